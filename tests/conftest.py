@@ -1,0 +1,23 @@
+"""Strict JAX for all tests: what only works by silent promotion does not work."""
+
+import os
+
+# Four CPU devices, before JAX starts; tests of sharding and of several devices need them.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import jaxtyping
+
+jaxtyping.install_import_hook("treeparams", "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Compiled programs of one file are of no use to the next, and memory is finite."""
+    yield
+    jax.clear_caches()

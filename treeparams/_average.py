@@ -1,0 +1,165 @@
+"""Copies, and exponential moving averages of models: target networks, Polyak averages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import PyTree
+
+from ._match import read_slots
+from ._partition import Rest, split
+from ._seen import structure_of
+from ._select import select
+
+Policy = Literal["copy", "keep", "average"]
+Buffers = Policy | Mapping[Any, Policy]
+
+
+def copy(tree: PyTree) -> PyTree:
+    """The tree with every array in a buffer of its own; ties are kept.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> online = {"w": jnp.ones(2)}
+    >>> target = tp.copy(online)
+    >>> target["w"] is online["w"], bool((target["w"] == online["w"]).all())
+    (False, True)
+
+    A target network that *is* the online one is tied to it, and gone when a step donates it; its copy is neither.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        A tree of the same structure. An array that stands at several places is copied once; what is no array stays.
+    """
+    leaves, treedef = jtu.tree_flatten(tree)
+    copies: dict[int, Any] = {}
+    for leaf in leaves:
+        if id(leaf) not in copies:
+            copies[id(leaf)] = copy_leaf(leaf)
+    return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
+
+
+def ema(
+    average: PyTree, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None
+) -> PyTree:
+    """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> online = {"w": jnp.ones(2), "steps": jnp.array(5)}
+    >>> target = {"w": jnp.zeros(2), "steps": jnp.array(0)}
+    >>> target = tp.ema(target, online, decay=0.9)
+    >>> print(target["w"], target["steps"])
+    [0.1 0.1] 5
+
+    Each slot is averaged once, in at least float32, and cast back to its own dtype. In bfloat16 an average sticks when
+    the step is under half a digit; `tp.Ema` keeps it in float32.
+
+    Args:
+        average: the model averaged so far; it decides what is trained and tied, and the dtypes. Start with
+            `tp.copy(model)`.
+        model: the model now, or another tree with its parameters at the same paths.
+        decay: the weight of `average`, a number in [0, 1] or a traced scalar, which never promotes a dtype.
+        buffers: what to do with integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
+            own; `"keep"` leaves the average's; `"average"` averages the floating ones and copies the others. Or
+            `{where: policy}`; a later entry wins, and what no entry selects is copied.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        The new average. What is no array (functions, Python numbers) is that of `average`.
+
+    Raises:
+        ValueError: `decay` is not in [0, 1]; the model lacks an array of the average, or has another shape there;
+            `buffers` is no policy, or selects nothing; as `tp.layout`.
+        TypeError: the model is complex where the average is real.
+    """
+    slots, rest = split(average, trainable)
+    step = step_size(decay)
+    news = read_slots(rest.layout, model, exact_shapes=True)
+    frozen = next_buffers(rest, model, step, buffers)
+    return rest.fixed.fill(lerp(slots, news, step), frozen)
+
+
+def step_size(decay: Any) -> Any:
+    """`1 - decay`, in double precision where the decay is a Python number.
+
+    Raises:
+        ValueError: the decay is not a scalar in [0, 1].
+    """
+    if jnp.ndim(decay) != 0:
+        raise ValueError(f"decay must be a scalar, got shape {jnp.shape(decay)}")
+    if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
+        raise ValueError(f"decay must be between 0 and 1, got {decay}")
+    return 1 - decay
+
+
+@jax.jit
+def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
+    """`old + step * (new - old)` of each pair, computed in at least float32, in the dtype of `old`."""
+
+    def one(old: Any, new: Any) -> Any:
+        wide = widened(old.dtype)
+        real = jnp.finfo(wide).dtype
+        start = old.astype(wide)
+        return (start + jnp.asarray(step).astype(real) * (jnp.asarray(new).astype(wide) - start)).astype(old.dtype)
+
+    return [one(old, new) for old, new in zip(olds, news, strict=True)]
+
+
+def widened(dtype: Any) -> Any:
+    """The dtype to average in: at least single precision."""
+    return jax.dtypes.canonicalize_dtype(np.promote_types(dtype, np.float32)) if jnp.finfo(dtype).bits >= 32 else jnp.float32
+
+
+def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list[Any]:
+    """The arrays beside the slots after a step, by their policies.
+
+    Raises:
+        ValueError: the model lacks one that is to be taken from it, or has another shape there.
+    """
+    leaves, _, structure = structure_of(model)
+    policies = _policies(rest, buffers)
+    result = []
+    for path, old in zip(rest.fixed.plan.frozen_paths, rest.frozen, strict=True):
+        policy = policies[path]
+        if policy == "keep":
+            result.append(old)
+            continue
+        new = leaves[structure.index[path]] if path in structure.index else None
+        if new is None or jnp.shape(new) != jnp.shape(old):
+            got = "nothing" if new is None else f"shape {jnp.shape(new)}"
+            raise ValueError(
+                f"the average has an array of shape {jnp.shape(old)} at {path!r}, the model {got}; to leave it as it is "
+                f"write buffers={{{path!r}: 'keep'}}"
+            )
+        floating = jnp.issubdtype(old.dtype, jnp.inexact) and jnp.issubdtype(jnp.result_type(new), jnp.inexact)
+        result += lerp([old], [new], step) if policy == "average" and floating else [copy_leaf(new)]
+    return result
+
+
+def _policies(rest: Rest, buffers: Buffers) -> dict[str, str]:
+    structure, paths = rest.fixed.structure, rest.fixed.plan.frozen_paths
+    if isinstance(buffers, str):
+        return dict.fromkeys(paths, _check_policy(buffers))
+    among = frozenset(structure.index[path] for path in paths)
+    policies = dict.fromkeys(paths, "copy")
+    for where, policy in buffers.items():
+        for leaf in select(structure, where, among, "frozen or integer array"):
+            policies[structure.paths[leaf]] = _check_policy(policy)
+    return policies
+
+
+def _check_policy(policy: Any) -> str:
+    if policy not in ("copy", "keep", "average"):
+        raise ValueError(f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}')
+    return policy
+
+
+def copy_leaf(leaf: Any) -> Any:
+    """A copy of an array; anything else as it is."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -1,0 +1,77 @@
+"""Static values compared as a compiler must: by value *and* type, arrays by identity.
+
+`2 == 2.0 == True` in Python, so a cache keyed by static values runs the program traced for one on the other and gives
+the wrong dtype. `exact` turns a value into a key for which this does not happen. The bytes of arrays are never read:
+a static array is equal to itself alone, as a constant that is compiled into a program has to be.
+"""
+
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+
+def exact(value: Any) -> Any:
+    """A hashable key, equal for values that are equal in type and content.
+
+    >>> exact(2) == exact(2.0), exact([1, (2,)]) == exact([1, (2,)]), exact([1]) == exact((1,))
+    (False, True, False)
+
+    Containers go by content. Arrays go by identity; so do values that can neither be hashed nor compared.
+    """
+    kind = type(value)
+    if kind in (str, bytes, type(None), bool, int) or isinstance(value, type):
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
+    if isinstance(value, (tuple, list)):
+        return kind, tuple(map(exact, value))
+    if isinstance(value, dict):
+        return kind, frozenset((exact(key), exact(item)) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(map(exact, value))
+    if isinstance(value, np.generic):
+        return kind, value.dtype, value.tobytes()
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return _Identity(value)
+    leaves, treedef = jtu.tree_flatten(value)
+    if jtu.treedef_is_leaf(treedef) and treedef.num_nodes == 1:
+        return kind, _hashable(value)
+    return kind, node_statics(treedef), tuple(map(exact, leaves))
+
+
+def node_statics(treedef: Any) -> tuple[Any, ...]:
+    """The type, number of children and exact static value of each node of a treedef, in preorder."""
+    found: list[Any] = []
+
+    def visit(treedef: Any) -> None:
+        data = treedef.node_data()
+        children = treedef.children()
+        found.append(None if data is None else (data[0], len(children), exact(data[1])))
+        for child in children:
+            visit(child)
+
+    visit(treedef)
+    return tuple(found)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return _Identity(value)
+    return value
+
+
+class _Identity:
+    """A key that is equal to that of the same object alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -1,0 +1,260 @@
+"""Which parameters are one: ties by identity, declared on classes, and given, brought into groups.
+
+A group has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function
+of it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
+names as source is the source, wherever it stands.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _declare, _paths
+from ._exact import exact
+from ._select import Choice
+from ._structure import Node, Spec, Structure, describe
+
+
+class Transform:
+    """A linear function with a static identity: equal to another of the same function and bound arguments."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        """Checks that the function can be recognised again.
+
+        Raises:
+            ValueError: it is a lambda or local function, or binds what cannot be hashed.
+        """
+        inner, bound = function, []
+        while isinstance(inner, functools.partial):
+            bound.append((inner.args, inner.keywords))
+            inner = inner.func
+        name = getattr(inner, "__qualname__", "")
+        if "<" in name:
+            raise ValueError(
+                f"a tie's transform must be recognised in the next process and by `jit`, and {name!r} is made anew "
+                "each time; write a function at module level, jnp.transpose, or a functools.partial of one"
+            )
+        if not callable(inner):
+            raise ValueError(f"a tie's transform is a function of one array, got {function!r}")
+        self.function = function
+        self._key = (inner, exact(bound))
+        hash(self._key)
+
+    def __call__(self, value: Any) -> Any:
+        return self.function(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transform) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> Any:
+        return Transform, (self.function,)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__name__", None) or repr(self.function)
+
+
+class Alias(NamedTuple):
+    """A further place of a parameter; its value is the chain of transforms applied to the source."""
+
+    leaf: int
+    chain: tuple[Transform, ...]
+
+    def fill(self, value: Any) -> Any:
+        """The alias's value, from the source's."""
+        if hasattr(value, "shape"):  # a label or a bool per parameter goes to all its places as it is
+            for transform in self.chain:
+                value = transform(value)
+        return value
+
+    def pull_back(self, cotangent: Any, source: Spec) -> Any:
+        """What a gradient at the alias is at the source."""
+        if not self.chain:
+            return cotangent
+        transpose = jax.linear_transpose(self.fill, jax.ShapeDtypeStruct(source.shape, cotangent.dtype))
+        return transpose(cotangent)[0]
+
+
+class Group(NamedTuple):
+    """One parameter that stands at several places."""
+
+    source: int
+    aliases: tuple[Alias, ...]
+
+
+class _Edge(NamedTuple):
+    alias: int
+    source: int
+    transform: Transform | None
+
+
+Given = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
+
+
+def groups(structure: Structure, given: Given | None = None) -> tuple[Group, ...]:
+    """All ties of a model, frozen parameters included, in the order of their sources.
+
+    Raises:
+        ValueError: a given or declared tie names no parameter, runs in a circle, contradicts another, has shapes or
+            dtypes that disagree, or a transform that is not linear.
+    """
+    edges = [edge for node in structure.nodes for edge in _declared_edges(structure, node)]
+    edges += [_edge(structure, alias, source) for alias, source in (given or {}).items()]
+    parent: dict[int, _Edge] = {}  # of a set of one array object, named by its first leaf
+    named: dict[int, int] = {}
+    for edge in edges:
+        _link(structure, edge, parent, named)
+    members: dict[int, list[Alias]] = {}
+    for leaf in structure.parameters:
+        root, chain = _root(structure, structure.first[leaf], parent)
+        members.setdefault(root, []).append(Alias(leaf, chain))
+    found = [_group(named.get(root, root), places) for root, places in members.items() if len(places) > 1]
+    return tuple(sorted(found, key=lambda group: group.source))
+
+
+def _group(source: int, places: list[Alias]) -> Group:
+    return Group(source, tuple(place for place in places if place.leaf != source))
+
+
+def _link(structure: Structure, edge: _Edge, parent: dict[int, _Edge], named: dict[int, int]) -> None:
+    alias, source = structure.first[edge.alias], structure.first[edge.source]
+    named[source] = min(named.get(source, edge.source), edge.source)
+    if alias == source:
+        if edge.transform is not None:
+            raise ValueError(
+                f"{structure.paths[edge.alias]!r} and {structure.paths[edge.source]!r} are one array already, so one "
+                f"cannot be {edge.transform} of the other"
+            )
+        return
+    before = parent.get(alias)
+    if before is not None and (structure.first[before.source], before.transform) != (source, edge.transform):
+        raise ValueError(
+            f"{structure.paths[edge.alias]!r} is tied twice: to {structure.paths[before.source]!r} and to "
+            f"{structure.paths[edge.source]!r}"
+        )
+    parent[alias] = edge
+
+
+def _root(structure: Structure, start: int, parent: dict[int, _Edge]) -> tuple[int, tuple[Transform, ...]]:
+    at, chain, passed = start, (), {start}
+    while at in parent:
+        edge = parent[at]
+        chain = chain if edge.transform is None else (edge.transform, *chain)
+        at = structure.first[edge.source]
+        if at in passed:
+            raise ValueError(f"the ties of {structure.paths[start]!r} run in a circle; name one path as the source")
+        passed.add(at)
+    return at, chain
+
+
+def _declared_edges(structure: Structure, node: Node) -> list[_Edge]:
+    edges = []
+    for alias, source in _declare.declared(node.cls).ties.items():
+        path, *transform = (source,) if isinstance(source, str) else source
+        ends = [_paths.join((*node.entries, *_paths.split(each))) for each in (alias, path)]
+        if not any(end in structure.index for end in ends):
+            continue  # an instance without either, as of a Linear without bias
+        edges.append(_edge(structure, ends[0], (ends[1], *transform) if transform else ends[1]))
+    return edges
+
+
+def _edge(structure: Structure, alias: str, source: Any) -> _Edge:
+    path, function = (source, None) if isinstance(source, str) else source
+    transform = None if function is None else Transform(function)
+    edge = _Edge(parameter(structure, alias), parameter(structure, path), transform)
+    check_shapes(structure, edge.alias, edge.source, transform)
+    return edge
+
+
+def parameter(structure: Structure, path: str) -> int:
+    """The leaf at a path.
+
+    Raises:
+        ValueError: there is none, or it is no parameter.
+    """
+    i = structure.index.get(_paths.join(_paths.split(path)))
+    if i is None:
+        known = [structure.paths[at] for at in structure.parameters]
+        raise ValueError(f"a tie names {path!r}, where the model has no leaf{_paths.nearest(path, known)}")
+    if i not in structure.parameters:
+        raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
+    return i
+
+
+def check_shapes(structure: Structure, alias: int, source: int, transform: Transform | None) -> None:
+    """Checks that the source, transformed, has the alias's shape and dtype.
+
+    Raises:
+        ValueError: it has not, or the transform is not linear.
+    """
+    want, have = structure.spec(alias), structure.spec(source)
+    got = have if transform is None else _linear_result(transform, have)
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        after = f" after {transform}" if transform else ""
+        raise ValueError(
+            f"{structure.paths[alias]!r} is {describe(want)} and cannot be tied to {structure.paths[source]!r}, which "
+            f"is {describe(got)}{after}"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _linear_result(transform: Transform, source: Spec) -> jax.ShapeDtypeStruct:
+    abstract = jax.ShapeDtypeStruct(source.shape, source.dtype)
+    try:
+        result = jax.eval_shape(transform, abstract)
+        transpose = jax.linear_transpose(transform, abstract)
+        (back,) = jax.eval_shape(transpose, result)
+        assert back.shape == source.shape
+    except Exception as error:
+        raise ValueError(f"a tie's transform must be linear, and JAX cannot transpose {transform}: {error}") from error
+    with jax.ensure_compile_time_eval():
+        at_zero = transform(jnp.zeros(source.shape, source.dtype))
+        if jnp.any(at_zero != 0):
+            raise ValueError(f"a tie's transform must be linear, and {transform} of zeros is not zero")
+    return result
+
+
+# -- Trained as a whole ------------------------------------------------------------------------------------------------
+
+
+def settle(structure: Structure, ties: tuple[Group, ...], choice: Choice) -> tuple[bool, ...]:
+    """What is trained, per leaf, with every tie trained or frozen as a whole.
+
+    Raises:
+        ValueError: a tie is trained at one path and frozen at another.
+    """
+    trained = dict(choice.trained)
+    for group in ties:
+        for alias in group.aliases:
+            if alias.chain and not _overruled(alias.leaf, group.source, choice):
+                trained[alias.leaf] = trained[group.source]
+            elif trained[alias.leaf] != trained[group.source]:
+                raise ValueError(_half(structure, group.source, alias, trained))
+    return tuple(trained.get(i, False) for i in range(len(structure.specs)))
+
+
+def _overruled(alias: int, source: int, choice: Choice) -> bool:
+    # An alias with a transform follows its source, unless something was said of the alias itself, not earlier than of
+    # the source, that the source does not agree with.
+    said = choice.said.get(alias)
+    return said is not None and said >= choice.said.get(source, -1) and choice.trained[alias] != choice.trained[source]
+
+
+def _half(structure: Structure, source: int, alias: Alias, trained: dict[int, bool]) -> str:
+    names = structure.paths[source], structure.paths[alias.leaf]
+    is_, other = ("trained", "frozen") if trained[source] else ("frozen", "trained")
+    if alias.chain:
+        return (
+            f"{names[1]!r} is {alias.chain[-1]} of {names[0]!r}, its source, and is trained or frozen with it, but "
+            f"the source is {is_} and the alias {other}; say it of the source {names[0]!r} (or of both)"
+        )
+    return (
+        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
+        f"its own (tp.copy, as for a target network; tp.untie), or freeze or thaw both in one call: "
+        f"tp.layout(model, freeze={list(names)!r}), or thaw=..."
+    )

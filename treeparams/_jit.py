@@ -1,0 +1,176 @@
+"""`jit` for models as they are: functions among the leaves, one array in several places."""
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+
+from ._exact import exact
+from ._partition import getter
+from ._seen import structure_of
+from ._structure import Structure
+
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+
+
+def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
+    """`equinox.filter_jit` that keeps ties.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> weight = jnp.ones(2)
+    >>> step = tp.jit(lambda model: tp.maptrainable(lambda x: x - 0.5, model), donate="all")
+    >>> model = step({"a": weight, "b": weight, "activation": jnp.tanh})
+    >>> model["a"] is model["b"], model["a"]
+    (True, Array([0.5, 0.5], dtype=float32))
+
+    Arrays that are one object among the arguments are one tracer inside, and one argument of the compiled program; what
+    is one tracer among the results is one array outside. So the library finds the ties of an argument by itself, and a
+    tied model can be donated.
+
+    Args:
+        fun: the function; left out, `tp.jit` is a decorator with options. A callable pytree (a Module, a bound method of
+            one) has its arrays traced like those of the arguments.
+        donate: as for `equinox.filter_jit`: which arguments' arrays are donated, `"warn"` with JAX's warnings about
+            buffers that could not be used.
+        **jit_kwargs: further options of `jax.jit`.
+
+    Returns:
+        The function, compiled. Arrays are traced; everything else is static and compared exactly: by value and type. Its
+        `lower(*args)` is that of `jax.jit`, for inspection of the program and its cost.
+
+    Raises:
+        ValueError: `donate` is none of the five.
+    """
+    if donate not in ("all", "all-except-first", "warn", "warn-except-first", "none"):
+        raise ValueError(f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}")
+    if fun is None:
+        return functools.partial(jit, donate=donate, **jit_kwargs)
+    return Jitted(fun, donate, jit_kwargs)
+
+
+class Jitted:
+    """A function compiled by `tp.jit`."""
+
+    def __init__(self, fun: Callable[..., Any], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
+        """For this library's own use; users write `tp.jit(f)`."""
+        functools.update_wrapper(self, fun, updated=())
+        self._donate: Donate = donate
+
+        def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
+            fun, args, kwargs = call.restore(donated, kept)
+            return _Result.of(fun(*args, **kwargs))
+
+        run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+        self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._donate == "none" or self._donate.startswith("warn"):
+            return self._run(*self._split(args, kwargs)).restore()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self._run(*self._split(args, kwargs)).restore()
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The lowered program, to read its text or its cost."""
+        return self._run.lower(*self._split(args, kwargs))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
+        leaves, treedef, structure = structure_of((inspect.unwrap(self, stop=_is_fun), args, kwargs))
+        key = ("jit", self._donate)
+        if key not in structure.memo:
+            structure.memo[key] = _plan(structure, treedef, self._donate)
+        plan = structure.memo[key]
+        return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, plan.values(leaves))
+
+
+def _is_fun(wrapper: Any) -> bool:
+    return not isinstance(wrapper, Jitted)
+
+
+class _Plan(NamedTuple):
+    donated: Callable[[Any], tuple[Any, ...]]
+    kept: Callable[[Any], tuple[Any, ...]]
+    values: Callable[[Any], tuple[Any, ...]]
+    gather: Callable[[Any], tuple[Any, ...]]  # donated + kept + values -> leaves
+
+
+def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
+    count = len(structure.specs)
+    arrays = [i for i in range(count) if structure.specs[i] is not None and structure.first[i] == i]
+    values = [i for i in range(count) if structure.specs[i] is None]
+    safe = _not_donated(treedef, count, donate)
+    shared = {structure.first[i] for i in safe}  # what also stands among what is not donated
+    donated = [i for i in arrays if i not in shared]
+    kept = [i for i in arrays if i in shared]
+    places = {i: place for place, i in enumerate([*donated, *kept, *values])}
+    return _Plan(getter(donated), getter(kept), getter(values), getter([places[structure.first[i]] for i in range(count)]))
+
+
+def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
+    if donate == "none":
+        return range(count)
+    if not donate.endswith("except-first"):
+        return range(0)
+    fun, args, _ = treedef.children()
+    first = args.children()[0].num_leaves if args.children() else 0
+    return range(fun.num_leaves, fun.num_leaves + first)
+
+
+class _Call:
+    """What of a call is static."""
+
+    def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: tuple[Any, ...]) -> None:
+        self._structure = structure
+        self._treedef = treedef
+        self._plan = plan
+        self._values = values
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Call):
+            return NotImplemented
+        return (
+            self._structure == other._structure
+            and self._structure.first == other._structure.first
+            and exact(self._values) == exact(other._values)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._structure)
+
+    def restore(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
+        return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values]))
+
+
+class _Result:
+    """A result as a pytree of its distinct arrays; all else is static."""
+
+    def __init__(self, arrays: Sequence[Any], gather: Callable[[Any], tuple[Any, ...]], treedef: Any, values: list[Any]) -> None:
+        self.arrays = arrays
+        self.static = gather, treedef, values
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Result":
+        leaves, treedef = jtu.tree_flatten(tree)
+        arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+        values = [leaf for leaf in leaves if id(leaf) not in arrays]
+        places = dict(zip(arrays, range(len(arrays)), strict=True))
+        at = iter(range(len(arrays), len(arrays) + len(values)))
+        order = [places[id(leaf)] if id(leaf) in places else next(at) for leaf in leaves]
+        return cls(list(arrays.values()), getter(order), treedef, values)
+
+    def restore(self) -> Any:
+        gather, treedef, values = self.static
+        return jtu.tree_unflatten(treedef, gather([*self.arrays, *values]))
+
+
+jtu.register_pytree_node(
+    _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, *static)
+)

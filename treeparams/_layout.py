@@ -1,0 +1,240 @@
+"""The layout of a model: which leaves are trained, which of them are one, and where each lies in the vector.
+
+A layout is static. It holds paths, shapes, dtypes and bools but no array, so it is hashable, goes into `jax.jit` as a
+static argument or a closure, and is the same for all models of one kind. Made outside a `jit` and passed in, it tells
+what the traced arguments no longer know: which of them are one array.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from . import _paths
+from ._describe import differences, in_columns
+from ._groups import Alias, Group, settle
+from ._select import Choice, Where, change
+from ._structure import Structure
+
+
+class Slot(NamedTuple):
+    """One distinct trained parameter and its place in the vector."""
+
+    path: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    offset: int  # in elements
+    size: int  # in elements
+
+
+class Layout:
+    """Which leaves of a model are trained and which of them are one: the static map of its parameters.
+
+    Made by `tp.layout`. Two layouts are equal when they describe models of the same structure, static fields, shapes,
+    dtypes, trained leaves and ties.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> layout = tp.layout(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    >>> print(layout)
+    path    shape  dtype    offset  size  tied to
+    weight  2,3    float32       0     6
+    bias    2      float32       6     2
+    2 slots, 8 elements, 32 bytes
+    >>> layout["bias"].offset, layout.freeze("weight").paths
+    (6, ('bias',))
+    """
+
+    def __init__(self, structure: Structure, trained: tuple[bool, ...], groups: tuple[Group, ...]) -> None:
+        """For this library's own use; users write `tp.layout(model)`."""
+        self.structure = structure
+        self.trained = trained
+        self.groups = groups
+
+    # -- What it says
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """The distinct trained parameters, in tree order of the paths that name them."""
+        paths, slots, offset = self.structure.paths, [], 0
+        for i, aliases in zip(self.positions, self.aliases, strict=True):
+            spec = self.structure.spec(i)
+            size = math.prod(spec.shape)
+            names = tuple(paths[alias.leaf] for alias in aliases)
+            slots.append(Slot(paths[i], names, spec.shape, spec.dtype, offset, size))
+            offset += size
+        return tuple(slots)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each slot, in order."""
+        return tuple(slot.path for slot in self.slots)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of trained elements, ties once."""
+        return sum(slot.size for slot in self.slots)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """The bytes of the trained leaves, ties once."""
+        return sum(slot.size * jnp.dtype(slot.dtype).itemsize for slot in self.slots)
+
+    @functools.cached_property
+    def dtype(self) -> Any:
+        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
+        dtypes = [slot.dtype for slot in self.slots if slot.size]
+        with jax.numpy_dtype_promotion("standard"):  # the one place that mixes dtypes on purpose
+            return jnp.result_type(*dtypes or [float])
+
+    @functools.cached_property
+    def ties(self) -> Mapping[str, tuple[str, ...]]:
+        """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
+        paths = self.structure.paths
+        return {paths[group.source]: tuple(paths[alias.leaf] for alias in group.aliases) for group in self.groups}
+
+    @property
+    def mask(self) -> PyTree[bool]:
+        """A tree of the model's structure: `True` at each trained parameter, aliases included."""
+        return jtu.tree_unflatten(self.structure.treedef, self.trained)
+
+    def __getitem__(self, path: str) -> Slot:
+        """The slot at a path; an alias finds its slot.
+
+        Raises:
+            KeyError: there is none; the message names the nearest.
+        """
+        leaf = self.structure.index.get(path)
+        if leaf in self.by_leaf:
+            return self.slots[self.by_leaf[leaf]]
+        known = [self.structure.paths[i] for i in self.by_leaf]
+        why = "is no path of the model" if leaf is None else "is not trained"
+        raise KeyError(f"{path!r} {why}{_paths.nearest(path, known)}")
+
+    # -- A new word
+
+    def freeze(self, where: Where) -> "Layout":
+        """The layout with what `where` selects frozen. Ties are remembered.
+
+        Raises:
+            ValueError: `where` selects nothing, or half of a tie.
+        """
+        return self._change(freeze=where)
+
+    def thaw(self, where: Where) -> "Layout":
+        """The layout with what `where` selects trained, also where a class declares it frozen.
+
+        Raises:
+            ValueError: `where` selects nothing, or half of a tie.
+        """
+        return self._change(thaw=where)
+
+    def _change(self, freeze: Where | None = None, thaw: Where | None = None) -> "Layout":
+        choice = Choice({i: self.trained[i] for i in self.structure.parameters}, {})
+        choice = change(self.structure, change(self.structure, choice, freeze, False), thaw, True)
+        return Layout(self.structure, settle(self.structure, self.groups, choice), self.groups)
+
+    def diff(self, other: "Layout") -> str:
+        """What differs between two layouts, in words, one line each; empty when they are equal."""
+        lines = list(differences(self.structure, other.structure))
+        for path, i in self.structure.index.items():
+            j = other.structure.index.get(path)
+            if j is not None and self.trained[i] != other.trained[j]:
+                here, there = ("trained", "not") if self.trained[i] else ("not trained", "trained")
+                lines.append(f"{path!r} is {here} in the first, {there} in the second")
+        for path in dict.fromkeys([*self.ties, *other.ties]):
+            here, there = self.ties.get(path, ()), other.ties.get(path, ())
+            if here != there:
+                lines.append(f"{path!r} is tied to {list(here)} in the first, to {list(there)} in the second")
+        if not lines and self.groups != other.groups:
+            lines.append("their ties have other transforms")
+        return "\n".join(lines)
+
+    # -- As a value
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.structure, self.trained, self.groups))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (
+            self.trained == other.trained and self.groups == other.groups and self.structure == other.structure
+        )
+
+    def __reduce__(self) -> Any:
+        return Layout, (self.structure, self.trained, self.groups)
+
+    def __repr__(self) -> str:
+        frozen = len(self.structure.parameters) - sum(self.trained)
+        return f"Layout({len(self.slots)} slots, {self.size} elements, {self.dtype}, {frozen} leaves frozen)"
+
+    def __str__(self) -> str:
+        paths = self.structure.paths
+        rows = [
+            [slot.path or '""', _shape(slot.shape), str(slot.dtype), str(slot.offset), str(slot.size), self._tied(i)]
+            for i, slot in enumerate(self.slots)
+        ]
+        for i in self.structure.parameters:
+            if not self.trained[i]:
+                spec = self.structure.spec(i)
+                size = str(math.prod(spec.shape))
+                rows.append([paths[i] or '""', _shape(spec.shape), str(spec.dtype), "frozen", size, ""])
+        lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
+        slots = f"{len(self.slots)} slot{'s' if len(self.slots) != 1 else ''}"
+        return "\n".join([*lines, f"{slots}, {self.size} elements, {self.nbytes} bytes"])
+
+    def _tied(self, slot: int) -> str:
+        paths = self.structure.paths
+        return ", ".join(
+            paths[alias.leaf] + (f" ({' of '.join(map(repr, reversed(alias.chain)))})" if alias.chain else "")
+            for alias in self.aliases[slot]
+        )
+
+    # -- For the other files of this library
+
+    @functools.cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The leaf of each slot."""
+        aliases = {alias.leaf for group in self.groups for alias in group.aliases}
+        return tuple(i for i in self.structure.parameters if self.trained[i] and i not in aliases)
+
+    @functools.cached_property
+    def aliases(self) -> tuple[tuple[Alias, ...], ...]:
+        """The further places of each slot."""
+        by_source = {group.source: group.aliases for group in self.groups}
+        return tuple(by_source.get(i, ()) for i in self.positions)
+
+    @functools.cached_property
+    def by_leaf(self) -> dict[int, int]:
+        """The slot of each trained leaf, aliases included."""
+        slots = dict(zip(self.positions, range(len(self.positions)), strict=True))
+        return slots | {alias.leaf: slot for slot, aliases in enumerate(self.aliases) for alias in aliases}
+
+    @functools.cached_property
+    def canonical_treedef(self) -> Any:
+        """The treedef of the canonical tree."""
+        return jtu.tree_structure(self.canonical([0] * len(self.positions)))
+
+    def canonical(self, values: Sequence[Any], treedef: Any = None) -> PyTree:
+        """The canonical tree of one value per slot: model-shaped, `None` everywhere else."""
+        leaves: list[Any] = [None] * len(self.trained)
+        for position, value in zip(self.positions, values, strict=True):
+            leaves[position] = value
+        return jtu.tree_unflatten(self.structure.treedef if treedef is None else treedef, leaves)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape)) or "()"
+
+
+Layout.__module__ = Slot.__module__ = "treeparams"

@@ -1,0 +1,129 @@
+"""Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from . import _paths
+from ._groups import Alias
+from ._layout import Layout
+from ._seen import structure_of
+from ._structure import describe, same_treedef
+
+Tied = Literal["sum", "first"] | None
+
+
+def per_slot(layout: Layout, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
+    """What another tree has for each slot; `None` where it has nothing.
+
+    Args:
+        layout: of the model.
+        tree: a tree with entries at paths of the model.
+        tied: what several entries at one tie mean: `"sum"` (gradients) or `"first"` (values).
+        exact_shapes: whether each entry must have its leaf's shape.
+
+    Raises:
+        ValueError: an entry where the model has no leaf; several at one tie without `tied`; another shape.
+    """
+    if tied not in ("sum", "first", None):
+        raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
+    found = _entries(layout, tree)
+    if exact_shapes:
+        for leaf, value in found.items():
+            check_shape(layout, leaf, value)
+    return [
+        _one(layout, found, position, aliases, tied) if aliases else found.get(position)
+        for position, aliases in zip(layout.positions, layout.aliases, strict=True)
+    ]
+
+
+def read_slots(layout: Layout, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
+    """The values of the slots in a tree that has them all, as a model of another type has.
+
+    Raises:
+        ValueError: a slot is missing; an entry where the model has no leaf; another shape.
+    """
+    values = per_slot(layout, tree, "first", exact_shapes=exact_shapes)
+    missing = [slot.path for slot, value in zip(layout.slots, values, strict=True) if value is None]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"expected an array for each of the {len(values)} trained parameters, found none for "
+            f"{', '.join(map(repr, missing[:3]))}{more}"
+        )
+    if exact_shapes:
+        for slot, value in zip(layout.slots, values, strict=True):
+            if jnp.iscomplexobj(value) and not jnp.issubdtype(slot.dtype, jnp.complexfloating):
+                raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
+    return values
+
+
+def check_shape(layout: Layout, leaf: int, value: Any) -> None:
+    """Checks that a value has the shape of its leaf.
+
+    Raises:
+        ValueError: it has another.
+        TypeError: it is no number or array of numbers.
+    """
+    spec, path = layout.structure.spec(leaf), layout.structure.paths[leaf]
+    if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
+        raise TypeError(f"expected an array at {path!r}, got {describe(value)}")
+    if jnp.shape(value) != spec.shape:
+        raise ValueError(f"expected {describe(spec)} at {path!r}, got {describe(value)} of shape {jnp.shape(value)}")
+
+
+def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
+    """The entries of a tree by leaf of the model, at trained parameters."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    if same_treedef(treedef, layout.canonical_treedef):
+        pairs = zip(layout.positions, leaves, strict=True)
+    elif same_treedef(treedef, layout.structure.treedef):
+        pairs = ((leaf, leaves[leaf]) for leaf in layout.by_leaf)
+    else:
+        pairs = _by_path(layout, tree)
+    return {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != jax.dtypes.float0}
+
+
+def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
+    leaves, _, structure = structure_of(tree)
+    index = layout.structure.index
+    unknown = [path for path in structure.paths if path not in index]
+    if unknown:
+        nodes = {node.path for node in layout.structure.nodes}
+        has = "a node" if unknown[0] in nodes else "no leaf"
+        raise ValueError(
+            f"the tree has an entry at {unknown[0]!r}, where the model has {has}"
+            f"{_paths.nearest(unknown[0], layout.structure.paths)}"
+        )
+    pairs = ((index[path], value) for path, value in zip(structure.paths, leaves, strict=True))
+    return [(leaf, value) for leaf, value in pairs if leaf in layout.by_leaf]
+
+
+def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Alias, ...], tied: Tied) -> Any:
+    entries = [(place, found[place.leaf]) for place in (Alias(position, ()), *aliases) if place.leaf in found]
+    if len(entries) > 1 and tied is None or entries and entries[0][0].chain and tied != "sum":
+        raise ValueError(_ambiguous(layout, position, [place for place, _ in entries], tied))
+    if tied != "sum" or len(entries) < 2 and not (entries and entries[0][0].chain):
+        return entries[0][1] if entries else None
+    total = None
+    with jax.numpy_dtype_promotion("standard"):  # the entries may be of other dtypes than the leaf and each other
+        for place, value in entries:
+            if place.chain:
+                check_shape(layout, place.leaf, value)
+                value = place.pull_back(value, layout.structure.spec(position))
+            total = value if total is None else total + value
+    return total
+
+
+def _ambiguous(layout: Layout, position: int, places: list[Alias], tied: Tied) -> str:
+    paths = [layout.structure.paths[place.leaf] for place in places]
+    source = layout.structure.paths[position]
+    if tied == "first":
+        return f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
+    return (
+        f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
+        'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values'
+    )

@@ -1,0 +1,157 @@
+"""Key paths as text and back, the globs over them, and the nearest path to a misspelt one.
+
+A *path* is the place of a node or leaf in a pytree, written as one entry per key with dots between them:
+`layers.0.weight`. The root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a
+quote or a glob character - is written as a JSON string: `"a.b".weight`. So text splits back into entries without a
+model at hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
+"""
+
+import difflib
+import fnmatch
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_NEEDS_QUOTES = re.compile(r"""[.*?\[\]"']""")
+# One entry: a JSON string or a run of anything but a dot; a glob's `[...]` may hold a dot.
+_ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?:\[[^\]]*\]|[^.])*')
+
+
+def quote(text: str) -> str:
+    """`text` as one entry of a path: bare where that reads back, else as a JSON string.
+
+    >>> quote("weight"), quote("a.b"), quote("")
+    ('weight', '"a.b"', '""')
+    """
+    return _json(text) if not text or _NEEDS_QUOTES.search(text) else text
+
+
+def unquote(entry: str) -> str:
+    """The text that `quote` wrote.
+
+    >>> unquote(quote("a.b")), unquote("weight")
+    ('a.b', 'weight')
+    """
+    return json.loads(entry) if _is_quoted(entry) else entry
+
+
+def split(path: str) -> tuple[str, ...]:
+    """The entries of a path or glob, still quoted where they were.
+
+    >>> split('layers.0."a.b"')
+    ('layers', '0', '"a.b"')
+    >>> split("")
+    ()
+
+    Raises:
+        ValueError: a JSON string in the path is not closed or not followed by a dot.
+    """
+    if not path:
+        return ()
+    entries, at = [], 0
+    while True:
+        match = _ENTRY.match(path, at)
+        assert match is not None  # the pattern also matches nothing
+        entries.append(match.group())
+        at = match.end()
+        if at == len(path):
+            return tuple(entries)
+        if path[at] != ".":
+            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a dot or the end")
+        at += 1
+
+
+def join(entries: Iterable[str]) -> str:
+    """The inverse of `split`."""
+    return ".".join(entries)
+
+
+def key_text(key: Any) -> str:
+    """The bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
+    for attribute in ("name", "key", "idx"):
+        value = getattr(key, attribute, None)
+        if value is not None:
+            return str(value)
+    return str(getattr(key, "key", key))
+
+
+def sibling_entries(keys: Sequence[Any]) -> tuple[str, ...]:
+    """The entries of all children of one node; siblings never share one.
+
+    Keys of different kinds may read alike (an `OrderedDict` with both `1` and `"1"`). Then the text is quoted, and
+    what still collides is numbered, so that a path always names one leaf.
+
+    >>> from jax.tree_util import DictKey
+    >>> sibling_entries([DictKey("a"), DictKey(1), DictKey("1")])
+    ('a', '1', '"1"')
+    """
+    entries = [quote(key_text(key)) for key in keys]
+    if len(set(entries)) == len(entries):
+        return tuple(entries)
+    unique: dict[str, None] = {}
+    for key, entry in zip(keys, entries, strict=True):
+        if entries.count(entry) > 1 and isinstance(getattr(key, "key", None), str):
+            entry = _json(unquote(entry))
+        number = 2
+        while entry in unique:
+            entry, number = _json(f"{key_text(key)}#{number}"), number + 1
+        unique[entry] = None
+    return tuple(unique)
+
+
+def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
+    """Whether the glob, split into entries, matches these entries or a node above them.
+
+    The states are the positions in the pattern that the entries read so far can have led to.
+
+    >>> selects(split("**.weight"), split("layers.0.weight")), selects(split("layers"), split("layers.0.weight"))
+    (True, True)
+    >>> selects(split("layers.*.0"), split("layers.0.weight"))
+    False
+    """
+    states = _skip_stars(pattern, {0})
+    for entry in entries:
+        if len(pattern) in states:
+            return True
+        stay = {at for at in states if pattern[at] == "**"}
+        step = {at + 1 for at in states - stay if _matches_entry(pattern[at], entry)}
+        states = _skip_stars(pattern, stay | step)
+    return len(pattern) in states
+
+
+def _skip_stars(pattern: Sequence[str], states: set[int]) -> set[int]:
+    for at in sorted(states):
+        while at < len(pattern) and pattern[at] == "**":
+            at += 1
+            states.add(at)
+    return states
+
+
+@functools.lru_cache(maxsize=65536)
+def _matches_entry(pattern: str, entry: str) -> bool:
+    if not _is_quoted(pattern):
+        return fnmatch.fnmatchcase(unquote(entry), pattern)
+    text = unquote(pattern)
+    # Quotes that were not needed are allowed, except where they are what tells `"1"` from `1`.
+    return entry == (text if quote(text) == text and not text.isdigit() else _json(text))
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_quoted(entry: str) -> bool:
+    return len(entry) >= 2 and entry[0] == '"' == entry[-1]
+
+
+def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
+    """The known paths most like `path`, as the end of an error message; empty when there are none.
+
+    >>> nearest("layer.0.weight", ["layers.0.weight", "head.bias"], count=1)
+    "; nearest: 'layers.0.weight'"
+    """
+    known = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(path, known, n=count, cutoff=0.3) or known[:count]
+    return f"; nearest: {', '.join(map(repr, close))}" if close else ""

@@ -1,0 +1,112 @@
+"""Recognising a tree whose structure is known, in microseconds.
+
+Scanning a tree costs Python work per node, so it is done once per kind of tree. A tree is recognised by comparisons
+that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A treedef
+alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` are one to it (see `_exact`).
+"""
+
+import collections
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from . import _declare
+from ._exact import exact
+from ._structure import Structure, flatten, is_array, scan
+
+# Enough for a program, small enough to let go of what a long notebook session has built and thrown away.
+_TREEDEFS = 256
+_PER_TREEDEF = 8
+
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+
+
+class _Seen(NamedTuple):
+    """What a structure was scanned from: a tree that agrees in all of it has the same structure."""
+
+    structure: Structure
+    context: tuple[Any, ...]
+    types: list[type]
+    arrays: tuple[int, ...]  # the positions of array leaves
+    shapes: list[tuple[int, ...]]
+    dtypes: list[Any]
+    distinct: int  # array objects among the array leaves
+    statics: list[Any]  # holding them keeps their identity theirs
+
+    def fits(self, context: tuple[Any, ...], types: list[type], leaves: list[Any], statics: list[Any]) -> bool:
+        if self.types != types or self.context != context:
+            return False
+        arrays = leaves if len(self.arrays) == len(leaves) else [leaves[i] for i in self.arrays]
+        return (
+            list(map(_shape, arrays)) == self.shapes
+            and list(map(_dtype, arrays)) == self.dtypes
+            and self._same_array_objects(leaves, arrays)
+            and _same_statics(statics, self.statics)
+        )
+
+    def _same_array_objects(self, leaves: list[Any], arrays: list[Any]) -> bool:
+        if len(set(map(id, arrays))) != self.distinct:
+            return False
+        first = self.structure.first
+        return self.distinct == len(arrays) or all(leaves[i] is leaves[first[i]] for i in self.arrays)
+
+
+_seen: "collections.OrderedDict[Any, list[_Seen]]" = collections.OrderedDict()
+
+
+def structure_of(tree: Any) -> tuple[list[Any], Any, Structure]:
+    """The leaves of a tree, its treedef, and its structure.
+
+    The structure's own treedef may hold other static *objects* of the same type and value.
+
+    Raises:
+        ValueError: the tree is cyclic.
+    """
+    leaves, treedef = flatten(tree)
+    context = (_declare.declarations(), jax.dtypes.canonicalize_dtype(np.float64))
+    types = list(map(type, leaves))
+    statics = _static_values(treedef)
+    try:
+        known = _seen.setdefault(treedef, [])
+    except Exception:  # static arrays, which JAX compares by an `==` that has no truth value
+        known = []
+    for each in known:
+        if each.fits(context, types, leaves, statics):
+            return leaves, treedef, each.structure
+    known.insert(0, _see(tree, leaves, context, types, statics))
+    del known[_PER_TREEDEF:]
+    while len(_seen) > _TREEDEFS:
+        _seen.popitem(last=False)
+    return leaves, treedef, known[0].structure
+
+
+def _see(tree: Any, leaves: list[Any], context: tuple[Any, ...], types: list[type], statics: list[Any]) -> _Seen:
+    positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
+    arrays = [leaves[i] for i in positions]
+    shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
+    return _Seen(
+        scan(tree, leaves), context, types, positions, shapes, dtypes, len(set(map(id, arrays))), statics
+    )
+
+
+def _static_values(treedef: Any) -> list[Any]:
+    values: list[Any] = []
+
+    def visit(_: Any, data: Any) -> None:
+        if type(data) in (tuple, list):
+            values.extend(data)  # what is made anew at each flattening, around values that are not
+        else:
+            values.append(data)
+
+    treedef.walk(visit, bool, range(treedef.num_leaves))
+    return values
+
+
+def _same_statics(these: list[Any], those: list[Any]) -> bool:
+    # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
+    if len(these) == len(those) and all(map(operator.is_, these, those)):
+        return True
+    return exact(these) == exact(those)

@@ -1,0 +1,218 @@
+"""What is static about a tree: its nodes, the paths of its leaves, their shapes and dtypes, which are one array."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from . import _declare, _paths
+from ._exact import node_statics
+
+
+class Spec(NamedTuple):
+    """Shape and (JAX) dtype of an array leaf."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parameter: bool  # floating or complex: what can be trained
+
+
+class Child(NamedTuple):
+    """A child that has leaves: its key, its entry in paths (none below a box), and the range of its leaves."""
+
+    key: Any
+    entry: tuple[str, ...]
+    start: int
+    stop: int
+    is_leaf: bool
+
+
+class Node(NamedTuple):
+    """An inner node that has leaves."""
+
+    cls: type
+    entries: tuple[str, ...]
+    children: tuple[Child, ...]
+    start: int
+    stop: int
+    static: Any  # as it is in the treedef
+
+    @property
+    def path(self) -> str:
+        return _paths.join(self.entries)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """The static description of a kind of tree. It holds no array of the tree."""
+
+    treedef: Any
+    nodes: tuple[Node, ...]
+    entries: tuple[tuple[str, ...], ...]  # of each leaf
+    specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
+    first: tuple[int, ...]  # of each leaf: the first that is the same array object
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what others derived from it
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(map(_paths.join, self.entries))
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        return {path: i for i, path in enumerate(self.paths)}
+
+    @functools.cached_property
+    def statics(self) -> tuple[Any, ...]:
+        return node_statics(self.treedef)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """The positions of the leaves that can be trained."""
+        return tuple(i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.paths, self.specs))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return self is other or (
+            self._hash == other._hash
+            and (self.specs, self.paths, self.statics) == (other.specs, other.paths, other.statics)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        # A treedef that holds static values does not pickle. A tree of that structure does.
+        skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
+        return _from_skeleton, (skeleton, self.specs, self.first)
+
+    def spec(self, i: int) -> Spec:
+        """The shape and dtype of an array leaf."""
+        spec = self.specs[i]
+        if spec is None:
+            raise TypeError(f"{self.paths[i]!r} is no array")
+        return spec
+
+    def describe(self, i: int) -> str:
+        """A leaf as `'path' (float32[2,3])`, for error messages."""
+        spec = self.specs[i]
+        return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
+
+
+def describe(value: Any) -> str:
+    """The dtype and shape of an array, or the type of what is none.
+
+    >>> describe(jnp.ones((2, 3))), describe(0.5)
+    ('float32[2,3]', 'float')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, concrete, traced or abstract."""
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def same_treedef(a: Any, b: Any) -> bool:
+    """Whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
+    try:
+        return bool(a == b)
+    except Exception:  # static arrays, whose `==` has no truth value
+        return False
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
+    try:
+        return jtu.tree_flatten(tree)
+    except (RecursionError, SystemError) as error:  # SystemError: how the C++ side reports a RecursionError
+        path = _find_cycle(tree)
+        if path is None:
+            raise
+        raise ValueError(
+            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
+            "keep one of the two references, or hold it in a static field"
+        ) from error
+
+
+def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
+    """Works out the structure of a tree."""
+    first: dict[int, int] = {}
+    concrete = [is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    same = tuple(first.setdefault(id(leaf), i) if array else i for i, (leaf, array) in enumerate(zip(leaves, concrete, strict=True)))
+    return _from_skeleton(tree, tuple(map(_spec, leaves)), same)
+
+
+def _from_skeleton(tree: Any, specs: tuple[Spec | None, ...], first: tuple[int, ...]) -> Structure:
+    keys = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+    treedef = jtu.tree_structure(tree)
+    nodes: list[Node] = []
+    entries: list[tuple[str, ...]] = []
+    _visit(treedef, (), 0, keys, nodes, entries)
+    return Structure(treedef, tuple(nodes), tuple(entries), specs, first)
+
+
+def _visit(
+    treedef: Any,
+    above: tuple[str, ...],
+    depth: int,
+    keys: list[tuple[Any, ...]],
+    nodes: list[Node],
+    entries: list[tuple[str, ...]],
+) -> None:
+    data = treedef.node_data()
+    if data is None:
+        entries.append(above)
+        return
+    start = len(entries)
+    below = [child for child in treedef.children() if child.num_leaves]
+    starts = [start]
+    for child in below:
+        starts.append(starts[-1] + child.num_leaves)
+    child_keys = [keys[at][depth] for at in starts[:-1]]
+    boxed = len(below) == 1 and _declare.is_box(data[0])
+    texts = [()] if boxed else [(entry,) for entry in _paths.sibling_entries(child_keys)]
+    children = tuple(
+        Child(key, text, begin, end, child.node_data() is None)
+        for key, text, begin, end, child in zip(child_keys, texts, starts[:-1], starts[1:], below, strict=True)
+    )
+    nodes.append(Node(data[0], above, children, start, starts[-1], data[1]))
+    for child, text in zip(below, texts, strict=True):
+        _visit(child, (*above, *text), depth + 1, keys, nodes, entries)
+
+
+def _spec(leaf: Any) -> Spec | None:
+    if not is_array(leaf):
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
+    return Spec(tuple(leaf.shape), dtype, _is_inexact(dtype))
+
+
+@functools.lru_cache(maxsize=None)
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _find_cycle(tree: Any, above: tuple[Any, ...] = (), entries: tuple[str, ...] = ()) -> str | None:
+    if any(tree is node for node in above):
+        return _paths.join(entries)
+    root_first = iter((False,))  # only the root is taken apart, so that its children come out whole
+    children = jtu.tree_flatten_with_path(tree, is_leaf=lambda _: next(root_first, True))[0]
+    if children and not children[0][0]:  # a leaf
+        return None
+    for entry, (_, child) in zip(_paths.sibling_entries([key[0] for key, _ in children]), children, strict=True):
+        found = _find_cycle(child, (*above, tree), (*entries, entry))
+        if found is not None:
+            return found
+    return None
