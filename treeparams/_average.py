@@ -102,9 +102,8 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 
     def one(old: Any, new: Any) -> Any:
         wide = widened(old.dtype)
-        real = jnp.finfo(wide).dtype
         start = old.astype(wide)
-        return (start + jnp.asarray(step).astype(real) * (jnp.asarray(new).astype(wide) - start)).astype(old.dtype)
+        return (start + jnp.asarray(step).astype(wide) * (jnp.asarray(new).astype(wide) - start)).astype(old.dtype)
 
     return [one(old, new) for old, new in zip(olds, news, strict=True)]
 

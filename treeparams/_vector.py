@@ -179,6 +179,8 @@ def _check_dtype(layout: Layout, dtype: Any) -> Any:
     for slot in layout.slots:
         if _is_complex(slot.dtype) and not _is_complex(dtype):
             raise TypeError(f"{slot.path!r} is {slot.dtype}, which a vector of {dtype} cannot hold")
+    if _is_complex(dtype) and not _has_complex(layout):
+        raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
     return dtype
 
 
@@ -190,9 +192,13 @@ def _check_vector(layout: Layout, vector: Any) -> None:
         raise ValueError(f"{expected} for {layout!r}, got shape {tuple(vector.shape)}")
     if not jnp.issubdtype(vector.dtype, jnp.inexact):
         raise TypeError(f"{expected}, got {vector.dtype}; convert it with vector.astype({layout.dtype})")
-    if _is_complex(vector.dtype) and not any(_is_complex(slot.dtype) for slot in layout.slots):
+    if _is_complex(vector.dtype) and not _has_complex(layout):
         raise TypeError(f"{expected}, got {vector.dtype}, and no parameter is complex; take vector.real")
 
 
 def _is_complex(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def _has_complex(layout: Layout) -> bool:
+    return any(_is_complex(slot.dtype) for slot in layout.slots)

@@ -1,0 +1,274 @@
+"""What must always hold: the laws of the contract, over the zoo and over models made by hypothesis."""
+
+import operator
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import treeparams as tp
+
+from . import zoo
+from .zoo import ZOO, Specimen, assert_close, assert_same
+
+specimens = pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO.keys())
+generated = hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
+
+
+def _variants(function, *arguments):
+    """The function as it is, and inside of `jit`, `vmap`, `scan`, `checkpoint` and `jit` of `vmap`."""
+    first = arguments[0]
+    yield "plain", function(*arguments)
+    yield "jit", jax.jit(function)(*arguments)
+    yield "checkpoint", jax.checkpoint(function)(*arguments)
+    batched = jax.tree.map(lambda x: jnp.stack([x, x]), first)
+    mapped = jax.vmap(function, in_axes=(0, *[None] * (len(arguments) - 1)))
+    for name, each in (("vmap", mapped), ("jit of vmap", jax.jit(mapped))):
+        yield name, jax.tree.map(lambda x: x[1], each(batched, *arguments[1:]))
+    _, stacked = jax.lax.scan(lambda _, x: (None, function(x, *arguments[1:])), None, batched)
+    yield "scan", jax.tree.map(lambda x: x[1], stacked)
+
+
+# -- 1. Taking apart and putting together -------------------------------------------------------------------------------
+
+
+@specimens
+def test_combine_inverts_partition(specimen: Specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    assert_same(tp.combine(*tp.partition(model, layout)), model)
+    assert_same(tp.combine(*jax.jit(lambda *halves: halves)(*tp.partition(model, layout))), model)
+
+
+@specimens
+def test_restructure_inverts_ravel(specimen: Specimen):
+    model = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, specimen.make())
+    vector, restructure = tp.ravel(model, specimen.layout(model))
+    assert vector.shape == (restructure.layout.size,)
+    assert vector.dtype == restructure.layout.dtype
+    assert_same(restructure(vector), model)
+    np.testing.assert_array_equal(restructure.ravel(restructure(vector)), vector)
+
+
+@generated
+@hypothesis.given(zoo.models())
+def test_round_trips_of_generated_models(model):
+    assert_same(tp.combine(*tp.partition(model)), model)
+    vector, restructure = tp.ravel(model)
+    assert_same(restructure(vector), model)
+    np.testing.assert_array_equal(restructure.ravel(model), vector)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_given_dtype_is_kept_up_to_the_cast(dtype):
+    model = ZOO["bf16 with f32"].make()
+    vector, restructure = tp.ravel(model, dtype=dtype)
+    assert vector.dtype == dtype == restructure.ravel(model).dtype
+    back = restructure(vector)
+    for got, want in zip(back, model, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want.astype(dtype).astype(want.dtype))
+
+
+@specimens
+def test_partition_in_transformations(specimen: Specimen):
+    model = specimen.make()
+    params, rest = tp.partition(model, specimen.layout(model))
+    want = zoo.loss(tp.combine(params, rest))
+    compared = 0
+    if not jax.tree.leaves(params):
+        np.testing.assert_allclose(jax.jit(lambda rest: zoo.loss(tp.combine(params, rest)))(rest), want, 1e-5)
+        return
+    for name, got in _variants(lambda params, rest: zoo.loss(tp.combine(params, rest)), params, rest):
+        np.testing.assert_allclose(got, want, 1e-5, err_msg=name)
+        compared += 1
+    assert compared == 6
+
+
+@specimens
+def test_restructure_in_transformations(specimen: Specimen):
+    model = specimen.make()
+    vector, restructure = tp.ravel(model, specimen.layout(model))
+    want = zoo.loss(restructure(vector))
+    results = dict(_variants(lambda vector, restructure: zoo.loss(restructure(vector)), vector, restructure))
+    assert len(results) == 6
+    for name, got in results.items():
+        np.testing.assert_allclose(got, want, 1e-5, err_msg=name)
+
+
+# -- 2. and 3. The vector and its transpose -----------------------------------------------------------------------------
+
+
+def _pairing(a, b):
+    parts = [jnp.sum(jnp.asarray(x, jnp.complex64) * jnp.asarray(y, jnp.complex64)) for x, y in zip(a, b, strict=True)]
+    return np.real(sum(map(np.complex128, parts)))
+
+
+@specimens
+def test_ravel_gradient_is_the_transpose_of_restructure(specimen: Specimen):
+    model = specimen.make()
+    vector, restructure = tp.ravel(model, specimen.layout(model))
+    wave = lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
+    mask = jax.tree.leaves(restructure.layout.mask)
+    leaves, treedef = jax.tree.flatten(model)
+    cotangents = [wave(leaf) if trained else None for leaf, trained in zip(leaves, mask, strict=True)]
+    flat = restructure.ravel_gradient(jax.tree.unflatten(treedef, cotangents))
+    direction = jnp.sin(jnp.arange(vector.size, dtype=jnp.float32)).astype(vector.dtype)
+    image = [leaf for leaf, trained in zip(jax.tree.leaves(restructure(direction)), mask, strict=True) if trained]
+    assert flat.shape == vector.shape
+    want = _pairing([each for each in cotangents if each is not None], image)
+    tolerance = 1e-2 if "float16" in str(restructure.layout) else 1e-4
+    np.testing.assert_allclose(_pairing([flat], [direction]), want, tolerance, tolerance)
+
+
+@specimens
+def test_the_gradient_in_the_vector_is_the_flat_gradient(specimen: Specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    vector, restructure = tp.ravel(model, layout)
+    in_vector = jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector)
+    if not layout.slots:
+        assert in_vector.shape == (0,)
+        return
+    in_tree = tp.grad(zoo.loss, layout)(model)
+    assert_close(in_vector, restructure.ravel_gradient(in_tree), 1e-5)
+    params, rest = tp.partition(model, layout)
+    assert_close(in_tree, jax.grad(lambda params: zoo.loss(tp.combine(params, rest)))(params), 1e-5)
+
+
+@generated
+@hypothesis.given(zoo.models())
+def test_gradients_of_generated_models(model):
+    hypothesis.assume(tp.layout(model).slots)
+    vector, restructure = tp.ravel(model)
+    in_vector = jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector)
+    assert_close(in_vector, restructure.ravel_gradient(tp.grad(zoo.loss)(model)), 2e-2)
+
+
+# -- 4. and 5. Walks ----------------------------------------------------------------------------------------------------
+
+
+@specimens
+def test_mapreduce_is_a_fold_over_trainables(specimen: Specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    calls = []
+
+    def f(leaf):
+        calls.append(leaf)
+        return float(jnp.sum(jnp.abs(jnp.asarray(leaf)).astype(jnp.float32)))
+
+    got = tp.mapreduce(f, operator.add, model, init=1.0, trainable=layout)
+    leaves = list(tp.trainables(model, layout).values())
+    assert len(calls) == len(leaves) == len(layout.slots)
+    assert all(map(operator.is_, calls, leaves))
+    assert got == sum(map(f, leaves), start=1.0)
+
+
+@generated
+@hypothesis.given(zoo.models(floating=True))
+def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
+    layout = tp.layout(model, jax.tree.map(lambda _: True, model))
+    hypothesis.assume(len(layout.slots) == len(jax.tree.leaves(model)))
+    double = lambda x: 2 * x
+    assert_same(tp.maptrainable(double, model, trainable=layout), jax.tree.map(double, model), identity=False)
+    if layout.slots:
+        vector, restructure = tp.ravel(model, layout)
+        want, unravel = ravel_pytree(model)
+        np.testing.assert_array_equal(vector, want)
+        assert_same(restructure(2 * vector), unravel(2 * want), identity=False)
+    squares = [np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(model)]
+    np.testing.assert_allclose(tp.global_norm(model), np.sqrt(sum(squares)), 1e-6)
+
+
+# -- 6. Frozen is frozen ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["functions and static fields", "plain dataclass", "frozen tie", "mlp"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_adamw_leaves_frozen_leaves_alone(name, jitted):
+    start = ZOO[name].make()
+    layout = ZOO[name].layout(start)
+    params, rest = tp.partition(start, layout)
+    tx = optax.adamw(0.1, weight_decay=0.1)
+
+    def step(params, state, rest):
+        grads = jax.grad(lambda params: zoo.loss(tp.combine(params, rest)))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if jitted else step
+    state = tx.init(params)
+    with jax.numpy_dtype_promotion("standard"):  # Optax relies on it
+        for _ in range(10):
+            params, state = step(params, state, rest)
+    model = tp.combine(params, rest)
+    was_trained = jax.tree.leaves(layout.mask)
+    triples = list(zip(jax.tree.leaves(start), jax.tree.leaves(model), was_trained, strict=True))
+    assert sum(was_trained) > 0
+    for before, after, moved in triples:
+        assert (after is before) is not moved or not hasattr(before, "dtype")
+        if moved:
+            assert not np.array_equal(before, after)
+
+
+# -- 7. One trace, no constants -----------------------------------------------------------------------------------------
+
+
+@specimens
+def test_one_trace_for_equal_layouts(specimen: Specimen):
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def f(params, rest):
+        return zoo.loss(tp.combine(params, rest))
+
+    first, second = specimen.make(), specimen.make()
+    second = tp.maptrainable(lambda x: x * 2, second, trainable=specimen.layout(second))
+    layouts = specimen.layout(first), specimen.layout(second)
+    assert layouts[0] == layouts[1]
+    assert hash(layouts[0]) == hash(layouts[1])
+    results = [f(*tp.partition(model, specimen.layout(model))) for model in (first, second)]
+    assert len(results) == 2
+
+
+def test_frozen_values_are_arguments_of_the_program():
+    model = {"w": zoo.ramp(4), "table": zoo.ramp(1234)}
+    params, rest = tp.partition(model, "w")
+    jaxpr = jax.make_jaxpr(lambda params, rest: zoo.loss(tp.combine(params, rest)))(params, rest)
+    assert not jaxpr.consts
+    text = jax.jit(lambda params, rest: zoo.loss(tp.combine(params, rest))).lower(params, rest).as_text()
+    assert not [line for line in text.splitlines() if "constant" in line and "1234" in line]
+
+
+# -- 8. With the layout, inside is as outside ---------------------------------------------------------------------------
+
+
+@specimens
+def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen: Specimen):
+    model = specimen.make()
+    model = jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, model)  # what plain `jit` takes
+    layout = specimen.layout(model)
+    if not layout.slots:
+        assert jax.jit(lambda model: tp.ravel(model, layout)[0])(model).shape == (0,)
+        return
+
+    def all_of_it(model):
+        value, grads = tp.value_and_grad(zoo.loss, layout)(model)
+        stepped = tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads, trainable=layout)
+        average = tp.ema(model, stepped, decay=0.5, trainable=layout)
+        vector, restructure = tp.ravel(average, layout)
+        return value, grads, tp.global_norm(grads), vector, restructure.ravel_gradient(grads), restructure(vector)
+
+    outside, inside = all_of_it(model), jax.jit(all_of_it)(model)
+    for a, b in zip(outside, inside, strict=True):
+        plain = [leaf for leaf in jax.tree.leaves(b) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+        assert plain or not jax.tree.leaves(a)
+    assert_close(inside[:5], outside[:5], 1e-2 if "float16" in str(layout) else 1e-5)
+    assert jax.tree.structure(inside[5]) == jax.tree.structure(outside[5])

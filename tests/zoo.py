@@ -1,0 +1,188 @@
+"""Small models with one difficulty each, models made by hypothesis, and what it means that two are the same."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treeparams as tp
+
+
+def ramp(*shape: int, dtype: Any = jnp.float32, start: float = 0.5) -> jax.Array:
+    """Distinct values, so that a mixed-up leaf shows."""
+    size = int(np.prod(shape))
+    return jnp.asarray(np.linspace(start, start + 1, size).reshape(shape), dtype)
+
+
+class Norm(eqx.Module):
+    scale: jax.Array
+    mean: jax.Array = tp.field(trainable=False)
+
+    def __call__(self, x):
+        return (x - self.mean) * self.scale
+
+
+class Net(eqx.Module):
+    layers: list[Any]
+    activation: Callable[..., Any]
+    width: int = eqx.field(static=True)
+    rate: float = 0.5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Plain:
+    weight: Any
+    frozen: Any = dataclasses.field(metadata={"trainable": False})
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _tied() -> Any:
+    shared = ramp(2, 3)
+    return {"embed": shared, "body": [ramp(3), shared], "head": shared}
+
+
+def _transposed() -> Any:
+    return {"decoder": ramp(2, 3).T, "encoder": ramp(2, 3), "bias": ramp(2)}
+
+
+def _batch_norm() -> Any:
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    return {"norm": norm, "state": state}
+
+
+def _net() -> Any:
+    return Net([Norm(ramp(3), ramp(3)), None, eqx.nn.Dropout(0.5), Norm(ramp(3), ramp(3))], jnp.tanh, 3)
+
+
+def _keys() -> Any:
+    return {"key": jax.random.key(0), "raw": jax.random.PRNGKey(1), "weight": ramp(2)}
+
+
+@dataclasses.dataclass
+class Specimen:
+    make: Callable[[], Any]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of tp.layout
+
+    def layout(self, model: Any) -> tp.Layout:
+        return tp.layout(model, **self.options)
+
+
+ZOO = {
+    "bare array": Specimen(lambda: ramp(3)),
+    "nested dict": Specimen(lambda: {"a": {"b": ramp(2, 2), "a.b": ramp(1)}, "z": ramp()}),
+    "tuple with None": Specimen(lambda: (ramp(2), None, (None, ramp(3)))),
+    "ints and bools": Specimen(lambda: {"w": ramp(2), "n": jnp.arange(3), "flag": jnp.array([True]), "i": 7, "x": 1.5}),
+    "complex": Specimen(lambda: [ramp(2, dtype=jnp.complex64) * (1 + 2j), ramp(3)]),
+    "bf16 with f32": Specimen(lambda: [ramp(3, dtype=jnp.bfloat16), ramp(2, 2), ramp(1, dtype=jnp.float16)]),
+    "nothing trained": Specimen(lambda: {"n": jnp.arange(3), "name": "x"}),
+    "all frozen": Specimen(lambda: {"a": ramp(2)}, {"freeze": "**"}),
+    "functions and static fields": Specimen(_net),
+    "plain dataclass": Specimen(lambda: Plain(ramp(2), {"deep": ramp(3)})),
+    "named tuple": Specimen(lambda: Pair(ramp(2), Pair(ramp(1), None))),
+    "same array twice": Specimen(_tied),
+    "frozen tie": Specimen(_tied, {"freeze": ("embed", "body.1", "head")}),
+    "transposed tie": Specimen(_transposed, {"ties": {"decoder": ("encoder", jnp.transpose)}}),
+    "batch norm": Specimen(_batch_norm),
+    "prng keys": Specimen(_keys),
+    "numpy leaves": Specimen(lambda: {"w": np.ones((2, 2), np.float32), "n": np.arange(2), "f": ramp(2)}),
+    "empty leaves": Specimen(lambda: [ramp(0), ramp(2, 0), ramp(2), ramp()]),
+    "mlp": Specimen(lambda: eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), {"freeze": "layers.0"}),
+}
+
+
+def inexact_leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)]
+
+
+def loss(model: Any) -> jax.Array:
+    """A smooth function of all floating leaves, different in each place, frozen ones coupled in."""
+    total = jnp.float32(1)
+    for place, leaf in enumerate(inexact_leaves(model)):
+        parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+        for part in parts:
+            total = total + (place + 1) * jnp.sum(jnp.sin(jnp.asarray(part, jnp.float32) + place)) * jnp.tanh(total)
+    return total
+
+
+def as_data(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def assert_same(got: Any, want: Any, *, identity: bool = True) -> int:
+    """Equal structure, types, dtypes and bits; the same arrays tied. Returns how many leaves were compared."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    ours, theirs = jax.tree.leaves(got), jax.tree.leaves(want)
+    for a, b in zip(ours, theirs, strict=True):
+        if not hasattr(b, "dtype"):
+            assert a is b or (type(a) is type(b) and a == b)
+            continue
+        a, b = as_data(a), as_data(b)
+        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    if identity:
+        assert pattern(ours) == pattern(theirs)
+    return len(ours)
+
+
+def pattern(leaves: list[Any]) -> list[int]:
+    """For each array, the first place where the same object stands."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        wide = np.complex128 if np.iscomplexobj(a) else np.float64
+        np.testing.assert_allclose(np.asarray(a).astype(wide), np.asarray(b).astype(wide), tolerance, tolerance)
+
+
+# -- Models made by hypothesis -----------------------------------------------------------------------------------------
+
+_DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.int32, jnp.bool_]
+_SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@st.composite
+def arrays(draw: Any) -> jax.Array:
+    shape, dtype = draw(_SHAPES), draw(st.sampled_from(_DTYPES))
+    return ramp(*shape, dtype=dtype, start=draw(st.integers(-2, 2)))
+
+
+@st.composite
+def models(draw: Any, floating: bool = False) -> Any:
+    """A nested container in which some arrays stand at several places."""
+    kinds = arrays()
+    if floating:
+        kinds = st.builds(lambda shape: ramp(*shape), _SHAPES)
+    pool = draw(st.lists(kinds, min_size=1, max_size=4))
+    leaf = st.sampled_from(pool) if not floating else kinds
+    other = st.sampled_from([None, 3, 0.5, "name", jnp.tanh])
+    leaves = leaf if floating else st.one_of(leaf, leaf, other)
+    names = st.sampled_from(["a", "b", "a.b", "", "*", '"'])
+    return draw(
+        st.recursive(
+            leaves,
+            lambda inner: st.one_of(
+                st.lists(inner, max_size=3),
+                st.tuples(inner, inner),
+                st.dictionaries(names, inner, max_size=3),
+                st.builds(Pair, inner, inner),
+                st.builds(lambda scale, mean: Norm(scale, tp.copy(mean)), inner, inner),  # no tie is half frozen
+            ),
+            max_leaves=8,
+        )
+    )
