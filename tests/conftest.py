@@ -21,3 +21,11 @@ def _forget_compiled_programs():
     """Compiled programs of one file are of no use to the next, and memory is finite."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def without_type_checks():
+    """As users run the library: without it, the run-time checks of the annotations come before our own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

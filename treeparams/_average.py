@@ -121,22 +121,27 @@ def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list
     """
     leaves, _, structure = structure_of(model)
     policies = _policies(rest, buffers)
-    result = []
-    for path, old in zip(rest.fixed.plan.frozen_paths, rest.frozen, strict=True):
-        policy = policies[path]
-        if policy == "keep":
-            result.append(old)
-            continue
-        new = leaves[structure.index[path]] if path in structure.index else None
-        if new is None or jnp.shape(new) != jnp.shape(old):
-            got = "nothing" if new is None else f"shape {jnp.shape(new)}"
-            raise ValueError(
-                f"the average has an array of shape {jnp.shape(old)} at {path!r}, the model {got}; to leave it as it is "
-                f"write buffers={{{path!r}: 'keep'}}"
-            )
-        floating = jnp.issubdtype(old.dtype, jnp.inexact) and jnp.issubdtype(jnp.result_type(new), jnp.inexact)
-        result += lerp([old], [new], step) if policy == "average" and floating else [copy_leaf(new)]
-    return result
+    found = {path: leaves[i] for path, i in structure.index.items()}
+    wrong = [
+        f"{path!r} (shape {jnp.shape(old)}; {'nothing' if path not in found else f'shape {jnp.shape(found[path])}'})"
+        for path, old in zip(policies, rest.frozen, strict=True)
+        if policies[path] != "keep" and (path not in found or jnp.shape(found[path]) != jnp.shape(old))
+    ]
+    if wrong:
+        raise ValueError(
+            f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
+            'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
+        )
+    return [
+        old if policy == "keep" else _next_buffer(old, found[path], policy, step)
+        for (path, policy), old in zip(policies.items(), rest.frozen, strict=True)
+    ]
+
+
+def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
+    if policy == "average" and all(jnp.issubdtype(jnp.result_type(each), jnp.inexact) for each in (old, new)):
+        return lerp([old], [new], step)[0]
+    return copy_leaf(new)
 
 
 def _policies(rest: Rest, buffers: Buffers) -> dict[str, str]:

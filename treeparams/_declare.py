@@ -73,7 +73,9 @@ def declare(
     frozen: str | Sequence[str] = (),
     ties: Mapping[str, str | tuple[str, Callable[[Any], Any]]] | None = None,
 ) -> None:
-    """Says of a class one does not own which of its parts are frozen and which are tied in every instance.
+    """Says of a class which of its parts are frozen and which are tied in every instance.
+
+    For classes one does not own, and for the ties of one's own; what is frozen in one's own class, `tp.field` says.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package

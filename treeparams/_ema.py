@@ -112,7 +112,10 @@ class Ema(eqx.Module):
 
     @property
     def average(self) -> PyTree:
-        """The averaged model: each parameter in its own dtype, ties and frozen arrays in place, in buffers of its own."""
+        """The averaged model: each parameter in its own dtype, ties and frozen arrays in place.
+
+        It is made anew at each access, in buffers of its own, so that a donated `Ema` does not take it along.
+        """
         slots = [
             jax.lax.convert_element_type(value, slot.dtype)
             for value, slot in zip(self.shadow, self.rest.layout.slots, strict=True)

@@ -28,6 +28,9 @@ def value_and_grad(f: Callable[..., Any], trainable: Any = None, has_aux: bool =
     constants. Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX:
     the gradient is the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
 
+    A step with it is `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all places of a tie; adding
+    a canonical tree to the model leaf by leaf would move the first place alone.
+
     In a plain `jax.jit` whose argument is the model, pass a layout made outside as `trainable`, or ties are not known
     (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of flattening it twice;
     the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.

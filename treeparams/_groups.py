@@ -229,20 +229,24 @@ def settle(structure: Structure, ties: tuple[Group, ...], choice: Choice) -> tup
         ValueError: a tie is trained at one path and frozen at another.
     """
     trained = dict(choice.trained)
+    computed = {alias.leaf for group in ties for alias in group.aliases if alias.chain}
     for group in ties:
         for alias in group.aliases:
-            if alias.chain and not _overruled(alias.leaf, group.source, choice):
+            if alias.leaf in computed and not _overruled(alias.leaf, group.source, choice, computed):
                 trained[alias.leaf] = trained[group.source]
             elif trained[alias.leaf] != trained[group.source]:
                 raise ValueError(_half(structure, group.source, alias, trained))
     return tuple(trained.get(i, False) for i in range(len(structure.specs)))
 
 
-def _overruled(alias: int, source: int, choice: Choice) -> bool:
-    # An alias with a transform follows its source, unless something was said of the alias itself, not earlier than of
-    # the source, that the source does not agree with.
-    said = choice.said.get(alias)
-    return said is not None and said >= choice.said.get(source, -1) and choice.trained[alias] != choice.trained[source]
+def _overruled(alias: int, source: int, choice: Choice, computed: set[int]) -> bool:
+    # An alias with a transform follows its source, unless a word was said of it, not earlier than of the source, that
+    # the source does not agree with. A word for a whole node that holds such an alias among others is not one of it.
+    word = choice.said.get(alias)
+    if word is None or choice.trained[alias] == choice.trained[source]:
+        return False
+    of_source = choice.said.get(source)
+    return (word.singly or word.leaves <= computed) and (of_source is None or word.step >= of_source.step)
 
 
 def _half(structure: Structure, source: int, alias: Alias, trained: dict[int, bool]) -> str:

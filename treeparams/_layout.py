@@ -112,9 +112,12 @@ class Layout:
         leaf = self.structure.index.get(path)
         if leaf in self.by_leaf:
             return self.slots[self.by_leaf[leaf]]
-        known = [self.structure.paths[i] for i in self.by_leaf]
-        why = "is no path of the model" if leaf is None else "is not trained"
-        raise KeyError(f"{path!r} {why}{_paths.nearest(path, known)}")
+        if leaf is None:
+            known = [self.structure.paths[i] for i in self.by_leaf]
+            raise KeyError(f"{path!r} is no path of the model{_paths.nearest(path, known)}")
+        if leaf in self.structure.parameters:
+            raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
+        raise KeyError(f"{self.structure.describe(leaf)} is no parameter")
 
     # -- A new word
 
@@ -175,38 +178,49 @@ class Layout:
         return Layout, (self.structure, self.trained, self.groups)
 
     def __repr__(self) -> str:
-        frozen = len(self.structure.parameters) - sum(self.trained)
-        return f"Layout({len(self.slots)} slots, {self.size} elements, {self.dtype}, {frozen} leaves frozen)"
+        return f"Layout({len(self.slots)} slots, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
 
     def __str__(self) -> str:
-        paths = self.structure.paths
+        paths, tied = self.structure.paths, self._tied
         rows = [
-            [slot.path or '""', _shape(slot.shape), str(slot.dtype), str(slot.offset), str(slot.size), self._tied(i)]
-            for i, slot in enumerate(self.slots)
+            [slot.path or '""', _shape(slot.shape), str(slot.dtype), f"{slot.offset:,}", f"{slot.size:,}", tied(i)]
+            for i, slot in zip(self.positions, self.slots, strict=True)
         ]
-        for i in self.structure.parameters:
-            if not self.trained[i]:
-                spec = self.structure.spec(i)
-                size = str(math.prod(spec.shape))
-                rows.append([paths[i] or '""', _shape(spec.shape), str(spec.dtype), "frozen", size, ""])
+        held = 0
+        for i in self.frozen:
+            spec = self.structure.spec(i)
+            size = math.prod(spec.shape)
+            held += size
+            rows.append([paths[i] or '""', _shape(spec.shape), str(spec.dtype), "frozen", f"{size:,}", tied(i)])
         lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
         slots = f"{len(self.slots)} slot{'s' if len(self.slots) != 1 else ''}"
-        return "\n".join([*lines, f"{slots}, {self.size} elements, {self.nbytes} bytes"])
+        total = f"{slots}, {self.size:,} elements, {self.nbytes:,} bytes"
+        return "\n".join([*lines, total + (f"; {held:,} elements frozen" if self.frozen else "")])
 
-    def _tied(self, slot: int) -> str:
-        paths = self.structure.paths
+    def _tied(self, source: int) -> str:
+        aliases = next((group.aliases for group in self.groups if group.source == source), ())
         return ", ".join(
-            paths[alias.leaf] + (f" ({' of '.join(map(repr, reversed(alias.chain)))})" if alias.chain else "")
-            for alias in self.aliases[slot]
+            self.structure.paths[alias.leaf]
+            + (f" ({' of '.join(map(repr, reversed(alias.chain)))})" if alias.chain else "")
+            for alias in aliases
         )
 
     # -- For the other files of this library
 
     @functools.cached_property
+    def _distinct(self) -> tuple[int, ...]:
+        aliases = {alias.leaf for group in self.groups for alias in group.aliases}
+        return tuple(i for i in self.structure.parameters if i not in aliases)
+
+    @functools.cached_property
     def positions(self) -> tuple[int, ...]:
         """The leaf of each slot."""
-        aliases = {alias.leaf for group in self.groups for alias in group.aliases}
-        return tuple(i for i in self.structure.parameters if self.trained[i] and i not in aliases)
+        return tuple(i for i in self._distinct if self.trained[i])
+
+    @functools.cached_property
+    def frozen(self) -> tuple[int, ...]:
+        """The leaf of each frozen parameter, ties once."""
+        return tuple(i for i in self._distinct if not self.trained[i])
 
     @functools.cached_property
     def aliases(self) -> tuple[tuple[Alias, ...], ...]:

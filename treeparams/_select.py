@@ -23,11 +23,25 @@ from ._structure import Node, Structure, describe, same_treedef, scan
 Where = str | re.Pattern[str] | type | Callable[[Any], Any] | Sequence[Any]
 
 
+class Word(NamedTuple):
+    """One statement about parameters: a declaration, a mask, one `where`."""
+
+    step: int  # a later one overrules; those of one step are said together
+    leaves: frozenset[int]  # what it names
+    singly: bool  # whether it names each leaf for itself, as a mask does and a glob over a node does not
+
+
 class Choice(NamedTuple):
-    """What is to be trained, per parameter, and which statement said so last (the unnamed are missing in `said`)."""
+    """What is to be trained, per parameter, and by which word; what no word named is missing in `said`."""
 
     trained: dict[int, bool]
-    said: dict[int, int]
+    said: dict[int, Word]
+
+    def after(self, word: Word, trained: bool) -> "Choice":
+        """The choice after a further word."""
+        return Choice(
+            self.trained | dict.fromkeys(word.leaves, trained), self.said | dict.fromkeys(word.leaves, word)
+        )
 
 
 def choose(structure: Structure, trainable: Any) -> Choice:
@@ -37,13 +51,15 @@ def choose(structure: Structure, trainable: Any) -> Choice:
         ValueError: a mask of another structure; a `where` that selects nothing that may be trained.
         TypeError: neither mask nor `where`; a field declared trained that cannot be.
     """
-    frozen = declared_frozen(structure)
+    frozen = declared_frozen(structure).intersection(structure.parameters)
+    declared = Word(0, frozen, True)
     if trainable is None:
-        return Choice({i: i not in frozen for i in structure.parameters}, dict.fromkeys(frozen, 0))
+        return Choice(dict.fromkeys(structure.parameters, True), {}).after(declared, False)
     mask = as_mask(structure, trainable)
     if mask is not None:
-        return Choice({i: mask[i] for i in structure.parameters}, dict.fromkeys(structure.parameters, 0))
-    chosen: set[int] = set()
+        word = Word(0, frozenset(structure.parameters), True)
+        return Choice({i: mask[i] for i in structure.parameters}, dict.fromkeys(structure.parameters, word))
+    choice = Choice(dict.fromkeys(structure.parameters, False), {})
     for each in _each(trainable):
         selected = select(structure, each)
         if selected <= frozen:
@@ -51,17 +67,16 @@ def choose(structure: Structure, trainable: Any) -> Choice:
                 f"{_name(each)} selects only leaves that are declared frozen ({_some(structure, selected)}); "
                 "to train them all the same, write thaw=... in place of trainable=..."
             )
-        chosen |= selected - frozen
-    return Choice({i: i in chosen for i in structure.parameters}, dict.fromkeys(frozen | chosen, 0))
+        choice = choice.after(Word(0, selected, False), True)
+    return choice.after(declared, False)
 
 
 def change(structure: Structure, choice: Choice, where: Where | None, trained: bool) -> Choice:
-    """The choice after a further word: what `where` selects is trained, or is not."""
-    if where is None:
-        return choice
-    selected = select(structure, where)
-    step = max(choice.said.values(), default=0) + 1
-    return Choice(choice.trained | dict.fromkeys(selected, trained), choice.said | dict.fromkeys(selected, step))
+    """The choice after a further step: what `where` selects is trained, or is not."""
+    step = 1 + max((word.step for word in choice.said.values()), default=0)
+    for each in () if where is None else _each(where):
+        choice = choice.after(Word(step, select(structure, each), False), trained)
+    return choice
 
 
 def select(
@@ -205,7 +220,7 @@ def _kind(structure: Structure, i: int) -> str:
 
 
 def _name(where: Any) -> str:
-    return f"`{getattr(where, '__qualname__', None) or repr(getattr(where, 'pattern', where))}`"
+    return repr(getattr(where, "pattern", where) if isinstance(where, (str, re.Pattern)) else getattr(where, "__qualname__", where))
 
 
 def _some(structure: Structure, leaves: frozenset[int], count: int = 3) -> str:

@@ -12,8 +12,10 @@ from ._seen import structure_of
 from ._select import Where, select
 
 
-def tie(model: PyTree, alias: str, to: str, transform: Callable[[Any], Any] | None = None) -> PyTree:
-    """The model with the parameter at `alias` set to that at `to`.
+def tie(
+    model: PyTree, alias: str | None = None, to: str | None = None, transform: Callable[[Any], Any] | None = None
+) -> PyTree:
+    """The model with the parameter at `alias` set to that at `to`; `tp.tie(model)` sets all ties that classes declare.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> model = tp.tie({"embed": jnp.ones((3, 2)), "head": jnp.zeros((3, 2))}, "head", to="embed")
@@ -26,7 +28,8 @@ def tie(model: PyTree, alias: str, to: str, transform: Callable[[Any], Any] | No
 
     Args:
         model: any pytree.
-        alias: the path of the parameter that is replaced.
+        alias: the path of the parameter that is replaced. `None`, without `to`: every alias that a class declares, as
+            for a model that was just built.
         to: the path of the parameter whose value stays.
         transform: a linear function at module level, as for `tp.layout`.
 
@@ -35,8 +38,16 @@ def tie(model: PyTree, alias: str, to: str, transform: Callable[[Any], Any] | No
 
     Raises:
         ValueError: a path names no parameter, shapes or dtypes disagree, or the transform is not linear.
+        TypeError: one of `alias` and `to` is given without the other.
     """
     leaves, treedef, structure = structure_of(model)
+    if alias is None and to is None and transform is None:
+        for group in groups(structure):
+            for place in group.aliases:
+                leaves[place.leaf] = place.fill(leaves[group.source])
+        return jtu.tree_unflatten(treedef, leaves)
+    if alias is None or to is None:
+        raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
     at, source = parameter(structure, alias), parameter(structure, to)
     linear = None if transform is None else Transform(transform)
     check_shapes(structure, at, source, linear)
