@@ -23,7 +23,9 @@ def test_what_is_no_parameter_is_no_trouble():
         "s": "x",
         "none": None,
     }
-    value, grads = tp.value_and_grad(lambda m, x: jnp.sum(m["f"](m["w"]) * m["n"].astype(float)) * m["p"] * x)(model, 2.0)
+    value, grads = tp.value_and_grad(lambda m, x: jnp.sum(m["f"](m["w"]) * m["n"].astype(float)) * m["p"] * x)(
+        model, 2.0
+    )
     np.testing.assert_allclose(value, jnp.tanh(model["w"][1]), 1e-6)  # n is (0, 1)
     np.testing.assert_allclose(grads["w"], [0.0, 1 - jnp.tanh(model["w"][1]) ** 2], 1e-5)
     assert [grads[k] for k in ("n", "key", "f", "p", "s", "none")] == [None] * 6

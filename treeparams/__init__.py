@@ -1,12 +1,64 @@
-from ._average import copy, ema
-from ._declare import declare, field
-from ._ema import Ema
-from ._grad import grad, value_and_grad
-from ._jit import jit
-from ._layout import Layout, Slot
-from ._partition import combine, partition, Rest
-from ._project import global_norm, project
-from ._resolve import layout, trainable
-from ._ties import tie, ties, untie
-from ._vector import ravel, Restructure
-from ._walk import biwalk, mapreduce, maptrainable, trainables
+"""treeparams: which leaves of a JAX model are trained, which of them are one array, and what follows from it.
+
+A *layout* says so once, statically; everything else is a walk over it. The files, from the ground up - each imports
+only from those above it:
+
+    _paths       key paths as text and back; globs; the nearest path to a misspelt one
+    _declare     field, declare: what a class says of its fields
+    _exact       static values compared by value and type
+    _structure   what is static about a tree: nodes, paths, shapes
+    _seen        recognising a tree whose structure is known
+    _describe    two trees' differences in words; tables
+    _select      from a mask or a `where` to leaves
+    _transform   linear functions that are recognised again
+    _groups      ties: by identity, declared, given
+    _layout      Slot, Layout
+    _resolve     layout, trainable: from what a user passes to a layout
+    _match       other trees matched to a model by path
+    _partition   partition, combine, Rest
+    _jit         jit
+    _project     project, global_norm
+    _walk        maptrainable, biwalk, mapreduce, trainables
+    _grad        grad, value_and_grad
+    _vector      ravel, Restructure
+    _average     copy, ema
+    _ties        tie, untie, ties
+    _ema         Ema
+"""
+
+from ._average import copy as copy
+from ._average import ema as ema
+from ._declare import declare as declare
+from ._declare import field as field
+from ._ema import Ema as Ema
+from ._grad import grad as grad
+from ._grad import value_and_grad as value_and_grad
+from ._jit import jit as jit
+from ._layout import Layout as Layout
+from ._layout import Slot as Slot
+from ._partition import Rest as Rest
+from ._partition import combine as combine
+from ._partition import partition as partition
+from ._project import global_norm as global_norm
+from ._project import project as project
+from ._resolve import layout as layout
+from ._resolve import trainable as trainable
+from ._ties import tie as tie
+from ._ties import ties as ties
+from ._ties import untie as untie
+from ._vector import Restructure as Restructure
+from ._vector import ravel as ravel
+from ._walk import (
+    biwalk as biwalk,
+)
+from ._walk import (
+    mapreduce as mapreduce,
+)
+from ._walk import (
+    maptrainable as maptrainable,
+)
+from ._walk import (
+    trainables as trainables,
+)
+
+__version__ = "0.1.0"

@@ -13,6 +13,7 @@ from ._match import read_slots
 from ._partition import Rest, split
 from ._seen import structure_of
 from ._select import select
+from ._structure import flatten
 
 Policy = Literal["copy", "keep", "average"]
 Buffers = Policy | Mapping[Any, Policy]
@@ -35,7 +36,7 @@ def copy(tree: PyTree) -> PyTree:
     Returns:
         A tree of the same structure. An array that stands at several places is copied once; what is no array stays.
     """
-    leaves, treedef = jtu.tree_flatten(tree)
+    leaves, treedef = flatten(tree)
     copies: dict[int, Any] = {}
     for leaf in leaves:
         if id(leaf) not in copies:
@@ -43,9 +44,7 @@ def copy(tree: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
-def ema(
-    average: PyTree, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None
-) -> PyTree:
+def ema(average: PyTree, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None) -> PyTree:
     """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -110,7 +109,11 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 
 def widened(dtype: Any) -> Any:
     """The dtype to average in: at least single precision."""
-    return jax.dtypes.canonicalize_dtype(np.promote_types(dtype, np.float32)) if jnp.finfo(dtype).bits >= 32 else jnp.float32
+    return (
+        jax.dtypes.canonicalize_dtype(np.promote_types(dtype, np.float32))
+        if jnp.finfo(dtype).bits >= 32
+        else jnp.float32
+    )
 
 
 def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 
-from . import _paths
+from ._paths import nearest, quote, selects, split
 
 
 class Declared(NamedTuple):
@@ -62,7 +62,9 @@ def field(*, trainable: bool | None = None, **kwargs: Any) -> Any:
     if trainable is not None:
         _check_bool(trainable, "tp.field")
         if trainable and kwargs.get("static"):
-            raise ValueError("a static field is no part of the tree, so it cannot be trained: drop one of `static=True, trainable=True`")
+            raise ValueError(
+                "a static field is no part of the tree and cannot be trained: drop `static=True` or `trainable=True`"
+            )
         kwargs["metadata"] = {**kwargs.get("metadata", {}), "trainable": trainable}
     return eqx.field(**kwargs)
 
@@ -147,6 +149,6 @@ def _check_fields(cls: type, paths: Sequence[str]) -> None:
         return
     names = [each.name for each in dataclasses.fields(cls)]
     for path in paths:
-        first = _paths.split(path)[:1]
-        if not any(first and _paths.selects(first, (_paths.quote(name),)) for name in names):
-            raise ValueError(f"{cls.__qualname__} has no field for {path!r}{_paths.nearest(path, names)}")
+        first = split(path)[:1]
+        if not any(first and selects(first, (quote(name),)) for name in names):
+            raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")

@@ -8,8 +8,14 @@ from ._structure import Structure, describe
 _ROWS = 40
 
 
-def differences(these: Structure, those: Structure) -> Iterator[str]:
-    """What differs between two structures, one line per leaf or node."""
+def differences(these: Structure, those: Structure, *, as_template: bool = False) -> Iterator[str]:
+    """What differs between two structures, one line per leaf or node.
+
+    Args:
+        these: the first.
+        those: the second.
+        as_template: whether anything may stand where the first has no array.
+    """
     for path in these.paths:
         if path not in those.index:
             yield f"{path!r} is only in the first"
@@ -17,7 +23,7 @@ def differences(these: Structure, those: Structure) -> Iterator[str]:
         i = these.index.get(path)
         if i is None:
             yield f"{path!r} is only in the second"
-        elif these.specs[i] != those.specs[j]:
+        elif these.specs[i] != those.specs[j] and not (as_template and these.specs[i] is None):
             yield f"{path!r} is {_leaf(these, i)} in the first, {_leaf(those, j)} in the second"
     if these.paths == those.paths and these.statics != those.statics:
         yield from _static_differences(these, those)

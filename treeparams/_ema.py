@@ -24,8 +24,8 @@ class Ema(eqx.Module):
     >>> print(ema.average["w"])  # 1 - 0.999**1000; averaged in bfloat16 it sticks
     [0.632812 0.632812]
 
-    It is a pytree of arrays, with all else static: it goes through `jax.jit`, into `scan` as a carry, and may be donated
-    (it shares no buffer with the model it was made from).
+    It is a pytree of arrays, with all else static: it goes through `jax.jit`, into `scan` as a carry, and may be
+    donated (it shares no buffer with the model it was made from).
 
     Attributes:
         shadow: the averages, one per slot, float32 (float64 of a float64 leaf, complex64 of a complex one).

@@ -5,6 +5,8 @@ the wrong dtype. `exact` turns a value into a key for which this does not happen
 a static array is equal to itself alone, as a constant that is compiled into a program has to be.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,12 +33,18 @@ def exact(value: Any) -> Any:
         return kind, frozenset((exact(key), exact(item)) for key, item in value.items())
     if isinstance(value, (set, frozenset)):
         return kind, frozenset(map(exact, value))
+    if isinstance(value, slice):
+        return kind, exact((value.start, value.stop, value.step))
+    if isinstance(value, functools.partial):
+        return kind, exact(value.func), exact(value.args), exact(value.keywords)
     if isinstance(value, np.generic):
         return kind, value.dtype, value.tobytes()
     if isinstance(value, (jax.Array, np.ndarray)):
         return _Identity(value)
     leaves, treedef = jtu.tree_flatten(value)
     if jtu.treedef_is_leaf(treedef) and treedef.num_nodes == 1:
+        if dataclasses.is_dataclass(value):
+            return kind, tuple(exact(getattr(value, each.name, None)) for each in dataclasses.fields(value))
         return kind, _hashable(value)
     return kind, node_statics(treedef), tuple(map(exact, leaves))
 

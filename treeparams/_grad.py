@@ -15,7 +15,9 @@ from ._layout import Layout
 from ._partition import split
 
 
-def value_and_grad(f: Callable[..., Any], trainable: Any = None, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(
+    f: Callable[..., Any], trainable: Any = None, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -100,4 +102,5 @@ def _nothing_trained(layout: Layout) -> str:
     if not frozen:
         return "nothing is trained: the model has no floating or complex arrays"
     more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
-    return f"nothing is trained: frozen are {', '.join(map(repr, frozen[:5]))}{more}; thaw them with tp.layout(model, thaw=...)"
+    shown = ", ".join(map(repr, frozen[:5]))
+    return f"nothing is trained: frozen are {shown}{more}; thaw them with tp.layout(model, thaw=...)"

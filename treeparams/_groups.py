@@ -5,58 +5,16 @@ of it. Ties by identity are found among the array objects; a declared or given t
 names as source is the source, wherever it stands.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from . import _declare, _paths
-from ._exact import exact
+from ._declare import declared
+from ._paths import join, nearest, split
 from ._select import Choice
 from ._structure import Node, Spec, Structure, describe
-
-
-class Transform:
-    """A linear function with a static identity: equal to another of the same function and bound arguments."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        """Checks that the function can be recognised again.
-
-        Raises:
-            ValueError: it is a lambda or local function, or binds what cannot be hashed.
-        """
-        inner, bound = function, []
-        while isinstance(inner, functools.partial):
-            bound.append((inner.args, inner.keywords))
-            inner = inner.func
-        name = getattr(inner, "__qualname__", "")
-        if "<" in name:
-            raise ValueError(
-                f"a tie's transform must be recognised in the next process and by `jit`, and {name!r} is made anew "
-                "each time; write a function at module level, jnp.transpose, or a functools.partial of one"
-            )
-        if not callable(inner):
-            raise ValueError(f"a tie's transform is a function of one array, got {function!r}")
-        self.function = function
-        self._key = (inner, exact(bound))
-        hash(self._key)
-
-    def __call__(self, value: Any) -> Any:
-        return self.function(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Transform) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __reduce__(self) -> Any:
-        return Transform, (self.function,)
-
-    def __repr__(self) -> str:
-        return getattr(self.function, "__name__", None) or repr(self.function)
+from ._transform import Transform
 
 
 class Alias(NamedTuple):
@@ -64,6 +22,11 @@ class Alias(NamedTuple):
 
     leaf: int
     chain: tuple[Transform, ...]
+
+    @property
+    def formula(self) -> str:
+        """What it is of the source, in words."""
+        return " of ".join(map(repr, reversed(self.chain)))
 
     def fill(self, value: Any) -> Any:
         """The alias's value, from the source's."""
@@ -154,11 +117,11 @@ def _root(structure: Structure, start: int, parent: dict[int, _Edge]) -> tuple[i
 
 def _declared_edges(structure: Structure, node: Node) -> list[_Edge]:
     edges = []
-    for alias, source in _declare.declared(node.cls).ties.items():
+    for alias, source in declared(node.cls).ties.items():
         path, *transform = (source,) if isinstance(source, str) else source
-        ends = [_paths.join((*node.entries, *_paths.split(each))) for each in (alias, path)]
-        if not any(end in structure.index for end in ends):
-            continue  # an instance without either, as of a Linear without bias
+        ends = [join((*node.entries, *split(each))) for each in (alias, path)]
+        if ends[0] not in structure.index:
+            continue  # a Linear without bias; a canonical tree, whose aliases are empty
         edges.append(_edge(structure, ends[0], (ends[1], *transform) if transform else ends[1]))
     return edges
 
@@ -166,6 +129,8 @@ def _declared_edges(structure: Structure, node: Node) -> list[_Edge]:
 def _edge(structure: Structure, alias: str, source: Any) -> _Edge:
     path, function = (source, None) if isinstance(source, str) else source
     transform = None if function is None else Transform(function)
+    if alias == path:
+        raise ValueError(f"{alias!r} is tied to itself")
     edge = _Edge(parameter(structure, alias), parameter(structure, path), transform)
     check_shapes(structure, edge.alias, edge.source, transform)
     return edge
@@ -177,10 +142,10 @@ def parameter(structure: Structure, path: str) -> int:
     Raises:
         ValueError: there is none, or it is no parameter.
     """
-    i = structure.index.get(_paths.join(_paths.split(path)))
+    i = structure.index.get(join(split(path)))
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
-        raise ValueError(f"a tie names {path!r}, where the model has no leaf{_paths.nearest(path, known)}")
+        raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
     if i not in structure.parameters:
         raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
     return i
@@ -193,30 +158,13 @@ def check_shapes(structure: Structure, alias: int, source: int, transform: Trans
         ValueError: it has not, or the transform is not linear.
     """
     want, have = structure.spec(alias), structure.spec(source)
-    got = have if transform is None else _linear_result(transform, have)
+    got = have if transform is None else transform.result(have.shape, have.dtype)
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         after = f" after {transform}" if transform else ""
         raise ValueError(
             f"{structure.paths[alias]!r} is {describe(want)} and cannot be tied to {structure.paths[source]!r}, which "
             f"is {describe(got)}{after}"
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _linear_result(transform: Transform, source: Spec) -> jax.ShapeDtypeStruct:
-    abstract = jax.ShapeDtypeStruct(source.shape, source.dtype)
-    try:
-        result = jax.eval_shape(transform, abstract)
-        transpose = jax.linear_transpose(transform, abstract)
-        (back,) = jax.eval_shape(transpose, result)
-        assert back.shape == source.shape
-    except Exception as error:
-        raise ValueError(f"a tie's transform must be linear, and JAX cannot transpose {transform}: {error}") from error
-    with jax.ensure_compile_time_eval():
-        at_zero = transform(jnp.zeros(source.shape, source.dtype))
-        if jnp.any(at_zero != 0):
-            raise ValueError(f"a tie's transform must be linear, and {transform} of zeros is not zero")
-    return result
 
 
 # -- Trained as a whole ------------------------------------------------------------------------------------------------
@@ -235,7 +183,7 @@ def settle(structure: Structure, ties: tuple[Group, ...], choice: Choice) -> tup
             if alias.leaf in computed and not _overruled(alias.leaf, group.source, choice, computed):
                 trained[alias.leaf] = trained[group.source]
             elif trained[alias.leaf] != trained[group.source]:
-                raise ValueError(_half(structure, group.source, alias, trained))
+                raise ValueError(_half(structure, group, alias, trained))
     return tuple(trained.get(i, False) for i in range(len(structure.specs)))
 
 
@@ -249,16 +197,17 @@ def _overruled(alias: int, source: int, choice: Choice, computed: set[int]) -> b
     return (word.singly or word.leaves <= computed) and (of_source is None or word.step >= of_source.step)
 
 
-def _half(structure: Structure, source: int, alias: Alias, trained: dict[int, bool]) -> str:
-    names = structure.paths[source], structure.paths[alias.leaf]
-    is_, other = ("trained", "frozen") if trained[source] else ("frozen", "trained")
+def _half(structure: Structure, group: Group, alias: Alias, trained: dict[int, bool]) -> str:
+    names = structure.paths[group.source], structure.paths[alias.leaf]
+    every = [names[0], *(structure.paths[each.leaf] for each in group.aliases if not each.chain)]
+    is_, other = ("trained", "frozen") if trained[group.source] else ("frozen", "trained")
     if alias.chain:
         return (
-            f"{names[1]!r} is {alias.chain[-1]} of {names[0]!r}, its source, and is trained or frozen with it, but "
+            f"{names[1]!r} is {alias.formula} of {names[0]!r}, its source, and is trained or frozen with it, but "
             f"the source is {is_} and the alias {other}; say it of the source {names[0]!r} (or of both)"
         )
     return (
         f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
-        f"its own (tp.copy, as for a target network; tp.untie), or freeze or thaw both in one call: "
-        f"tp.layout(model, freeze={list(names)!r}), or thaw=..."
+        f"its own (tp.copy, as for a target network; tp.untie), or freeze or thaw all in one call: "
+        f"tp.layout(model, freeze={every!r}), or thaw=..."
     )

@@ -33,21 +33,23 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     tied model can be donated.
 
     Args:
-        fun: the function; left out, `tp.jit` is a decorator with options. A callable pytree (a Module, a bound method of
-            one) has its arrays traced like those of the arguments.
+        fun: the function; left out, `tp.jit` is a decorator with options. A callable pytree (a Module, a bound method
+            of one) has its arrays traced like those of the arguments.
         donate: as for `equinox.filter_jit`: which arguments' arrays are donated, `"warn"` with JAX's warnings about
             buffers that could not be used.
         **jit_kwargs: further options of `jax.jit`.
 
     Returns:
-        The function, compiled. Arrays are traced; everything else is static and compared exactly: by value and type. Its
-        `lower(*args)` is that of `jax.jit`, for inspection of the program and its cost.
+        The function, compiled. Arrays are traced; everything else is static and compared exactly, by value and type.
+        Its `lower(*args)` is that of `jax.jit`, for inspection of the program and its cost.
 
     Raises:
         ValueError: `donate` is none of the five.
     """
     if donate not in ("all", "all-except-first", "warn", "warn-except-first", "none"):
-        raise ValueError(f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}")
+        raise ValueError(
+            f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}"
+        )
     if fun is None:
         return functools.partial(jit, donate=donate, **jit_kwargs)
     return Jitted(fun, donate, jit_kwargs)
@@ -111,7 +113,9 @@ def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
     donated = [i for i in arrays if i not in shared]
     kept = [i for i in arrays if i in shared]
     places = {i: place for place, i in enumerate([*donated, *kept, *values])}
-    return _Plan(getter(donated), getter(kept), getter(values), getter([places[structure.first[i]] for i in range(count)]))
+    return _Plan(
+        getter(donated), getter(kept), getter(values), getter([places[structure.first[i]] for i in range(count)])
+    )
 
 
 def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
@@ -152,7 +156,9 @@ class _Call:
 class _Result:
     """A result as a pytree of its distinct arrays; all else is static."""
 
-    def __init__(self, arrays: Sequence[Any], gather: Callable[[Any], tuple[Any, ...]], treedef: Any, values: list[Any]) -> None:
+    def __init__(
+        self, arrays: Sequence[Any], gather: Callable[[Any], tuple[Any, ...]], treedef: Any, values: list[Any]
+    ) -> None:
         self.arrays = arrays
         self.static = gather, treedef, values
 

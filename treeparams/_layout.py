@@ -7,6 +7,7 @@ what the traced arguments no longer know: which of them are one array.
 
 import functools
 import math
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import _paths
 from ._describe import differences, in_columns
 from ._groups import Alias, Group, settle
+from ._paths import nearest
 from ._select import Choice, Where, change
 from ._structure import Structure
 
@@ -52,9 +53,15 @@ class Layout:
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], groups: tuple[Group, ...]) -> None:
         """For this library's own use; users write `tp.layout(model)`."""
-        self.structure = structure
-        self.trained = trained
-        self.groups = groups
+        # Equal models share one layout, so it must not change.
+        vars(self).update(structure=structure, trained=trained, groups=groups)
+
+    structure: Structure
+    trained: tuple[bool, ...]  # of each leaf
+    groups: tuple[Group, ...]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
 
     # -- What it says
 
@@ -96,7 +103,8 @@ class Layout:
     def ties(self) -> Mapping[str, tuple[str, ...]]:
         """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
         paths = self.structure.paths
-        return {paths[group.source]: tuple(paths[alias.leaf] for alias in group.aliases) for group in self.groups}
+        ties = {paths[group.source]: tuple(paths[alias.leaf] for alias in group.aliases) for group in self.groups}
+        return types.MappingProxyType(ties)
 
     @property
     def mask(self) -> PyTree[bool]:
@@ -114,7 +122,7 @@ class Layout:
             return self.slots[self.by_leaf[leaf]]
         if leaf is None:
             known = [self.structure.paths[i] for i in self.by_leaf]
-            raise KeyError(f"{path!r} is no path of the model{_paths.nearest(path, known)}")
+            raise KeyError(f"{path!r} is no path of the model{nearest(path, known)}")
         if leaf in self.structure.parameters:
             raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
         raise KeyError(f"{self.structure.describe(leaf)} is no parameter")
@@ -127,7 +135,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
         """
-        return self._change(freeze=where)
+        return self.changed(freeze=where)
 
     def thaw(self, where: Where) -> "Layout":
         """The layout with what `where` selects trained, also where a class declares it frozen.
@@ -135,9 +143,10 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
         """
-        return self._change(thaw=where)
+        return self.changed(thaw=where)
 
-    def _change(self, freeze: Where | None = None, thaw: Where | None = None) -> "Layout":
+    def changed(self, freeze: Where | None = None, thaw: Where | None = None) -> "Layout":
+        """The layout after both words; only then are the ties looked at."""
         choice = Choice({i: self.trained[i] for i in self.structure.parameters}, {})
         choice = change(self.structure, change(self.structure, choice, freeze, False), thaw, True)
         return Layout(self.structure, settle(self.structure, self.groups, choice), self.groups)
@@ -178,7 +187,7 @@ class Layout:
         return Layout, (self.structure, self.trained, self.groups)
 
     def __repr__(self) -> str:
-        return f"Layout({len(self.slots)} slots, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
+        return f"Layout({_count(self.slots)}, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
 
     def __str__(self) -> str:
         paths, tied = self.structure.paths, self._tied
@@ -193,16 +202,13 @@ class Layout:
             held += size
             rows.append([paths[i] or '""', _shape(spec.shape), str(spec.dtype), "frozen", f"{size:,}", tied(i)])
         lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
-        slots = f"{len(self.slots)} slot{'s' if len(self.slots) != 1 else ''}"
-        total = f"{slots}, {self.size:,} elements, {self.nbytes:,} bytes"
+        total = f"{_count(self.slots)}, {self.size:,} elements, {self.nbytes:,} bytes"
         return "\n".join([*lines, total + (f"; {held:,} elements frozen" if self.frozen else "")])
 
     def _tied(self, source: int) -> str:
         aliases = next((group.aliases for group in self.groups if group.source == source), ())
         return ", ".join(
-            self.structure.paths[alias.leaf]
-            + (f" ({' of '.join(map(repr, reversed(alias.chain)))})" if alias.chain else "")
-            for alias in aliases
+            self.structure.paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "") for alias in aliases
         )
 
     # -- For the other files of this library
@@ -245,6 +251,10 @@ class Layout:
         for position, value in zip(self.positions, values, strict=True):
             leaves[position] = value
         return jtu.tree_unflatten(self.structure.treedef if treedef is None else treedef, leaves)
+
+
+def _count(slots: Sequence[Slot]) -> str:
+    return f"{len(slots)} slot{'' if len(slots) == 1 else 's'}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -4,14 +4,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from . import _paths
 from ._groups import Alias
 from ._layout import Layout
+from ._paths import nearest
 from ._seen import structure_of
-from ._structure import describe, same_treedef
+from ._structure import describe, flatten, same_treedef
 
 Tied = Literal["sum", "first"] | None
 
@@ -77,7 +76,7 @@ def check_shape(layout: Layout, leaf: int, value: Any) -> None:
 
 def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
     """The entries of a tree by leaf of the model, at trained parameters."""
-    leaves, treedef = jtu.tree_flatten(tree)
+    leaves, treedef = flatten(tree)
     if same_treedef(treedef, layout.canonical_treedef):
         pairs = zip(layout.positions, leaves, strict=True)
     elif same_treedef(treedef, layout.structure.treedef):
@@ -96,7 +95,7 @@ def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
         has = "a node" if unknown[0] in nodes else "no leaf"
         raise ValueError(
             f"the tree has an entry at {unknown[0]!r}, where the model has {has}"
-            f"{_paths.nearest(unknown[0], layout.structure.paths)}"
+            f"{nearest(unknown[0], layout.structure.paths)}"
         )
     pairs = ((index[path], value) for path, value in zip(structure.paths, leaves, strict=True))
     return [(leaf, value) for leaf, value in pairs if leaf in layout.by_leaf]
@@ -104,10 +103,13 @@ def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
 
 def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Alias, ...], tied: Tied) -> Any:
     entries = [(place, found[place.leaf]) for place in (Alias(position, ()), *aliases) if place.leaf in found]
-    if len(entries) > 1 and tied is None or entries and entries[0][0].chain and tied != "sum":
+    if not entries:
+        return None
+    only_computed = bool(entries[0][0].chain)  # so says nothing of the source's own value
+    if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
         raise ValueError(_ambiguous(layout, position, [place for place, _ in entries], tied))
-    if tied != "sum" or len(entries) < 2 and not (entries and entries[0][0].chain):
-        return entries[0][1] if entries else None
+    if tied != "sum" or (len(entries) == 1 and not only_computed):
+        return entries[0][1]
     total = None
     with jax.numpy_dtype_promotion("standard"):  # the entries may be of other dtypes than the leaf and each other
         for place, value in entries:

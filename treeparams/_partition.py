@@ -194,11 +194,10 @@ def _make_plan(structure: Structure, layout: Layout) -> _Plan:
     frozen = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
     values = [i for i in others if structure.specs[i] is None]
     computed = tuple((slot, alias) for slot, group in enumerate(layout.aliases) for alias in group if alias.chain)
-    places = {i: slot for i, slot in slots.items()}
-    starts = len(layout.positions), len(layout.positions) + len(frozen), len(layout.positions) + len(frozen) + len(values)
-    places |= {i: starts[0] + k for k, i in enumerate(frozen)}
-    places |= {i: starts[1] + k for k, i in enumerate(values)}
-    places |= {alias.leaf: starts[2] + k for k, (_, alias) in enumerate(computed)}
+    computed_leaves = [alias.leaf for _, alias in computed]
+    places = dict(slots)
+    for place, i in enumerate([*frozen, *values, *computed_leaves], start=len(layout.positions)):
+        places[i] = place
     order = tuple(places[i] if i in places else places[structure.first[i]] for i in range(count))
     at_slot = set(layout.positions)
     canonical = [i if i in at_slot else count for i in range(count)]
@@ -224,4 +223,3 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 def _all_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(operator.is_, these, those))
-

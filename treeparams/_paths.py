@@ -16,7 +16,7 @@ from typing import Any
 
 _NEEDS_QUOTES = re.compile(r"""[.*?\[\]"']""")
 # One entry: a JSON string or a run of anything but a dot; a glob's `[...]` may hold a dot.
-_ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?:\[[^\]]*\]|[^.])*')
+_ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?!")(?:\[[^\]]*\]|[^.])*')
 
 
 def quote(text: str) -> str:
@@ -53,7 +53,8 @@ def split(path: str) -> tuple[str, ...]:
     entries, at = [], 0
     while True:
         match = _ENTRY.match(path, at)
-        assert match is not None  # the pattern also matches nothing
+        if match is None or not _is_readable(match.group()):
+            raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a JSON string")
         entries.append(match.group())
         at = match.end()
         if at == len(path):
@@ -61,6 +62,14 @@ def split(path: str) -> tuple[str, ...]:
         if path[at] != ".":
             raise ValueError(f"the path {path!r} cannot be read at {path[at:]!r}: expected a dot or the end")
         at += 1
+
+
+def _is_readable(entry: str) -> bool:
+    try:
+        unquote(entry)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def join(entries: Iterable[str]) -> str:
@@ -134,8 +143,7 @@ def _matches_entry(pattern: str, entry: str) -> bool:
     if not _is_quoted(pattern):
         return fnmatch.fnmatchcase(unquote(entry), pattern)
     text = unquote(pattern)
-    # Quotes that were not needed are allowed, except where they are what tells `"1"` from `1`.
-    return entry == (text if quote(text) == text and not text.isdigit() else _json(text))
+    return entry == _json(text) or entry == quote(text)  # quotes that were not needed are allowed
 
 
 def _json(text: str) -> str:

@@ -6,18 +6,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ._layout import Layout
 from ._match import per_slot
 from ._resolve import resolve
-from ._structure import Spec, is_array
+from ._structure import Spec, flatten, is_array
 
 
-def project(
-    model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Literal["zeros"] | None = None
-) -> PyTree:
+def project(model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Literal["zeros"] | None = None) -> PyTree:
     """The canonical form of a gradient, however it came about.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -51,9 +48,7 @@ def project(
     return resolved.layout.canonical(slot_gradients(resolved.layout, grads, missing), resolved.treedef)
 
 
-def slot_gradients(
-    layout: Layout, grads: PyTree, missing: Literal["zeros"] | None, dtype: Any = None
-) -> list[Any]:
+def slot_gradients(layout: Layout, grads: PyTree, missing: Literal["zeros"] | None, dtype: Any = None) -> list[Any]:
     """The projected gradient of each slot, in the slot's dtype or a given one."""
     found = per_slot(layout, grads, "sum", exact_shapes=True)
     specs = map(layout.structure.spec, layout.positions)
@@ -91,7 +86,7 @@ def global_norm(tree: PyTree) -> jax.Array:
         modulus. The sum is scaled by the largest entry, so that it neither overflows nor vanishes; infinite entries
         give infinity, NaN gives NaN. The gradient at zero is zero.
     """
-    arrays = [leaf for leaf in jtu.tree_leaves(tree) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    arrays = [leaf for leaf in flatten(tree)[0] if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return _norm(tuple(arrays))
 
 

@@ -83,8 +83,7 @@ def layout(
         given = resolve(model, trainable).layout
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
-        given = given if freeze is None else given.freeze(freeze)
-        return given if thaw is None else given.thaw(thaw)
+        return given if freeze is None and thaw is None else given.changed(freeze, thaw)
     _, _, structure = structure_of(model)
     return _layout(structure, trainable, freeze, thaw, ties)
 
@@ -151,7 +150,7 @@ def _check_fit(layout: Layout, structure: Structure) -> None:
     if structure is layout.structure or key in structure.memo:
         return
     if not _same_leaves(layout.structure, structure):
-        lines = "\n".join(differences(layout.structure, structure))
+        lines = "\n".join(differences(layout.structure, structure, as_template=True))
         raise ValueError(f"the model does not fit the layout (the first below; the model is the second):\n{lines}")
     for i in structure.parameters:
         first = structure.first[i]

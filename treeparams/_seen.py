@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import _declare
+from ._declare import declarations
 from ._exact import exact
 from ._structure import Structure, flatten, is_array, scan
 
@@ -35,6 +35,8 @@ class _Seen(NamedTuple):
     dtypes: list[Any]
     distinct: int  # array objects among the array leaves
     statics: list[Any]  # holding them keeps their identity theirs
+    key: Any  # of the statics, exact
+    mutable: bool  # whether a static value may have other content though it is the same object
 
     def fits(self, context: tuple[Any, ...], types: list[type], leaves: list[Any], statics: list[Any]) -> bool:
         if self.types != types or self.context != context:
@@ -44,8 +46,14 @@ class _Seen(NamedTuple):
             list(map(_shape, arrays)) == self.shapes
             and list(map(_dtype, arrays)) == self.dtypes
             and self._same_array_objects(leaves, arrays)
-            and _same_statics(statics, self.statics)
+            and self._same_statics(statics)
         )
+
+    def _same_statics(self, statics: list[Any]) -> bool:
+        # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
+        if not self.mutable and len(statics) == len(self.statics) and all(map(operator.is_, statics, self.statics)):
+            return True
+        return exact(statics) == self.key
 
     def _same_array_objects(self, leaves: list[Any], arrays: list[Any]) -> bool:
         if len(set(map(id, arrays))) != self.distinct:
@@ -66,7 +74,7 @@ def structure_of(tree: Any) -> tuple[list[Any], Any, Structure]:
         ValueError: the tree is cyclic.
     """
     leaves, treedef = flatten(tree)
-    context = (_declare.declarations(), jax.dtypes.canonicalize_dtype(np.float64))
+    context = (declarations(), jax.dtypes.canonicalize_dtype(np.float64))
     types = list(map(type, leaves))
     statics = _static_values(treedef)
     try:
@@ -87,9 +95,10 @@ def _see(tree: Any, leaves: list[Any], context: tuple[Any, ...], types: list[typ
     positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
     arrays = [leaves[i] for i in positions]
     shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
-    return _Seen(
-        scan(tree, leaves), context, types, positions, shapes, dtypes, len(set(map(id, arrays))), statics
-    )
+    distinct = len(set(map(id, arrays)))
+    mutable = any(isinstance(value, (list, dict, set)) for value in statics)
+    structure = scan(tree, leaves)
+    return _Seen(structure, context, types, positions, shapes, dtypes, distinct, statics, exact(statics), mutable)
 
 
 def _static_values(treedef: Any) -> list[Any]:
@@ -103,10 +112,3 @@ def _static_values(treedef: Any) -> list[Any]:
 
     treedef.walk(visit, bool, range(treedef.num_leaves))
     return values
-
-
-def _same_statics(these: list[Any], those: list[Any]) -> bool:
-    # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
-    if len(these) == len(those) and all(map(operator.is_, these, those)):
-        return True
-    return exact(these) == exact(those)

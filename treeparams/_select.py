@@ -17,8 +17,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from . import _declare, _paths
-from ._structure import Node, Structure, describe, same_treedef, scan
+from ._declare import declared
+from ._paths import key_text, nearest, selects, split
+from ._structure import Node, Structure, describe, flatten, same_treedef, scan
 
 Where = str | re.Pattern[str] | type | Callable[[Any], Any] | Sequence[Any]
 
@@ -39,9 +40,7 @@ class Choice(NamedTuple):
 
     def after(self, word: Word, trained: bool) -> "Choice":
         """The choice after a further word."""
-        return Choice(
-            self.trained | dict.fromkeys(word.leaves, trained), self.said | dict.fromkeys(word.leaves, word)
-        )
+        return Choice(self.trained | dict.fromkeys(word.leaves, trained), self.said | dict.fromkeys(word.leaves, word))
 
 
 def choose(structure: Structure, trainable: Any) -> Choice:
@@ -71,7 +70,7 @@ def choose(structure: Structure, trainable: Any) -> Choice:
     return choice.after(declared, False)
 
 
-def change(structure: Structure, choice: Choice, where: Where | None, trained: bool) -> Choice:
+def change(structure: Structure, choice: Choice, where: Any, trained: bool) -> Choice:
     """The choice after a further step: what `where` selects is trained, or is not."""
     step = 1 + max((word.step for word in choice.said.values()), default=0)
     for each in () if where is None else _each(where):
@@ -80,7 +79,7 @@ def change(structure: Structure, choice: Choice, where: Where | None, trained: b
 
 
 def select(
-    structure: Structure, where: Where, among: Collection[int] | None = None, kind: str = "parameter"
+    structure: Structure, where: Any, among: Collection[int] | None = None, kind: str = "parameter"
 ) -> frozenset[int]:
     """The leaves that `where` selects, as positions: of the parameters, or among others.
 
@@ -100,7 +99,7 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
     """
     if value is None or isinstance(value, (str, re.Pattern, type)):
         return None
-    leaves, treedef = jtu.tree_flatten(value)
+    leaves, treedef = flatten(value)
     if not all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
         return None
     if same_treedef(treedef, structure.treedef):
@@ -110,13 +109,15 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
     paths = scan(value, leaves).paths
     missing, extra = set(structure.paths) - set(paths), set(paths) - set(structure.paths)
     differs = (
-        f"it has no {min(missing)!r}" if missing
-        else f"it has {min(extra)!r}, which the model has not" if extra
+        f"it has no {min(missing)!r}"
+        if missing
+        else f"it has {min(extra)!r}, which the model has not"
+        if extra
         else f"its nodes are of other types: got {treedef}"
     )
     raise ValueError(
         f"a mask must have the structure of the model, with a bool at every leaf; {differs}. "
-        "Write jax.tree.map(..., model) to make one, or select by path: trainable=\"head.**\""
+        'Write jax.tree.map(..., model) to make one, or select by path: trainable="head.**"'
     )
 
 
@@ -132,14 +133,14 @@ def declared_frozen(structure: Structure) -> frozenset[int]:
 
 
 def _declared(structure: Structure, node: Node) -> Iterator[int]:
-    said = _declare.declared(node.cls)
+    said = declared(node.cls)
     if said.fields and any(isinstance(child.key, jtu.FlattenedIndexKey) for child in node.children):
         raise TypeError(
             f"{node.cls.__qualname__} says of its fields what is trained but is a pytree without names; register it "
             "with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
         )
     for child in node.children:
-        trained = said.fields.get(_paths.key_text(child.key))
+        trained = said.fields.get(key_text(child.key))
         if trained is False:
             yield from range(child.start, child.stop)
         elif trained and child.is_leaf and child.start not in structure.parameters:
@@ -151,8 +152,8 @@ def _declared(structure: Structure, node: Node) -> Iterator[int]:
             )
     depth = len(node.entries)
     for glob in said.frozen:
-        pattern = _paths.split(glob)
-        selected = [i for i in range(node.start, node.stop) if _paths.selects(pattern, structure.entries[i][depth:])]
+        pattern = split(glob)
+        selected = [i for i in range(node.start, node.stop) if selects(pattern, structure.entries[i][depth:])]
         yield from selected
 
 
@@ -169,8 +170,7 @@ def _select_one(structure: Structure, where: Any, among: Collection[int], kind: 
 
 def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
     if isinstance(where, str):
-        pattern = _paths.split(where)
-        yield from (i for i, entries in enumerate(structure.entries) if _paths.selects(pattern, entries))
+        yield from _matched(structure, split(where))
     elif isinstance(where, re.Pattern):
         yield from (i for i, path in enumerate(structure.paths) if where.fullmatch(path))
         for node in structure.nodes:
@@ -187,12 +187,16 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
         )
 
 
+def _matched(structure: Structure, pattern: tuple[str, ...]) -> Iterator[int]:
+    # A path stands for itself first, so that `1` and `"1"` select one each where a node has both.
+    literal = [i for i, entries in enumerate(structure.entries) if entries[: len(pattern)] == pattern]
+    yield from literal or (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
+
+
 def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
     # The callable gets the model with a distinct object for each leaf, so that what it returns can be found again by
     # identity; the model's own leaves may be one object in several places.
-    places = [
-        jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else _Place() for spec in structure.specs
-    ]
+    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else _Place() for spec in structure.specs]
     index = {id(place): i for i, place in enumerate(places)}
     for leaf in jtu.tree_leaves(where(jtu.tree_unflatten(structure.treedef, places))):
         if id(leaf) not in index:
@@ -220,7 +224,11 @@ def _kind(structure: Structure, i: int) -> str:
 
 
 def _name(where: Any) -> str:
-    return repr(getattr(where, "pattern", where) if isinstance(where, (str, re.Pattern)) else getattr(where, "__qualname__", where))
+    return repr(
+        getattr(where, "pattern", where)
+        if isinstance(where, (str, re.Pattern))
+        else getattr(where, "__qualname__", where)
+    )
 
 
 def _some(structure: Structure, leaves: frozenset[int], count: int = 3) -> str:
@@ -230,8 +238,9 @@ def _some(structure: Structure, leaves: frozenset[int], count: int = 3) -> str:
 
 def _hint(structure: Structure, where: Any) -> str:
     known = [structure.paths[i] for i in structure.parameters]
-    if isinstance(where, str):
-        return _paths.nearest(where, [*known, *(node.path for node in structure.nodes if node.entries)])
+    if isinstance(where, (str, re.Pattern)):
+        text = where if isinstance(where, str) else where.pattern
+        return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])
     if isinstance(where, type):
         classes = {node.cls.__qualname__ for node in structure.nodes}
         return f"; the model has nodes of {', '.join(sorted(classes))}"

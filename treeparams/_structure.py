@@ -1,5 +1,6 @@
 """What is static about a tree: its nodes, the paths of its leaves, their shapes and dtypes, which are one array."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from . import _declare, _paths
+from ._declare import is_box
 from ._exact import node_statics
+from ._paths import join, sibling_entries
 
 
 class Spec(NamedTuple):
@@ -44,7 +46,7 @@ class Node(NamedTuple):
 
     @property
     def path(self) -> str:
-        return _paths.join(self.entries)
+        return join(self.entries)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,19 +58,16 @@ class Structure:
     entries: tuple[tuple[str, ...], ...]  # of each leaf
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
+    statics: tuple[Any, ...]  # of each node, exact; taken at once, since a static list may change later
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what others derived from it
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        return tuple(map(_paths.join, self.entries))
+        return tuple(map(join, self.entries))
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
         return {path: i for i, path in enumerate(self.paths)}
-
-    @functools.cached_property
-    def statics(self) -> tuple[Any, ...]:
-        return node_statics(self.treedef)
 
     @functools.cached_property
     def parameters(self) -> tuple[int, ...]:
@@ -150,7 +149,10 @@ def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
     """Works out the structure of a tree."""
     first: dict[int, int] = {}
     concrete = [is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-    same = tuple(first.setdefault(id(leaf), i) if array else i for i, (leaf, array) in enumerate(zip(leaves, concrete, strict=True)))
+    same = tuple(
+        first.setdefault(id(leaf), i) if array else i
+        for i, (leaf, array) in enumerate(zip(leaves, concrete, strict=True))
+    )
     return _from_skeleton(tree, tuple(map(_spec, leaves)), same)
 
 
@@ -160,7 +162,7 @@ def _from_skeleton(tree: Any, specs: tuple[Spec | None, ...], first: tuple[int, 
     nodes: list[Node] = []
     entries: list[tuple[str, ...]] = []
     _visit(treedef, (), 0, keys, nodes, entries)
-    return Structure(treedef, tuple(nodes), tuple(entries), specs, first)
+    return Structure(treedef, tuple(nodes), tuple(entries), specs, first, node_statics(treedef))
 
 
 def _visit(
@@ -181,8 +183,8 @@ def _visit(
     for child in below:
         starts.append(starts[-1] + child.num_leaves)
     child_keys = [keys[at][depth] for at in starts[:-1]]
-    boxed = len(below) == 1 and _declare.is_box(data[0])
-    texts = [()] if boxed else [(entry,) for entry in _paths.sibling_entries(child_keys)]
+    boxed = len(below) == 1 and is_box(data[0])
+    texts = [()] if boxed else [(entry,) for entry in _entries(data, treedef, child_keys)]
     children = tuple(
         Child(key, text, begin, end, child.node_data() is None)
         for key, text, begin, end, child in zip(child_keys, texts, starts[:-1], starts[1:], below, strict=True)
@@ -192,6 +194,18 @@ def _visit(
         _visit(child, (*above, *text), depth + 1, keys, nodes, entries)
 
 
+def _entries(data: tuple[type, Any], treedef: Any, keys: list[Any]) -> list[str]:
+    # A path does not change when a sibling loses its leaves, so those without take part. Only dicts can have keys that
+    # read alike, and a dict's static value ends in its keys.
+    if not issubclass(data[0], dict) or len(treedef.children()) == len(keys):
+        return list(sibling_entries(keys))
+    names = data[1][1] if issubclass(data[0], collections.defaultdict) else data[1]
+    if len(names) != len(treedef.children()):
+        return list(sibling_entries(keys))
+    entries = sibling_entries([jtu.DictKey(name) for name in names])
+    return [entry for entry, child in zip(entries, treedef.children(), strict=True) if child.num_leaves]
+
+
 def _spec(leaf: Any) -> Spec | None:
     if not is_array(leaf):
         return None
@@ -199,19 +213,19 @@ def _spec(leaf: Any) -> Spec | None:
     return Spec(tuple(leaf.shape), dtype, _is_inexact(dtype))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _find_cycle(tree: Any, above: tuple[Any, ...] = (), entries: tuple[str, ...] = ()) -> str | None:
     if any(tree is node for node in above):
-        return _paths.join(entries)
+        return join(entries)
     root_first = iter((False,))  # only the root is taken apart, so that its children come out whole
     children = jtu.tree_flatten_with_path(tree, is_leaf=lambda _: next(root_first, True))[0]
     if children and not children[0][0]:  # a leaf
         return None
-    for entry, (_, child) in zip(_paths.sibling_entries([key[0] for key, _ in children]), children, strict=True):
+    for entry, (_, child) in zip(sibling_entries([key[0] for key, _ in children]), children, strict=True):
         found = _find_cycle(child, (*above, tree), (*entries, entry))
         if found is not None:
             return found

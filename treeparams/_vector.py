@@ -120,7 +120,7 @@ Restructure.__module__ = "treeparams"
 jtu.register_pytree_with_keys(
     Restructure,
     lambda restructure: (((jtu.GetAttrKey("rest"), restructure.rest),), restructure.dtype),
-    lambda dtype, children: Restructure(children[0], dtype),
+    lambda dtype, children: Restructure(next(iter(children)), dtype),
     lambda restructure: ((restructure.rest,), restructure.dtype),
 )
 

@@ -17,7 +17,9 @@ from ._resolve import resolve
 Accumulated = TypeVar("Accumulated")
 
 
-def maptrainable(f: Callable[..., Any], model: PyTree, *rest: PyTree, trainable: Any = None, tied: Tied = None) -> PyTree:
+def maptrainable(
+    f: Callable[..., Any], model: PyTree, *rest: PyTree, trainable: Any = None, tied: Tied = None
+) -> PyTree:
     """The model with `f` applied to its trained parameters.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -53,9 +55,7 @@ def maptrainable(f: Callable[..., Any], model: PyTree, *rest: PyTree, trainable:
     return kept.fixed.fill(list(map(f, slots_of(resolved), *others)), kept.frozen)
 
 
-def biwalk(
-    model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = None
-) -> Iterator[tuple[str, Any, Any]]:
+def biwalk(model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = None) -> Iterator[tuple[str, Any, Any]]:
     """The trained parameters of a model together with what another tree has for them.
 
     >>> import jax.numpy as jnp, treeparams as tp

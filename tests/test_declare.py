@@ -1,0 +1,299 @@
+"""What classes say of their fields, their own and those of other packages."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import chex
+import equinox as eqx
+import flax.linen
+import flax.nnx
+import flax.struct
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import paramax
+import pytest
+
+import treeparams as tp
+
+
+def leaf(size: int = 2) -> jax.Array:
+    return jnp.arange(float(size))
+
+
+def linear(seed: int = 0, **options: Any) -> eqx.nn.Linear:
+    return eqx.nn.Linear(2, 3, key=jax.random.key(seed), **options)
+
+
+class Norm(eqx.Module):
+    weight: jax.Array
+    mean: jax.Array = tp.field(trainable=False)
+
+
+class Child(Norm):
+    bias: jax.Array
+
+
+class Thawing(Norm):
+    mean: jax.Array = tp.field(trainable=True)
+
+
+class Options(eqx.Module):
+    rate: Any = tp.field(trainable=True, converter=jnp.asarray, default=0.5)
+    offset: Any = tp.field(trainable=False, default_factory=lambda: leaf(3))
+    built: Any = tp.field(trainable=False, init=False)
+    size: int = tp.field(static=True, default=2)
+    plain: Any = tp.field(default=None)
+
+    def __post_init__(self):
+        self.built = leaf(self.size)
+
+
+class Holder(eqx.Module):
+    frozen: Any = tp.field(trainable=False)
+    free: Any = None
+
+
+class Written(eqx.Module):
+    value: Any = tp.field(trainable=True)
+
+
+# -- tp.field
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (lambda: Norm(leaf(), leaf()), ("weight",)),
+        (lambda: Child(leaf(), leaf(), leaf()), ("weight", "bias")),
+        (lambda: Thawing(leaf(), leaf()), ("weight", "mean")),
+        (Options, ("rate",)),
+        (lambda: Options(rate=1.0, plain=[leaf()]), ("rate", "plain.0")),
+        (lambda: Holder(Thawing(leaf(), leaf()), [leaf()]), ("free.0",)),
+        (lambda: Holder({"a": [leaf(), 1, None]}, None), ()),
+    ],
+)
+def test_a_frozen_field_freezes_all_below_it(model: Any, paths: tuple[str, ...]):
+    assert tp.layout(model()).paths == paths
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+def test_a_field_is_a_field_of_equinox():
+    options = Options(rate=2.0)
+    assert isinstance(options.rate, jax.Array)
+    assert (options.size, options.plain) == (2, None)
+    assert [array.size for array in jax.tree.leaves(options)] == [1, 3, 2]
+    metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
+    assert (metadata["unit"], metadata["trainable"]) == ("m", False)
+    assert "trainable" not in tp.field().metadata
+
+
+def test_a_frozen_part_of_a_trained_list_can_be_thawed():
+    model = [linear(0), Holder([linear(1), linear(2)]), linear(3)]
+    layout = tp.layout(model)
+    outer = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert layout.paths == outer
+    assert layout.thaw("1.frozen.1.bias").paths == (*outer[:2], "1.frozen.1.bias", *outer[2:])
+    assert tp.layout(model, thaw="**.frozen.0").paths == (
+        *outer[:2],
+        "1.frozen.0.weight",
+        "1.frozen.0.bias",
+        *outer[2:],
+    )
+    assert tp.layout(model, "2", thaw="1.frozen.1.bias").paths == ("1.frozen.1.bias", "2.weight", "2.bias")
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [
+        (0.5, "a Python"),
+        (np.float32(0.5), "."),
+        (jnp.arange(3), r"int32 of shape \(3,\)"),
+        (jax.random.key(0), r"key<fry> of shape \(\)"),
+        (jax.nn.relu, "."),
+    ],
+)
+def test_trainable_written_out_on_what_cannot_be_trained(value: Any, holds: str):
+    message = (
+        rf"'0.value' is declared trainable=True, but holds {holds}.*write tp.field\(trainable=True, converter=jnp."
+    )
+    for use in (tp.layout, tp.partition, tp.ravel, lambda model: tp.layout(model, freeze="**")):
+        with pytest.raises(TypeError, match=message):
+            use([Written(value), leaf()])
+
+
+@pytest.mark.parametrize("value", [leaf(), np.ones(2), None, [1, 0.5], [leaf(), 1], jnp.ones(2, jnp.complex64)])
+def test_trainable_written_out_says_nothing_of_what_is_below(value: Any):
+    inexact = [each for each in jax.tree.leaves(value) if isinstance(each, (jax.Array, np.ndarray))]
+    assert len(tp.layout(Written(value)).paths) == len(inexact)
+
+
+def test_a_static_field_cannot_be_trained():
+    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
+        tp.field(trainable=True, static=True)
+
+
+# -- Pytrees that are no Module
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass
+class Plain:
+    weight: Any
+    mean: Any = dataclasses.field(metadata={"trainable": False})
+    size: int = dataclasses.field(default=2, metadata={"static": True})
+
+
+@flax.struct.dataclass
+class Struct:
+    weight: Any
+    mean: Any = flax.struct.field(metadata={"trainable": False})
+
+
+@chex.dataclass
+class Chex:
+    weight: Any
+    mean: Any = dataclasses.field(metadata={"trainable": False})
+
+
+@pytest.mark.parametrize("cls", [Plain, Struct, Chex, Norm])
+def test_metadata_declares_for_any_dataclass(cls: Any):
+    model = {"a": cls(weight=leaf(), mean=[leaf(3)])}
+    assert tp.layout(model).paths == ("a.weight",)
+    assert tp.layout(model, thaw="a.mean").paths in (("a.weight", "a.mean.0"), ("a.mean.0", "a.weight"))
+    with pytest.raises(ValueError, match=r"selects only leaves that are declared frozen \('a.mean.0'"):
+        tp.layout(model, "a.mean")
+
+
+@jtu.register_pytree_node_class
+@dataclasses.dataclass
+class Nameless:
+    weight: Any
+    mean: Any = dataclasses.field(metadata={"trainable": False})
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.mean, self.weight), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Nameless":
+        return cls(*reversed(children))
+
+
+class Wrong(eqx.Module):
+    weight: Any = eqx.field(metadata={"trainable": "no"})
+
+
+def test_declarations_that_cannot_be_read():
+    with pytest.raises(TypeError, match=r"Nameless says of its fields what is trained but is a pytree without names"):
+        tp.layout(Nameless(leaf(), leaf(3)))
+    with pytest.raises(TypeError, match=r"Wrong.weight: `trainable` must be True or False, got 'no'"):
+        tp.layout(Wrong(leaf()))
+
+
+# -- Other libraries
+
+
+class Stats(flax.nnx.Module):
+    def __init__(self, rngs: flax.nnx.Rngs) -> None:
+        self.layers, self.drop = flax.nnx.List([flax.nnx.Linear(2, 3, rngs=rngs)]), flax.nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_flax_and_haiku():
+    dense = flax.linen.Dense(3).init(jax.random.key(0), leaf())
+    assert tp.layout(dense).paths == ("params.bias", "params.kernel")
+    mlp = hk.transform(lambda x: hk.nets.MLP([2])(x)).init(jax.random.key(0), leaf())
+    assert tp.layout(mlp, "mlp*").paths == ("mlp/~/linear_0.b", "mlp/~/linear_0.w")
+    _, state = flax.nnx.split(Stats(flax.nnx.Rngs(0)))
+    assert tp.layout(state).paths == ("layers.0.bias", "layers.0.kernel")  # neither `.value` nor keys
+    assert tp.layout(state, flax.nnx.Param).paths == tp.layout(state).paths
+    assert tp.layout(state, freeze="**.bias").paths == ("layers.0.kernel",)
+
+
+def test_running_statistics_are_no_parameters():
+    options = {"axis_name": "batch", "mode": "ema"}
+    unmade = eqx.nn.BatchNorm(3, **options)
+    assert any(eqx.is_inexact_array(each) for each in jax.tree.leaves(unmade.ema_state_index))
+    assert tp.layout(unmade).paths == ("weight", "bias")
+    made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
+    assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
+
+
+def test_non_trainable_of_paramax():
+    model = {"a": paramax.NonTrainable({"w": leaf()}), "b": leaf(3)}
+    assert tp.layout(model).paths == ("b",)
+    assert tp.layout(model, thaw="a").paths == ("a.tree.w", "b")
+    assert tp.layout(paramax.non_trainable({"a": [leaf()], "b": leaf()})).paths == ()
+
+
+# -- tp.declare
+
+
+class Foreign(eqx.Module):
+    """Stands for a class of another package; each test declares a subclass of its own."""
+
+    weight: Any
+    bias: Any
+    layers: Any = None
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+@pytest.mark.parametrize(
+    ("frozen", "paths"),
+    [
+        ("bias", ("weight", "layers.0.weight", "layers.0.bias")),
+        (("bias", "weight", "layers.*.bias"), ("layers.0.weight",)),
+        ("layers.*.weight", ("weight", "bias", "layers.0.bias")),
+        ("**.bias", ("weight", "layers.0.weight")),
+        ("*", ()),
+        ("layers.7", ("weight", "bias", "layers.0.weight", "layers.0.bias")),
+    ],
+)
+def test_frozen_globs_are_relative_to_each_instance(frozen: Any, paths: tuple[str, ...]):
+    cls = type("Declared", (Foreign,), {})
+    tp.declare(cls, frozen=frozen)
+    assert tp.layout([cls(leaf(), leaf(), [linear()])]).paths == tuple(f"0.{path}" for path in paths)
+
+
+def test_subclasses_inherit_and_declaring_again_replaces():
+    base = type("Base", (Foreign,), {})
+    child = type("Child", (base,), {})
+    build = lambda cls: cls(leaf(2), leaf(2))
+    assert tp.layout(build(base)).paths == ("weight", "bias")
+    tp.declare(base, frozen="bias")  # after a first look
+    assert tp.layout(build(base)).paths == tp.layout(build(child)).paths == ("weight",)
+    tp.declare(child, ties={"bias": "weight"}, frozen="weight")
+    assert tp.layout(build(child)).paths == ()
+    assert tp.ties(build(child)) == {"weight": ("bias",)}
+    tp.declare(base, frozen=())
+    tp.declare(child, ties={"weight": "bias"})
+    assert tp.layout(build(base)).paths == ("weight", "bias")
+    assert tp.layout(build(child)).paths == ("bias",)
+
+
+def test_classes_that_are_no_dataclass():
+    pair = type("Pair", (Point,), {})
+    tp.declare(pair, frozen="y", ties={"x.1": "x.0"})
+    layout = tp.layout({"p": pair([leaf(), leaf()], leaf()), "q": Point(leaf(), leaf())})
+    assert layout.paths == ("p.x.0", "q.x", "q.y")
+    assert layout.ties == {"p.x.0": ("p.x.1",)}
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        {"frozen": ("bias", "wieght.*")},
+        {"ties": {"bias": "wieght"}},
+        {"ties": {"bias": ("wieght.0", jnp.transpose)}},
+    ],
+)
+def test_declaring_a_field_that_is_not_there(declaration: Any):
+    with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
+        tp.declare(Foreign, **declaration)
+    assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")

@@ -1,0 +1,128 @@
+"""`tp.jit`: models as they are through a compiled function."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from .zoo import ZOO, assert_same, ramp
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_models_survive_the_way_in_and_out(name):
+    model = ZOO[name].make()
+    as_jax = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, model)
+    assert_same(tp.jit(lambda m: m)(model), as_jax)
+
+
+def test_ties_are_known_inside_and_hold_after():
+    shared = ramp(2)
+    seen = []
+
+    @tp.jit
+    def step(first, second):
+        seen.append((tp.ties(first), first["a"] is second))
+        return tp.maptrainable(lambda x: x + 1, first)
+
+    got = step({"a": shared, "b": shared}, shared)
+    assert seen == [({"a": ("b",)}, True)]
+    assert got["a"] is got["b"]
+    np.testing.assert_array_equal(got["a"], shared + 1)
+
+
+def test_one_trace_for_one_kind_of_model_and_exactly_that():
+    class Net(eqx.Module):
+        w: jax.Array
+        f: object
+        n: object = eqx.field(static=True)
+
+    traces = []
+    f = tp.jit(lambda m: traces.append(1) or (m.w.sum(), str(m.n)))
+    for n in (2, 2.0, True, 2):
+        assert f(Net(jnp.ones(2), jnp.tanh, n))[1] == str(n)
+    assert len(traces) == 3
+    ints = tp.jit(lambda m: jnp.arange(2) * m["p"])
+    assert ints({"p": 2}).dtype == jnp.int32
+    with jax.numpy_dtype_promotion("standard"):
+        assert ints({"p": 2.0}).dtype == jnp.float32
+    f(Net(jnp.ones(2), jnp.sin, 2))
+    assert len(traces) == 4
+    shared = jnp.ones(2)
+    tied, apart = (shared, shared), (shared, shared + 0)
+    count = tp.jit(lambda m: traces.append(1) or len(tp.layout(m).slots))
+    assert [count(tied), count(apart), count(tied)] == [1, 2, 1]
+    assert len(traces) == 6
+
+
+@pytest.mark.parametrize("donate", ["all", "all-except-first", "warn", "warn-except-first", "none"])
+def test_what_is_donated(donate):
+    shared, other = ramp(4), ramp(4)
+    f = tp.jit(lambda a, b: (a["x"] + 1, b["y"] + 2, b["s"] + 3), donate=donate)
+    first, second = {"x": shared + 0, "s": shared}, {"y": other, "s": shared}
+    f(first, second)
+    deleted = [first["x"].is_deleted(), second["y"].is_deleted(), shared.is_deleted()]
+    assert deleted == {"all": [True, True, True], "warn": [True, True, True], "none": [False, False, False]}.get(
+        donate, [False, True, False]  # what also stands in the first argument is kept
+    )  # fmt: skip
+
+
+def test_a_tied_model_can_be_donated():
+    shared = ramp(4)
+    step = tp.jit(lambda m: tp.maptrainable(lambda x: 2 * x, m), donate="all")
+    model = {"a": shared, "b": shared}
+    for _ in range(3):
+        model = step(model)
+        assert model["a"] is model["b"]
+    np.testing.assert_allclose(model["a"], 8 * ramp(4), 1e-6)
+
+
+def test_unusable_donations_warn_only_where_asked():
+    for donate, warns in (("all", False), ("warn", True)):
+        f = tp.jit(lambda m: jnp.sum(m), donate=donate)
+        if warns:
+            with pytest.warns(UserWarning, match="donated buffers were not usable"):
+                f(ramp(3))
+        else:
+            f(ramp(3))  # warnings are errors here
+
+
+def test_decorator_method_and_module(without_type_checks):
+    class Scale(eqx.Module):
+        w: jax.Array
+
+        @tp.jit
+        def __call__(self, x, *, by=1.0):
+            return self.w * x * by
+
+    scale = Scale(ramp(2))
+    np.testing.assert_allclose(scale(2.0, by=2.0), 4 * ramp(2), 1e-6)
+    traces = []
+
+    @tp.jit(donate="none", inline=True)
+    def named(model):
+        """Says what it does."""
+        traces.append(1)
+        return model(1.0)
+
+    assert (named.__name__, named.__doc__) == ("named", "Says what it does.")
+    named(scale)
+    mlp = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
+    compiled = tp.jit(mlp)
+    np.testing.assert_allclose(compiled(jnp.ones(2)), mlp(jnp.ones(2)), 1e-6)
+    assert "constant dense<[" not in compiled.lower(jnp.ones(2)).as_text()
+    with pytest.raises(ValueError, match="donate must be 'all', .* got 'some'"):
+        tp.jit(named, donate="some")
+
+
+def test_inside_of_other_transformations():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "f": jnp.tanh}
+    f = tp.jit(lambda m, x: jnp.sum(m["f"](m["a"] * m["b"] * x)))
+    np.testing.assert_allclose(tp.grad(f)(model, 1.0)["a"], jax.grad(lambda a: jnp.sum(jnp.tanh(a * a)))(shared), 1e-6)
+    np.testing.assert_allclose(jax.vmap(lambda x: f(model, x))(jnp.ones(3)), jnp.full(3, f(model, 1.0)), 1e-6)
+    assert jax.jit(lambda x: f(model, x))(1.0).shape == ()
+    total, _ = jax.lax.scan(lambda c, x: (c + f(model, x), None), 0.0, jnp.ones(3))
+    np.testing.assert_allclose(total, 3 * f(model, 1.0), 1e-6)

@@ -1,0 +1,299 @@
+"""A layout is a static, exact, picklable description: what it says, what it equals, what it refuses."""
+
+import dataclasses
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    scale: jax.Array = tp.field(trainable=False)
+    count: jax.Array
+    rate: float
+    act: Any
+    config: Any = eqx.field(static=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.act(self.first(x)) * self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    depth: Any
+
+
+def net(seed: int = 0, config: Any = 2) -> Net:
+    first = eqx.nn.Linear(3, 2, key=jax.random.key(seed))
+    return Net(first, jnp.ones(2), jnp.arange(3), 0.5, jax.nn.relu, config)
+
+
+def tied() -> dict[str, Any]:
+    shared = jnp.ones((2, 3))
+    return {"a": shared, "b": jnp.ones(4, jnp.bfloat16), "c": [shared, jnp.arange(2)], "d": np.zeros((3, 2), "float32")}
+
+
+TIES = {"d": ("a", jnp.transpose)}
+
+
+# -- What it says
+
+
+def test_slots_paths_sizes_and_mask():
+    layout = tp.layout(tied(), ties=TIES)
+    assert layout.slots == (
+        tp.Slot("a", ("c.0", "d"), (2, 3), jnp.dtype("float32"), 0, 6),
+        tp.Slot("b", (), (4,), jnp.dtype("bfloat16"), 6, 4),
+    )
+    assert layout.paths == ("a", "b")
+    assert (layout.size, layout.nbytes, layout.dtype) == (10, 32, jnp.float32)
+    assert layout.ties == {"a": ("c.0", "d")}
+    assert layout.mask == {"a": True, "b": True, "c": [True, False], "d": True}
+    assert layout["c.0"] == layout["d"] == layout["a"] == layout.slots[0]
+    assert tp.trainable(tied()) == tp.layout(tied()).mask
+
+
+def test_of_a_module_only_what_is_declared_is_trained():
+    layout = tp.layout(net())
+    assert layout.paths == ("first.weight", "first.bias")
+    assert isinstance(layout.mask, Net)
+    assert [len(jax.tree.leaves(part)) for part in eqx.partition(net(), layout.mask)] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "dtype"),
+    [
+        ([], jnp.float32),
+        ([jnp.ones(0, jnp.complex64)], jnp.float32),
+        ([jnp.ones(2, jnp.bfloat16), jnp.ones(0)], jnp.bfloat16),
+        ([jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float16)], jnp.float32),
+        ([jnp.ones(2), jnp.ones(2, jnp.complex64)], jnp.complex64),
+        ([np.ones(2, np.float64)], jnp.float32),  # as JAX takes it
+    ],
+)
+def test_dtype_is_that_of_the_slots_that_have_elements(leaves: list[Any], dtype: Any):
+    assert tp.layout(leaves).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("first.wieght", r"'first.wieght' is no path of the model; nearest: 'first.weight'"),
+        ("scale", r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives it one"),
+        ("count", r"'count' \(int32\[3\]\) is no parameter"),
+        ("first", r"'first' .*; nearest: 'first.bias'"),
+    ],
+)
+def test_no_slot_at_a_path(path: str, message: str):
+    with pytest.raises(KeyError, match=message):
+        tp.layout(net())[path]
+
+
+def test_it_prints_as_a_table():
+    layout = tp.layout(tied(), freeze="b", ties=TIES)
+    assert str(layout).splitlines() == [
+        "path  shape  dtype     offset  size  tied to",
+        "a     2,3    float32        0     6  c.0, d (transpose)",
+        "b     4      bfloat16  frozen     4",
+        "1 slot, 6 elements, 24 bytes; 4 elements frozen",
+    ]
+    assert repr(layout) == "Layout(1 slot, 6 elements, float32; 1 frozen)"
+    assert "c.0, d (transpose)" in str(layout.freeze("**"))
+
+
+def test_a_transform_prints_without_addresses():
+    layout = tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))})
+    assert "reshape" in str(layout)
+    assert " at 0x" not in str(layout)
+
+
+def test_it_cannot_be_changed():
+    # All equal models get this very object, so whoever changed it would change it for all of them.
+    model = {"of this test": jnp.ones(17)}
+    layout = tp.layout(model)
+    with pytest.raises(AttributeError):
+        layout.trained = (False,)
+    with pytest.raises((AttributeError, TypeError)):
+        layout.ties["a"] = ()
+    assert tp.layout(model).paths == ("of this test",)
+
+
+# -- Equality
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+@pytest.mark.parametrize(
+    ("here", "there", "equal"),
+    [
+        (2, 2, True),
+        (2, 2.0, False),
+        (1, True, False),
+        (0.0, -0.0, False),
+        (float("nan"), float("nan"), True),
+        ([1, (2,)], [1, (2,)], True),
+        ({"a": 1}, {"a": 1.0}, False),
+        ({1: "a"}, {True: "a"}, False),
+        (Config(2), Config(2), True),
+        (Config(2), Config(2.0), False),
+        ((Config(1),), (Config(True),), False),
+        (slice(0, 2), slice(0, 2), True),
+        (np.float32(1), np.float32(1), True),
+        (np.float32(1), np.float64(1), False),
+    ],
+)
+def test_static_fields_compare_by_type_and_value(here: Any, there: Any, equal: bool):
+    these, those = tp.layout(net(config=here)), tp.layout(net(1, config=there))
+    assert (these == those) is equal
+    assert (these.diff(those) == "") is equal
+    assert not equal or hash(these) == hash(those)
+
+
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
+def test_static_arrays_compare_by_identity():
+    array = np.arange(3)
+    assert tp.layout(net(config=array)) == tp.layout(net(1, config=array))
+    assert tp.layout(net(config=array)) != tp.layout(net(config=array.copy()))
+    assert tp.layout(net(config=[array])) == tp.layout(net(config=[array]))
+
+
+def test_a_static_list_that_changes_changes_no_layout():
+    model = net(config=(config := ["of this test"]))
+    before = tp.layout(model)
+    config.append(2)
+    assert tp.layout(model) == tp.layout(net(config=["of this test", 2]))
+    assert before == tp.layout(net(config=["of this test"]))
+
+
+def test_values_do_not_count_but_structure_does():
+    model, layout = net(), tp.layout(net())
+    assert tp.layout(net(7)) == layout
+    assert hash(tp.layout(net(7))) == hash(layout)
+    others = [
+        dataclasses.replace(model, rate=2, act=jax.nn.gelu),
+        eqx.tree_at(lambda m: m.first.weight, model, np.ones((2, 3), np.float64)),
+    ]
+    assert all(tp.layout(other) == layout for other in others)
+    differ = [
+        eqx.tree_at(lambda m: m.first.weight, model, jnp.ones((2, 4))),
+        eqx.tree_at(lambda m: m.count, model, jnp.arange(3.0)),
+        eqx.tree_at(lambda m: m.first.bias, model, jnp.ones(2, jnp.bfloat16)),
+        eqx.tree_at(lambda m: m.first.bias, model, None),
+        eqx.tree_at(lambda m: m.first.bias, model, model.scale),
+    ]
+    layouts = [layout, layout.freeze("first.bias"), *(tp.layout(other, thaw="scale") for other in differ)]
+    assert len(set(layouts)) == len(layouts)
+    assert layout != "a layout"
+
+
+def test_equal_layouts_share_one_trace():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def scaled(layout: tp.Layout, x: jax.Array) -> jax.Array:
+        traces.append(layout)
+        return x * layout.size
+
+    for seed, (config, count) in enumerate([([2], 1), ([2], 1), ([2.0], 2), ([True], 3), ([2], 3)]):
+        assert scaled(tp.layout(net(seed, config)), jnp.ones(())) == 8
+        assert len(traces) == count
+
+
+def test_diff_says_what_differs():
+    def lines(**changes: Any) -> list[str]:
+        model = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}, "n": net()}
+        return tp.layout(model).diff(tp.layout(model | changes)).splitlines()
+
+    assert lines() == []
+    assert lines(a=jnp.ones(3)) == ["'a' is float32[2] in the first, float32[3] in the second"]
+    assert lines(a=0.5) == [
+        "'a' is float32[2] in the first, no array in the second",
+        "'a' is trained in the first, not in the second",
+    ]
+    assert lines(b={"d": jnp.ones(3)}) == ["'b.c' is only in the first", "'b.d' is only in the second"]
+    (line,) = lines(n=net(config=2.0))
+    assert line.startswith("the node at 'n' has other static values")
+    assert "2.0" in line
+    layout = tp.layout(tied(), ties=TIES)
+    assert layout.diff(layout.freeze("b")) == "'b' is trained in the first, not in the second"
+    assert layout.diff(tp.layout(tied())).splitlines() == [
+        "'a' is tied to ['c.0', 'd'] in the first, to ['c.0'] in the second"
+    ]
+    square = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    straight, turned = tp.layout(square, ties={"b": "a"}), tp.layout(square, ties={"b": ("a", jnp.transpose)})
+    assert straight.diff(turned) == "their ties have other transforms"
+
+
+# -- Pickles
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
+        lambda: tp.layout(tied(), freeze="b", ties=TIES),
+        lambda: tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}),
+        lambda: tp.layout(eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="ema")),
+        lambda: tp.layout(()),
+    ],
+)
+def test_it_equals_itself_after_pickling(layout: Any):
+    again = pickle.loads(pickle.dumps(known := layout()))
+    assert again == known
+    assert hash(again) == hash(known)
+    assert str(again) == str(known)
+    assert {known: 1}[again] == 1
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import equinox as eqx, jax, jax.numpy as jnp
+import treeparams as tp
+
+def layout():
+    mlp = eqx.nn.MLP(2, 2, 4, 2, use_bias=False, key=jax.random.key(0))
+    ties = {"mlp.layers.2.weight": ("mlp.layers.0.weight", jnp.transpose)}
+    return tp.layout({"mlp": mlp, "frozen": jnp.ones(2)}, freeze="frozen", ties=ties)
+
+if sys.argv[1] == "write":
+    sys.stdout.buffer.write(pickle.dumps(layout()))
+else:
+    read, here = pickle.loads(sys.stdin.buffer.read()), layout()
+    print(read == here, hash(read) == hash(here), {here: "found"}.get(read), read.ties)
+"""
+
+
+def test_it_is_the_same_in_a_process_with_another_hash_seed():
+    def run(what: str, seed: str, given: bytes = b"") -> bytes:
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", IN_ANOTHER_PROCESS, what]
+        return subprocess.run(command, input=given, env=environment, capture_output=True, check=True).stdout
+
+    told = run("read", "2", run("write", "1")).decode()
+    assert told.split(maxsplit=3) == ["True", "True", "found", "{'mlp.layers.0.weight': ('mlp.layers.2.weight',)}\n"]
+
+
+# -- Abstract models
+
+
+def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
+    build = lambda: {"net": net(), "pair": [jnp.ones(2)] * 2}
+    abstract = eqx.filter_eval_shape(build)
+    assert tp.layout(abstract["net"]) == tp.layout(net())
+    assert tp.layout(abstract).ties == {}
+    given = tp.layout(abstract, ties={"pair.1": "pair.0"})
+    assert given == tp.layout(build())
+    arrays = {"a": jnp.ones((2, 3)), "d": jnp.ones((3, 2), jnp.bfloat16)}
+    assert tp.layout(jax.eval_shape(lambda: arrays)) == tp.layout(arrays)
+    same = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert tp.layout([same, same]).ties == {}

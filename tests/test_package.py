@@ -1,0 +1,82 @@
+"""Promises about the package itself."""
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import treeparams as tp
+
+SOURCE = pathlib.Path(tp.__file__).parent
+PUBLIC = {name: value for name, value in vars(tp).items() if not name.startswith("_") and not inspect.ismodule(value)}
+
+
+def test_the_public_names():
+    assert sorted(PUBLIC) == [
+        "Ema", "Layout", "Rest", "Restructure", "Slot", "biwalk", "combine", "copy", "declare", "ema", "field",
+        "global_norm", "grad", "jit", "layout", "mapreduce", "maptrainable", "partition", "project", "ravel", "tie",
+        "ties", "trainable", "trainables", "untie", "value_and_grad",
+    ]  # fmt: skip
+    assert tp.__version__ == importlib.metadata.version("treeparams")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_function_shows_an_example_that_runs(name):
+    value = PUBLIC[name]
+    assert value.__doc__
+    if inspect.isfunction(value):
+        assert ">>>" in value.__doc__
+
+
+def test_the_map_of_the_files_is_complete():
+    listed = {line.split()[0] for line in tp.__doc__.splitlines() if line.startswith("    _")}
+    assert listed == {path.stem for path in SOURCE.glob("_*.py")} - {"__init__"}
+
+
+def _run(code):
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def test_importing_changes_nothing_and_loads_nothing_else():
+    code = """
+import json, sys, warnings, jax, equinox, jaxtyping
+before, modules = dict(jax.config.values), set(sys.modules)
+hooks, filters = list(sys.meta_path), list(warnings.filters)
+import treeparams
+new = {name.partition(".")[0] for name in set(sys.modules) - modules}
+same = before == dict(jax.config.values) and hooks == sys.meta_path and filters == warnings.filters
+print(json.dumps([sorted(new), same, jax._src.xla_bridge.backends_are_initialized()]))
+"""
+    new, same, started = _run(code)
+    assert set(new) - {"treeparams"} <= set(sys.stdlib_module_names)
+    assert same
+    assert not started
+
+
+def test_only_public_jax_is_used():
+    found = [
+        (path.name, node.attr)
+        for path in SOURCE.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "_src"
+    ]
+    assert found == []
+
+
+def test_public_classes_pickle_under_the_public_name():
+    model = {"w": jnp.ones(2), "frozen": jnp.ones(1)}
+    layout = tp.layout(model, freeze="frozen")
+    _, restructure = tp.ravel(model, layout)
+    for value in (layout, layout.slots[0], restructure, restructure.rest):
+        assert type(value).__module__ == "treeparams"
+        again = pickle.loads(pickle.dumps(value))
+        assert type(again) is type(value)
+    assert jax.tree.structure(pickle.loads(pickle.dumps(tp.Ema(model, 0.9)))).num_leaves == 4

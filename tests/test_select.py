@@ -1,0 +1,292 @@
+"""What is trained: by a `where`, a mask or a given layout, by `freeze` and `thaw`; and what is said when nothing is."""
+
+import re
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+
+class Net(eqx.Module):
+    body: list[Any]
+    head: eqx.nn.Linear
+    scale: jax.Array = tp.field(trainable=False)
+    steps: jax.Array
+    act: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.body:
+            x = self.act(layer(x))
+        return self.head(x) * self.scale
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def net() -> Net:
+    keys = jax.random.split(jax.random.key(0), 3)
+    body = [eqx.nn.Linear(2, 2, key=key) for key in keys[:2]]
+    return Net(body, eqx.nn.Linear(2, 1, key=keys[2]), jnp.ones(1), jnp.array(0), jax.nn.relu)
+
+
+BODY = ("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias")
+HEAD = ("head.weight", "head.bias")
+WEIGHTS = ("body.0.weight", "body.1.weight", "head.weight")
+
+
+def test_what_is_no_parameter():
+    never = [1, 0.5, True, 1j, "text", jax.nn.relu, None, np.float32(1), np.bool_(True), jnp.arange(2), np.arange(2)]
+    never += [jax.random.key(0), jax.random.PRNGKey(0), jnp.array(True), np.array(["a"]), np.array([None])]
+    never += [np.zeros(2, jax.dtypes.float0)]
+    assert tp.layout(never).paths == ()
+    parameters = [jnp.ones(()), np.ones(1), jnp.ones(1, jnp.complex64), np.ones(2, jnp.bfloat16), jnp.ones(0)]
+    assert len(tp.layout(parameters).paths) == len(parameters)
+
+
+@pytest.mark.parametrize(
+    ("where", "selected"),
+    [
+        ("head", HEAD),
+        ("**", BODY + HEAD),
+        ("", BODY + HEAD),
+        ("**.weight", WEIGHTS),
+        ("body.*.weight", WEIGHTS[:2]),
+        ("body.[!0]", BODY[2:]),
+        (re.compile(r"head\.w.*"), HEAD[:1]),
+        (re.compile(r"head"), HEAD),
+        (re.compile(r"body\.\d"), BODY),
+        (re.compile(r".*\.weight"), WEIGHTS),
+        (eqx.nn.Linear, BODY + HEAD),
+        (eqx.Module, BODY + HEAD),
+        (list, BODY),
+        (lambda m: m.head, HEAD),
+        (lambda m: m.head.bias, HEAD[1:]),
+        (lambda m: [layer.weight for layer in m.body], WEIGHTS[:2]),
+        (lambda m: (m.head.bias, {"k": m.body[1]}), (*BODY[2:], HEAD[1])),
+        (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
+        ((lambda m: m.head.weight, ["body.0.bias"]), (BODY[1], HEAD[0])),
+        (["head", "head.weight"], HEAD),
+    ],
+)
+def test_only_what_is_selected_is_trained(where: Any, selected: tuple[str, ...]):
+    assert tp.layout(net(), where).paths == selected
+    everything = tp.layout(net(), thaw="**").paths
+    rest = tuple(path for path in everything if path not in selected)
+    if where not in ("**", "", eqx.Module):
+        assert tp.layout(net(), thaw="scale", freeze=where).paths == rest
+        assert tp.layout(net()).thaw("scale").freeze(where).paths == rest
+        assert tp.layout(net(), freeze="**").thaw(where).paths == selected
+
+
+@pytest.mark.parametrize("cls", [Pair, tuple])
+def test_every_node_of_a_class_is_selected(cls: type):
+    model = {"a": Pair(jnp.ones(1), [Pair(jnp.ones(1), jnp.ones(1))]), "b": jnp.ones(1)}
+    assert tp.layout(model, cls).paths == ("a.x", "a.y.0.x", "a.y.0.y")
+
+
+def test_a_callable_tells_leaves_apart_that_are_one_object():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "c": [0.5, 0.5, jnp.ones(2)]}
+    assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
+    with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):
+        tp.layout(model, freeze=lambda m: m["a"])
+    assert tp.layout(model, lambda m: m["c"]).paths == ("c.2",)
+
+
+# -- What selects nothing
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
+        ("body.2", r"'body.2' selects nothing; nearest: .*'body.[01]'"),
+        ("**.wieght", r"selects nothing; nearest: .*weight'"),
+        (re.compile(r"head\.wieght"), r"'head\\\\.wieght' selects nothing.*'head.weight'"),
+        (re.compile(r"eight"), r"selects nothing.*weight'"),
+        (eqx.nn.Conv1d, r"'Conv1d' selects nothing.*Linear"),
+        (lambda m: None, r"'.*<lambda>' selects nothing; the model's parameters are 'body.0.weight'"),
+        (lambda m: 1, r"must return nodes of the model it is given, as for eqx.tree_at; got int"),
+        (eqx.is_array, r"'is_array' must return nodes of the model it is given, as for eqx.tree_at; got bool"),
+        ("steps", r"'steps' selects no parameter, only 'steps' \(int32\[\]\); only floating and complex arrays are"),
+        ("act", r"'act' selects no parameter, only 'act' \(not an array\)"),
+        (lambda m: (m.act, m.steps), r"selects no parameter, only 'steps' \(int32\[\]\), 'act' \(not an array\)"),
+        (["head", "steps"], r"'steps' selects no parameter"),
+        (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
+        ([], r"an empty sequence selects nothing; leave the argument out, or write None"),
+    ],
+)
+def test_what_selects_nothing_says_so(where: Any, message: str):
+    for use in (
+        lambda: tp.layout(net(), where),
+        lambda: tp.layout(net(), freeze=where),
+        lambda: tp.layout(net(), thaw=where),
+        lambda: tp.layout(net()).freeze(where),
+        lambda: tp.layout(net()).thaw(where),
+        lambda: tp.partition(net(), where),
+        lambda: tp.trainable(net(), where),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
+def test_the_nearest_are_named_though_the_model_is_large():
+    model = {f"block{i}": jnp.ones(1) for i in range(20)} | {"head": {"weight": jnp.ones(1)}}
+    for where in ("head.wieght", re.compile(r"head\.wieght")):
+        with pytest.raises(ValueError, match=r"selects nothing.*'head.weight'"):
+            tp.layout(model, where)
+
+
+@pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
+def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
+    message = r"selects only leaves that are declared frozen \('scale' \(float32\[1\]\)\); to train .*, write thaw="
+    for use in (tp.layout, tp.partition, tp.ravel, tp.trainables, tp.trainable):
+        with pytest.raises(ValueError, match=message):
+            use(net(), where)
+    assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
+
+
+def test_what_is_no_where():
+    with pytest.raises(TypeError, match=r"expected a mask or a `where` .*, got int: 3"):
+        tp.layout(net(), 3)
+    with pytest.raises(TypeError, match=r"expected a mask or a `where` .*, got float: 0.5"):
+        tp.layout(net(), ["head", 0.5])
+
+
+# -- Masks
+
+
+def masks() -> dict[str, Any]:
+    """Masks of `net()` that say the same: its head is trained."""
+    nothing = jax.tree.map(lambda _: False, net())
+    module = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
+    return {
+        "module": module,  # which can be called, and is not
+        "numpy": jax.tree.map(np.bool_, module),
+        "no parameters": eqx.tree_at(lambda m: (m.steps, m.act), module, (True, True)),
+        "own": tp.trainable(net(), "head"),
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+def test_a_mask_is_tried_first(name: str):
+    mask = masks()[name]
+    assert callable(mask)
+    assert tp.layout(net(), mask) == tp.layout(net(), "head")
+
+
+def test_a_mask_is_over_declarations():
+    everything = jax.tree.map(lambda _: True, net())
+    assert tp.layout(net(), everything).paths == (*BODY, *HEAD, "scale")
+    assert tp.layout(net(), everything, freeze="body", thaw="body.0.bias").paths == ("body.0.bias", *HEAD, "scale")
+
+
+def test_masks_of_trees_that_are_other_wheres_too():
+    pair = [jnp.ones(1), jnp.ones(1)]
+    assert tp.layout(pair, [True, False]).paths == ("0",)
+    assert tp.layout(tuple(pair), (False, True)).paths == ("1",)
+    assert tp.layout(jnp.ones(1), True).paths == ("",)
+    assert tp.layout({"a": pair, "n": None}, {"a": [False, True], "n": None}).paths == ("a.1",)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ({"a": True}, r"it has no 'b.c'"),
+        ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model has not"),
+        ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model has not"),
+        ({"a": True, "b": True}, r"it has no 'b.c'"),
+        ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
+        ([True, True], r"it has no 'a'"),
+        (True, r"it has no 'a'"),
+    ],
+)
+def test_a_mask_of_another_structure(mask: Any, message: str):
+    expected = r"a mask must have the structure of the model, with a bool at every leaf; "
+    with pytest.raises(ValueError, match=expected + message):
+        tp.layout({"a": jnp.ones(2), "b": {"c": jnp.ones(2)}, "n": None}, mask)
+
+
+def test_a_mask_of_other_nodes_of_the_same_paths():
+    with pytest.raises(ValueError, match=r"its nodes are of other types"):
+        tp.layout([jnp.ones(1), jnp.ones(1)], (True, False))
+    with pytest.raises(ValueError, match=r"a mask must have the structure .*it has no 'act'"):
+        tp.layout(net(), eqx.tree_at(lambda m: m.act, masks()["module"], None))
+
+
+# -- Freeze, then thaw
+
+
+def test_freeze_then_thaw_before_anything_is_checked():
+    shared = jnp.ones(2)
+    model = {"encoder": {"embed": shared, "w": jnp.ones(2)}, "head": shared}
+    words = {"freeze": "encoder", "thaw": "encoder.embed"}  # between the two the tie is half frozen
+    assert tp.layout(model, **words).paths == ("encoder.embed",)
+    assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
+    assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
+    assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
+
+
+def test_thaw_is_the_last_word_whatever_the_order_of_arguments():
+    assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
+    assert tp.layout(net(), thaw="**").paths == (*BODY, *HEAD, "scale")
+    assert tp.layout(net(), freeze="scale", thaw="scale") == tp.layout(net()).thaw("scale")
+    assert tp.layout(net()).thaw("scale").freeze("scale") == tp.layout(net()).freeze("body").thaw("body")
+    layout = tp.layout(net(), freeze="**")
+    assert layout.size == 0
+    assert layout.thaw("head").freeze("head.bias").paths == HEAD[:1]
+
+
+# -- A given layout
+
+
+def test_a_given_layout_has_its_ties():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"has its ties already; give `ties` where it is made"):
+        tp.layout(model, tp.layout(model), ties={"b": "a"})
+    assert tp.layout(model, tp.layout(model, ties={"b": "a"})).ties == {"a": ("b",)}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"a": jnp.ones(3), "n": 0.5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
+        (
+            {"a": jnp.ones(2), "m": 0.5},
+            r"does not fit the layout[^$]*'n' is only in the first[^$]*'m' is only in the sec",
+        ),
+        ([jnp.ones(2), 0.5], r"'a' is only in the first"),
+        ({"a": 1.0, "n": 0.5}, r"'a' is float32\[2\] in the first, no array in the second"),
+    ],
+)
+@pytest.mark.parametrize("use", [tp.layout, tp.partition, tp.ravel, tp.trainables])
+def test_a_layout_given_with_a_model_that_it_does_not_fit(use: Any, model: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        use(model, tp.layout({"a": jnp.ones(2), "n": 0.5}))
+
+
+def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "n": 0.5}  # the tie and that `n` is no array
+    layout = tp.layout(model)
+    inside = jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]) * m["n"], layout)(model))(model)
+    assert inside["b"] is inside["n"] is None
+    assert inside["a"].tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match=r"'a' is float32\[2\]") as caught:
+        jax.jit(lambda model: tp.ravel(model, layout)[0])(model | {"a": jnp.ones(3)})
+    assert "'n'" not in str(caught.value)  # it fits
+
+
+def test_a_layout_that_does_not_know_a_tie_is_refused():
+    layout, array = tp.layout({"a": jnp.ones(2), "b": jnp.ones(2)}), jnp.ones(2)
+    message = r"'a' and 'b' are one array, which the layout does not know; make it .* with ties=\{'b': 'a'\}"
+    for use in (tp.layout, tp.partition, tp.ravel):
+        with pytest.raises(ValueError, match=message):
+            use({"a": array, "b": array}, layout)

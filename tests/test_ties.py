@@ -1,0 +1,299 @@
+"""Ties: how they arise, that they are trained or frozen as a whole, and what no tie can be."""
+
+import functools
+import pickle
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+
+def leaf(*shape: int, dtype: Any = "float32") -> jax.Array:
+    return jnp.arange(float(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def add_one(x: Any) -> Any:
+    return x + 1
+
+
+class Codec(eqx.Module):
+    encoder: Any
+    decoder: Any
+
+
+class Turned(Codec):
+    pass
+
+
+tp.declare(Turned, ties={"decoder": ("encoder", jnp.transpose)})
+
+
+def codec(cls: type = Codec) -> Any:
+    return cls(leaf(2, 3), leaf(3, 2))
+
+
+def squares() -> dict[str, Any]:
+    return {name: leaf(2, 2) for name in "abcd"}
+
+
+def shared() -> dict[str, Any]:
+    array = leaf(2)
+    return {"online": {"w": array, "b": leaf(1)}, "target": {"w": array}}
+
+
+# -- How they arise
+
+
+def test_the_same_array_is_tied_wherever_it_stands():
+    array, view = leaf(2, 2), np.ones((2, 2))
+    model = {"a": [array, view], "b": Codec(array, (view, array)), "c": leaf(2, 2)}
+    assert tp.ties(model) == {"a.0": ("b.encoder", "b.decoder.1"), "a.1": ("b.decoder.0",)}
+    assert tp.layout(model).paths == ("a.0", "a.1", "c")
+
+
+def test_what_only_looks_the_same_never_ties():
+    array, numpy, number, integers, key = leaf(2, 2), np.ones((2, 2)), 0.5, jnp.arange(2), jax.random.key(0)
+    never = [leaf(2, 2), array, array.copy(), array.T, array[:2, :1], jnp.asarray(np.asarray(array))]
+    never += [numpy, numpy[:], numpy.T, numpy.view(), number, number, np.float32(1), integers, integers, key, key]
+    assert tp.ties(never) == {}
+    assert len(tp.layout(never).paths) == 10
+
+
+@pytest.mark.parametrize(
+    ("ties", "paths", "found"),
+    [
+        ({"b": "a"}, "acd", {"a": ("b",)}),
+        ({"a": "b"}, "bcd", {"b": ("a",)}),
+        ({"a": "d", "b": "d"}, "cd", {"d": ("a", "b")}),
+        ({"b": "a", "c": "b", "d": "c"}, "a", {"a": ("b", "c", "d")}),
+        ({"a": ("c", jnp.transpose), "d": "b"}, "bc", {"b": ("d",), "c": ("a",)}),
+    ],
+)
+def test_the_path_named_as_source_is_the_slot(ties: Any, paths: str, found: Any):
+    layout = tp.layout(squares(), ties=ties)
+    assert (layout.paths, layout.ties) == (tuple(paths), found)
+    assert layout.mask == dict.fromkeys("abcd", True)
+
+
+def test_a_given_tie_joins_what_is_one_array():
+    model = squares()
+    model["b"], model["d"] = model["a"], model["c"]
+    assert tp.layout(model, ties={"a": "d"}).ties == {"d": ("a", "b", "c")}
+    assert tp.layout(model, ties={"a": "b"}).ties == {"b": ("a",), "c": ("d",)}
+
+
+def test_ties_declared_on_a_class_are_relative_to_each_instance():
+    model = [codec(Turned), {"k": codec(Turned)}, codec(), Turned(None, None)]
+    assert tp.ties(model) == {"0.encoder": ("0.decoder",), "1.k.encoder": ("1.k.decoder",)}
+
+
+@pytest.mark.parametrize("use", [tp.layout, tp.partition, tp.ravel, tp.trainables])
+def test_a_canonical_tree_is_a_model_too(use: Any):
+    params, _ = tp.partition(codec(Turned))  # with nothing at the alias that its class declares
+    assert use(params) is not None
+    assert tp.layout(params).paths == ("encoder",)
+
+
+# -- Transforms
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        (jnp.transpose, (3, 2)),
+        (np.transpose, (3, 2)),
+        (jnp.negative, (2, 3)),
+        (jnp.ravel, (6,)),
+        (functools.partial(functools.partial(jnp.reshape), shape=(6, 1)), (6, 1)),
+    ],
+)
+def test_an_alias_is_a_linear_function_of_its_source(transform: Any, shape: tuple[int, ...]):
+    model = {"a": leaf(2, 3), "b": jnp.zeros(shape)}
+    layout = tp.layout(model, ties={"b": ("a", transform)})
+    assert layout.slots == (tp.Slot("a", ("b",), (2, 3), jnp.dtype("float32"), 0, 6),)
+    assert (tp.combine(*tp.partition(model, layout))["b"] == transform(model["a"])).all()
+    assert layout == pickle.loads(pickle.dumps(layout))
+
+
+def test_transforms_chain():
+    model = {"a": leaf(2, 3), "b": jnp.zeros((3, 2)), "c": jnp.zeros((3, 2))}
+    layout = tp.layout(model, ties={"c": ("b", jnp.negative), "b": ("a", jnp.transpose)})
+    filled = tp.combine(*tp.partition(model, layout))
+    assert (filled["c"] == -model["a"].T).all()
+    with pytest.raises(ValueError, match=r"'c' is negative of transpose of 'a', its source.*say it of the source 'a'"):
+        layout.freeze("c")
+
+
+def test_partials_are_equal_by_what_they_bind():
+    shaped = lambda *shape: tp.layout(
+        codec(), ties={"decoder": ("encoder", functools.partial(jnp.reshape, shape=shape))}
+    )
+    assert shaped(3, 2) == shaped(3, 2) != shaped(3, -1)
+
+
+class Half:  # an instance has no name at module level: in the next process it is another object
+    def __call__(self, x: Any) -> Any:
+        return x / 2
+
+
+def refused() -> list[Any]:
+    def local(x: Any) -> Any:
+        return x
+
+    made_anew = r"is made anew each time; write a function at module level"
+    return [
+        (lambda x: x, made_anew),
+        (local, made_anew),
+        (jax.jit(lambda x: x), made_anew),
+        (functools.partial(local), made_anew),
+        (Half(), r"module level"),
+        (eqx.nn.Linear(2, 2, use_bias=False, key=jax.random.key(0)), r"module level"),
+        (functools.partial(jnp.matmul, np.ones((2, 2), "float32")), r"hash"),
+        (jnp.sin, r"must be linear, and JAX cannot transpose sin"),
+        (jnp.square, r"must be linear, and JAX cannot transpose square"),
+        (add_one, r"must be linear, and add_one of zeros is not an array of zeros"),
+    ]
+
+
+@pytest.mark.parametrize(("transform", "message"), refused())
+def test_what_is_no_transform(transform: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        tp.layout(squares(), ties={"b": ("a", transform)})
+    with pytest.raises(ValueError, match=message):
+        tp.tie(squares(), "b", to="a", transform=transform)
+
+
+@pytest.mark.parametrize(
+    ("ties", "message"),
+    [
+        ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
+        ({"node": "a"}, r"a tie names 'node', where the model has no leaf; nearest: 'node.x'"),
+        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is no parameter"),
+        ({"number": "a"}, r"a tie names 'number' \(not an array\), which is no parameter"),
+        ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
+        ({"half": "a"}, r"'half' is bfloat16\[2,2\] and cannot be tied to 'a', which is float32\[2,2\]"),
+        ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' run in a circle; name one path as"),
+        ({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
+        ({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
+    ],
+)
+def test_ties_that_cannot_be(ties: Any, message: str):
+    model = squares() | {"wide": leaf(2, 3), "tall": leaf(3, 2), "half": leaf(2, 2, dtype="bfloat16")}
+    model |= {"again": model["a"], "count": jnp.arange(2), "number": 0.5, "node": {"x": leaf(2, 2)}}
+    with pytest.raises(ValueError, match=message):
+        tp.layout(model, ties=ties)
+
+
+def test_a_given_tie_that_contradicts_a_declared_one():
+    assert tp.layout(codec(Turned), ties={"decoder": ("encoder", jnp.transpose)}) == tp.layout(codec(Turned))
+    model = [codec(Turned), leaf(3, 2)]
+    with pytest.raises(ValueError, match=r"'0.decoder' is tied twice: to '0.encoder' and to '1'"):
+        tp.layout(model, ties={"0.decoder": "1"})
+
+
+# -- Trained as a whole
+
+
+HALF = {"online": {"w": True, "b": True}, "target": {"w": False}}
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        lambda model: tp.layout(model, "online"),
+        lambda model: tp.layout(model, HALF),
+        lambda model: tp.layout(model, freeze="target"),
+        lambda model: tp.layout(model, freeze="**", thaw="online"),
+        lambda model: tp.layout(model).freeze("target"),
+        lambda model: tp.layout(tp.untie(model), freeze="target", ties={"target.w": "online.w"}),
+    ],
+)
+def test_never_half_of_a_tie(half: Any):
+    remedies = r"tp\.copy.*tp\.layout\(model, freeze=\['online.w', 'target.w'\]\), or thaw="
+    with pytest.raises(ValueError, match=r"'online.w' is trained and 'target.w' is frozen.*one array.*" + remedies):
+        half(shared())
+
+
+def test_the_remedies_that_are_named_help():
+    model = shared()
+    model["third"] = dict(model["target"])
+    with pytest.raises(ValueError, match=r"is trained and '.*' is frozen") as caught:
+        tp.layout(model, freeze="third")
+    ((named,),) = [re.findall(r"freeze=\[(.*?)\]", str(caught.value))]
+    assert tp.layout(model, freeze=re.findall(r"'(.*?)'", named)).paths == ("online.b",)
+    assert tp.layout(model | {"third": tp.copy(model["third"])}, freeze="third").paths == ("online.b", "online.w")
+
+
+def test_ties_of_frozen_parameters_are_remembered():
+    for layout in (tp.layout(shared()), tp.layout(codec(Turned))):
+        frozen = layout.freeze("**")
+        assert (frozen.size, frozen.ties) == (0, layout.ties)
+        assert frozen.thaw("**") == layout
+
+
+def test_an_alias_with_a_transform_follows_its_source():
+    layout = tp.layout(codec(Turned))
+    for same in (tp.layout(codec(Turned), "encoder"), layout.freeze("encoder").thaw("encoder"), layout.thaw("**")):
+        assert same == layout
+    frozen = layout.freeze("encoder")
+    assert frozen == tp.layout(codec(Turned), freeze=["encoder", "decoder"]) != layout
+    assert jax.tree.leaves(frozen.mask) == [False, False]
+
+
+def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():
+    model = {"dec": {"w": leaf(3, 2), "b": leaf(2)}, "enc": leaf(2, 3)}
+    ties = {"dec.w": ("enc", jnp.transpose)}
+    assert tp.layout(model, freeze="dec", ties=ties).mask == {"dec": {"w": True, "b": False}, "enc": True}
+    assert tp.layout(model, "dec", ties=ties).mask == {"dec": {"w": False, "b": True}, "enc": False}
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        lambda model: tp.layout(model, "decoder"),
+        lambda model: tp.layout(model).freeze("**").thaw("decoder"),
+        lambda model: tp.layout(model, Turned(True, False)),
+    ],
+)
+def test_naming_only_an_alias_with_a_transform_names_its_source(only: Any):
+    with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* say it of the source 'en"):
+        only(codec(Turned))
+
+
+# -- tie, untie, ties
+
+
+def test_tie_and_untie():
+    once = tp.tie(model := squares(), "c", to="b")
+    assert once["c"] is once["b"] is model["b"]
+    assert all(once[name] is model[name] for name in "abd")
+    assert tp.ties(once) == {"b": ("c",)}
+    both = tp.tie(once, "d", to="a")
+    assert tp.ties(tp.untie(both, "d")) == {"b": ("c",)} == tp.ties(tp.untie(both, "a"))
+    apart = tp.untie(both)
+    assert tp.ties(apart) == {}
+    assert all((apart[name] == both[name]).all() for name in "abcd")
+    assert len({array.unsafe_buffer_pointer() for array in apart.values()}) == 4
+
+
+def test_tie_with_a_transform_sets_the_alias():
+    tied = tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)
+    assert (tied.decoder == tied.encoder.T).all()
+    declared = tp.tie(codec(Turned))
+    assert (declared.decoder == declared.encoder.T).all()
+    assert tp.ties(tp.untie(codec(Turned))) == {"encoder": ("decoder",)}
+
+
+def test_tie_refuses():
+    with pytest.raises(
+        ValueError, match=r"'decoder' is float32\[3,2\] and cannot be tied to 'encoder', which is float3"
+    ):
+        tp.tie(codec(), "decoder", to="encoder")
+    with pytest.raises(ValueError, match=r"names 'decode', where the model has no leaf; nearest: 'decoder'"):
+        tp.tie(codec(), "decode", to="encoder")

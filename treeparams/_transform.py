@@ -1,0 +1,97 @@
+"""Linear functions that are recognised again: what an alias may be of its source."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Transform:
+    """A linear function with a static identity: equal to another of the same function and bound arguments."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        """Checks that the function can be recognised again.
+
+        Raises:
+            ValueError: it does not stand at module level, or binds what cannot be hashed.
+        """
+        inner, bound = function, []
+        while isinstance(inner, functools.partial):
+            bound.append((inner.args, tuple(sorted(inner.keywords.items()))))
+            inner = inner.func
+        self.function = function
+        self._place = _place(inner)
+        self._bound = tuple(bound)
+        try:
+            hash(self._bound)
+        except TypeError as error:
+            raise ValueError(f"a tie's transform binds what cannot be compared: {error}") from error
+
+    def __call__(self, value: Any) -> Any:
+        return self.function(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Transform) and (self._place, self._bound) == (other._place, other._bound)
+
+    def __hash__(self) -> int:
+        return hash((self._place, self._bound))
+
+    def __reduce__(self) -> Any:
+        return _found, (*self._place, self._bound)
+
+    def __repr__(self) -> str:
+        arguments = [
+            text
+            for args, keywords in reversed(self._bound)
+            for text in (*map(repr, args), *(f"{name}={value!r}" for name, value in keywords))
+        ]
+        return self._place[1] + (f"({', '.join(arguments)})" if arguments else "")
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
+    def result(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of the result.
+
+        Raises:
+            ValueError: the function is not linear.
+        """
+        source = jax.ShapeDtypeStruct(shape, dtype)
+        try:
+            result = jax.eval_shape(self.__call__, source)
+            jax.eval_shape(jax.linear_transpose(self.__call__, source), result)
+        except Exception as error:
+            raise ValueError(f"a tie's transform must be linear, and JAX cannot transpose {self}: {error}") from error
+        with jax.ensure_compile_time_eval():
+            at_zero = self(jnp.zeros(shape, dtype))
+            if not isinstance(at_zero, jax.Array) or jnp.any(at_zero != 0):
+                raise ValueError(f"a tie's transform must be linear, and {self} of zeros is not an array of zeros")
+        return result
+
+
+def _place(function: Any) -> tuple[str, str]:
+    module = getattr(function, "__module__", None)
+    for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
+        if module and name and _at(module, name) is function:
+            return module, name
+    raise ValueError(
+        f"a tie's transform must be found again by `jit` and in the next process, and {function!r} is made anew each "
+        "time; write a function at module level, jnp.transpose, or a functools.partial of one"
+    )
+
+
+def _at(module: str, name: str) -> Any:
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _found(module: str, name: str, bound: tuple[Any, ...]) -> Transform:
+    importlib.import_module(module)
+    function = _at(module, name)
+    for args, keywords in reversed(bound):
+        function = functools.partial(function, *args, **dict(keywords))
+    return Transform(function)
