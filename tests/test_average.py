@@ -130,11 +130,11 @@ def test_donating_the_model_leaves_the_average_alive():
     assert model["a"] is model["b"]
     assert average["a"] is average["b"]
     np.testing.assert_allclose(average["a"], ramp(8) + 0.5, 1e-6)
-    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
         np.asarray(shared)
 
 
-# -- Ema ----------------------------------------------------------------------------------------------------------------
+# -- Ema ---------------------------------------------------------------------------------------------------------------
 
 
 def test_bfloat16_averages_do_not_stick():

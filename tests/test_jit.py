@@ -113,7 +113,7 @@ def test_decorator_method_and_module(without_type_checks):
     compiled = tp.jit(mlp)
     np.testing.assert_allclose(compiled(jnp.ones(2)), mlp(jnp.ones(2)), 1e-6)
     assert "constant dense<[" not in compiled.lower(jnp.ones(2)).as_text()
-    with pytest.raises(ValueError, match="donate must be 'all', .* got 'some'"):
+    with pytest.raises(ValueError, match=r"donate must be 'all', .* got 'some'"):
         tp.jit(named, donate="some")
 
 

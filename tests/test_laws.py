@@ -34,7 +34,7 @@ def _variants(function, *arguments):
     yield "scan", jax.tree.map(lambda x: x[1], stacked)
 
 
-# -- 1. Taking apart and putting together -------------------------------------------------------------------------------
+# -- 1. Taking apart and putting together ------------------------------------------------------------------------------
 
 
 @specimens
@@ -101,7 +101,7 @@ def test_restructure_in_transformations(specimen: Specimen):
         np.testing.assert_allclose(got, want, 1e-5, err_msg=name)
 
 
-# -- 2. and 3. The vector and its transpose -----------------------------------------------------------------------------
+# -- 2. and 3. The vector and its transpose ----------------------------------------------------------------------------
 
 
 def _pairing(a, b):
@@ -150,7 +150,7 @@ def test_gradients_of_generated_models(model):
     assert_close(in_vector, restructure.ravel_gradient(tp.grad(zoo.loss)(model)), 2e-2)
 
 
-# -- 4. and 5. Walks ----------------------------------------------------------------------------------------------------
+# -- 4. and 5. Walks ---------------------------------------------------------------------------------------------------
 
 
 @specimens
@@ -186,7 +186,7 @@ def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
     np.testing.assert_allclose(tp.global_norm(model), np.sqrt(sum(squares)), 1e-6)
 
 
-# -- 6. Frozen is frozen ------------------------------------------------------------------------------------------------
+# -- 6. Frozen is frozen -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["functions and static fields", "plain dataclass", "frozen tie", "mlp"])
@@ -217,7 +217,7 @@ def test_adamw_leaves_frozen_leaves_alone(name, jitted):
             assert not np.array_equal(before, after)
 
 
-# -- 7. One trace, no constants -----------------------------------------------------------------------------------------
+# -- 7. One trace, no constants ----------------------------------------------------------------------------------------
 
 
 @specimens
@@ -247,7 +247,7 @@ def test_frozen_values_are_arguments_of_the_program():
     assert not [line for line in text.splitlines() if "constant" in line and "1234" in line]
 
 
-# -- 8. With the layout, inside is as outside ---------------------------------------------------------------------------
+# -- 8. With the layout, inside is as outside --------------------------------------------------------------------------
 
 
 @specimens

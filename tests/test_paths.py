@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import treeparams as tp
 from treeparams._paths import join, nearest, quote, selects, sibling_entries, split, unquote

@@ -27,7 +27,7 @@ def transposed():
     return {"decoder": ramp(3, 2), "encoder": ramp(2, 3)}, {"ties": {"decoder": ("encoder", jnp.transpose)}}
 
 
-# -- maptrainable -------------------------------------------------------------------------------------------------------
+# -- maptrainable ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_trained_stays_the_same_object():
@@ -83,7 +83,7 @@ def test_a_missing_branch_of_a_deep_tree_is_nothing():
     ]  # fmt: skip
 
 
-# -- Matching -----------------------------------------------------------------------------------------------------------
+# -- Matching ----------------------------------------------------------------------------------------------------------
 
 
 class Dense(nnx.Module):
@@ -142,7 +142,7 @@ def test_entries_at_frozen_leaves_are_ignored():
     assert tp.project(model, {"scale": jnp.ones(2), "mean": "not even an array"}).mean is None
 
 
-# -- Ties in other trees ------------------------------------------------------------------------------------------------
+# -- Ties in other trees -----------------------------------------------------------------------------------------------
 
 
 def test_several_entries_at_a_tie_need_a_meaning(without_type_checks):
@@ -176,7 +176,7 @@ def test_entries_at_a_transformed_alias():
     np.testing.assert_allclose(
         tp.project(model, {"decoder": grads["decoder"]}, layout)["encoder"], grads["decoder"].T, 1e-6
     )
-    with pytest.raises(ValueError, match="'decoder'.*tied=\"sum\""):
+    with pytest.raises(ValueError, match=r"'decoder'.*tied=\"sum\""):
         tp.biwalk(model, {"decoder": grads["decoder"]}, trainable=layout)
     with pytest.raises(ValueError, match="value at 'decoder' only, which is computed from 'encoder'"):
         tp.biwalk(model, {"decoder": grads["decoder"]}, trainable=layout, tied="first")
@@ -184,7 +184,7 @@ def test_entries_at_a_transformed_alias():
         tp.biwalk(model, {"decoder": jnp.ones((2, 2))}, trainable=layout, tied="sum")
 
 
-# -- mapreduce, biwalk, trainables --------------------------------------------------------------------------------------
+# -- mapreduce, biwalk, trainables -------------------------------------------------------------------------------------
 
 
 def test_mapreduce_folds_from_init_in_tree_order():

@@ -150,7 +150,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(np.asarray(a).astype(wide), np.asarray(b).astype(wide), tolerance, tolerance)
 
 
-# -- Models made by hypothesis -----------------------------------------------------------------------------------------
+# -- Models made by hypothesis ----------------------------------------------------------------------------------------
 
 _DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.int32, jnp.bool_]
 _SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

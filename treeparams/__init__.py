@@ -26,38 +26,21 @@ only from those above it:
     _ema         Ema
 """
 
-from ._average import copy as copy
-from ._average import ema as ema
-from ._declare import declare as declare
-from ._declare import field as field
+from ._average import copy as copy, ema as ema
+from ._declare import declare as declare, field as field
 from ._ema import Ema as Ema
-from ._grad import grad as grad
-from ._grad import value_and_grad as value_and_grad
+from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit
-from ._layout import Layout as Layout
-from ._layout import Slot as Slot
-from ._partition import Rest as Rest
-from ._partition import combine as combine
-from ._partition import partition as partition
-from ._project import global_norm as global_norm
-from ._project import project as project
-from ._resolve import layout as layout
-from ._resolve import trainable as trainable
-from ._ties import tie as tie
-from ._ties import ties as ties
-from ._ties import untie as untie
-from ._vector import Restructure as Restructure
-from ._vector import ravel as ravel
+from ._layout import Layout as Layout, Slot as Slot
+from ._partition import Rest as Rest, combine as combine, partition as partition
+from ._project import global_norm as global_norm, project as project
+from ._resolve import layout as layout, trainable as trainable
+from ._ties import tie as tie, ties as ties, untie as untie
+from ._vector import Restructure as Restructure, ravel as ravel
 from ._walk import (
     biwalk as biwalk,
-)
-from ._walk import (
     mapreduce as mapreduce,
-)
-from ._walk import (
     maptrainable as maptrainable,
-)
-from ._walk import (
     trainables as trainables,
 )
 
