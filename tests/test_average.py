@@ -8,7 +8,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, as_data, assert_same, pattern, ramp
+from .zoo import ZOO, Norm, as_data, assert_same, enable_x64, pattern, ramp
 
 
 def leaves_of(tree):
@@ -207,7 +207,7 @@ def test_one_structure_in_scan_and_jit(name):
 
 
 def test_ema_of_a_float64_leaf():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         ema = tp.Ema({"w": jnp.ones(2, jnp.float64)}, 0.9).update({"w": jnp.zeros(2, jnp.float64)})
         assert ema.shadow[0].dtype == ema.average["w"].dtype == jnp.float64
         np.testing.assert_allclose(ema.average["w"], 0.9, 1e-15)

@@ -198,7 +198,8 @@ def test_declarations_that_cannot_be_read():
 
 class Stats(flax.nnx.Module):
     def __init__(self, rngs: flax.nnx.Rngs) -> None:
-        self.layers, self.drop = flax.nnx.List([flax.nnx.Linear(2, 3, rngs=rngs)]), flax.nnx.Dropout(0.5, rngs=rngs)
+        sequence = getattr(flax.nnx, "List", list)  # older versions take a list
+        self.layers, self.drop = sequence([flax.nnx.Linear(2, 3, rngs=rngs)]), flax.nnx.Dropout(0.5, rngs=rngs)
 
 
 def test_flax_and_haiku():

@@ -68,9 +68,9 @@ def test_it_prints_what_trains_and_what_was_checked(outcomes, form):
     one, two = printed.split("Stage two")
     assert f"trains a {form}" in one
     assert "encoder.weight     128,64  float32  frozen" in one
-    assert "3 slots, 1354 elements" in one
+    assert "3 slots, 1,354 elements" in one
     assert "decoder.weight (transpose)" in two
-    assert "5 slots, 9674 elements" in two
+    assert "5 slots, 9,674 elements" in two
     assert printed.count("test accuracy: model 9") == 2
     assert printed.count("  ok  ") == 5
     assert "FAILED" not in printed

@@ -7,7 +7,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import Norm, ramp
+from .zoo import Norm, enable_x64, ramp
 
 
 def test_the_canonical_gradient():
@@ -119,7 +119,7 @@ def test_the_norm_in_every_range(leaves, want):
 
 
 def test_the_norm_is_float64_where_a_leaf_is():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         leaves = [np.full(4, 1e200), jnp.ones(3, jnp.float32)]
         assert tp.global_norm(leaves).dtype == jnp.float64
         np.testing.assert_allclose(tp.global_norm(leaves), 2e200, 1e-14)

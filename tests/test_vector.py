@@ -10,7 +10,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, assert_same, ramp
+from .zoo import ZOO, Norm, assert_same, enable_x64, ramp
 
 EVERYTHING = {
     "bf16": ramp(3, dtype=jnp.bfloat16),
@@ -30,7 +30,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit():
     assert (vector.shape, vector.dtype) == ((12,), jnp.complex64)
     assert restructure.layout.paths == ("bf16", "c64", "f16", "f32")
     assert_same(restructure(vector), EVERYTHING)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         model = {"f64": jnp.array([1 / 3], jnp.float64), "f32": ramp(2)}
         vector, restructure = tp.ravel(model)
         assert vector.dtype == jnp.float64

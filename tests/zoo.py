@@ -7,10 +7,14 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import hypothesis.strategies as st
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
 import treeparams as tp
+
+# Its place in JAX has changed.
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
 def ramp(*shape: int, dtype: Any = jnp.float32, start: float = 0.5) -> jax.Array:

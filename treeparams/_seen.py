@@ -84,11 +84,12 @@ def structure_of(tree: Any) -> tuple[list[Any], Any, Structure]:
     for each in known:
         if each.fits(context, types, leaves, statics):
             return leaves, treedef, each.structure
-    known.insert(0, _see(tree, leaves, context, types, statics))
+    seen = _see(tree, leaves, context, types, statics)
+    known.insert(0, seen)
     del known[_PER_TREEDEF:]
     while len(_seen) > _TREEDEFS:
         _seen.popitem(last=False)
-    return leaves, treedef, known[0].structure
+    return leaves, treedef, seen.structure
 
 
 def _see(tree: Any, leaves: list[Any], context: tuple[Any, ...], types: list[type], statics: list[Any]) -> _Seen:
