@@ -52,11 +52,23 @@ def exact(value: Any) -> Any:
 def node_statics(treedef: Any) -> tuple[Any, ...]:
     """The type, number of children and exact static value of each node of a treedef, in preorder."""
     found: list[Any] = []
+    known: dict[tuple[int, ...], Any] = {}  # many nodes have the same objects as static values
+
+    def static(value: Any) -> Any:
+        if type(value) is not tuple:
+            return exact(value)
+        key = tuple(map(id, value))
+        if key not in known:
+            known[key] = exact(value)
+        return known[key]
 
     def visit(treedef: Any) -> None:
         data = treedef.node_data()
+        if data is None:
+            found.append(None)
+            return
         children = treedef.children()
-        found.append(None if data is None else (data[0], len(children), exact(data[1])))
+        found.append((data[0], len(children), static(data[1])))
         for child in children:
             visit(child)
 

@@ -120,7 +120,16 @@ def describe(value: Any) -> str:
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, concrete, traced or abstract."""
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    always = _is_array_type(type(leaf))
+    return isinstance(leaf, jax.Array) if always is None else always
+
+
+@functools.cache
+def _is_array_type(kind: type) -> bool | None:
+    # `isinstance(x, jax.Array)` asks the value, at a microsecond each; only for tracers does the answer depend on it.
+    if issubclass(kind, jax.core.Tracer):
+        return None
+    return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 def same_treedef(a: Any, b: Any) -> bool:
@@ -148,7 +157,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
     """Works out the structure of a tree."""
     first: dict[int, int] = {}
-    concrete = [is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    concrete = [is_array(leaf) and type(leaf) is not jax.ShapeDtypeStruct for leaf in leaves]
     same = tuple(
         first.setdefault(id(leaf), i) if array else i
         for i, (leaf, array) in enumerate(zip(leaves, concrete, strict=True))
@@ -159,51 +168,49 @@ def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
 def _from_skeleton(tree: Any, specs: tuple[Spec | None, ...], first: tuple[int, ...]) -> Structure:
     keys = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
     treedef = jtu.tree_structure(tree)
-    nodes: list[Node] = []
-    entries: list[tuple[str, ...]] = []
-    _visit(treedef, (), 0, keys, nodes, entries)
-    return Structure(treedef, tuple(nodes), tuple(entries), specs, first, node_statics(treedef))
+    scan = _Scan(keys)
+    scan.visit(treedef, (), 0)
+    return Structure(treedef, tuple(scan.nodes), tuple(scan.entries), specs, first, node_statics(treedef))
 
 
-def _visit(
-    treedef: Any,
-    above: tuple[str, ...],
-    depth: int,
-    keys: list[tuple[Any, ...]],
-    nodes: list[Node],
-    entries: list[tuple[str, ...]],
-) -> None:
-    data = treedef.node_data()
-    if data is None:
-        entries.append(above)
-        return
-    start = len(entries)
-    below = [child for child in treedef.children() if child.num_leaves]
-    starts = [start]
-    for child in below:
-        starts.append(starts[-1] + child.num_leaves)
-    child_keys = [keys[at][depth] for at in starts[:-1]]
-    boxed = len(below) == 1 and is_box(data[0])
-    texts = [()] if boxed else [(entry,) for entry in _entries(data, treedef, child_keys)]
-    children = tuple(
-        Child(key, text, begin, end, child.node_data() is None)
-        for key, text, begin, end, child in zip(child_keys, texts, starts[:-1], starts[1:], below, strict=True)
-    )
-    nodes.append(Node(data[0], above, children, start, starts[-1], data[1]))
-    for child, text in zip(below, texts, strict=True):
-        _visit(child, (*above, *text), depth + 1, keys, nodes, entries)
+class _Scan:
+    """One pass over a treedef beside the key paths of its leaves."""
+
+    def __init__(self, keys: list[tuple[Any, ...]]) -> None:
+        self.keys = keys
+        self.nodes: list[Node] = []
+        self.entries: list[tuple[str, ...]] = []
+
+    def visit(self, treedef: Any, above: tuple[str, ...], depth: int) -> None:
+        data = treedef.node_data()
+        if data is None:
+            self.entries.append(above)
+            return
+        every = treedef.children()
+        below = [child for child in every if child.num_leaves]
+        start = stop = len(self.entries)
+        ranges, keys = [], []
+        for child in below:
+            keys.append(self.keys[stop][depth])
+            ranges.append((stop, stop := stop + child.num_leaves))
+        texts = [()] if len(below) == 1 and is_box(data[0]) else _entries(data, every, keys)
+        children = tuple(
+            Child(key, text, *each, child.node_data() is None)
+            for key, text, each, child in zip(keys, texts, ranges, below, strict=True)
+        )
+        self.nodes.append(Node(data[0], above, children, start, stop, data[1]))
+        for child, text in zip(below, texts, strict=True):
+            self.visit(child, (*above, *text), depth + 1)
 
 
-def _entries(data: tuple[type, Any], treedef: Any, keys: list[Any]) -> list[str]:
+def _entries(data: tuple[type, Any], children: list[Any], keys: list[Any]) -> list[tuple[str, ...]]:
     # A path does not change when a sibling loses its leaves, so those without take part. Only dicts can have keys that
     # read alike, and a dict's static value ends in its keys.
-    if not issubclass(data[0], dict) or len(treedef.children()) == len(keys):
-        return list(sibling_entries(keys))
-    names = data[1][1] if issubclass(data[0], collections.defaultdict) else data[1]
-    if len(names) != len(treedef.children()):
-        return list(sibling_entries(keys))
-    entries = sibling_entries([jtu.DictKey(name) for name in names])
-    return [entry for entry, child in zip(entries, treedef.children(), strict=True) if child.num_leaves]
+    if data[0] in (dict, collections.OrderedDict, collections.defaultdict) and len(children) > len(keys):
+        names = data[1][1] if data[0] is collections.defaultdict else data[1]
+        entries = sibling_entries([jtu.DictKey(name) for name in names])
+        return [(entry,) for entry, child in zip(entries, children, strict=True) if child.num_leaves]
+    return [(entry,) for entry in sibling_entries(keys)]
 
 
 def _spec(leaf: Any) -> Spec | None:
