@@ -17,7 +17,8 @@ only from those above it:
     _match       other trees matched to a model by path
     _partition   partition, combine, Rest
     _jit         jit
-    _project     project, global_norm
+    _project     project
+    _norm        global_norm
     _walk        maptrainable, biwalk, mapreduce, trainables
     _grad        grad, value_and_grad
     _vector      ravel, Restructure
@@ -32,8 +33,9 @@ from ._ema import Ema as Ema
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit
 from ._layout import Layout as Layout, Slot as Slot
+from ._norm import global_norm as global_norm
 from ._partition import Rest as Rest, combine as combine, partition as partition
-from ._project import global_norm as global_norm, project as project
+from ._project import project as project
 from ._resolve import layout as layout, trainable as trainable
 from ._ties import tie as tie, ties as ties, untie as untie
 from ._vector import Restructure as Restructure, ravel as ravel

@@ -1,17 +1,14 @@
-"""The canonical gradient, and its norm."""
+"""The canonical gradient."""
 
-import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ._layout import Layout
 from ._match import per_slot
 from ._resolve import resolve
-from ._structure import Spec, flatten, is_array
+from ._structure import Spec
 
 
 def project(model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Literal["zeros"] | None = None) -> PyTree:
@@ -62,55 +59,3 @@ def _as_gradient(value: Any, spec: Spec, dtype: Any, missing: str | None) -> Any
     if jnp.iscomplexobj(array) and not jnp.issubdtype(spec.dtype, jnp.complexfloating):
         array = array.real
     return array.astype(dtype)
-
-
-def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm of all floating and complex leaves, safe in every dtype.
-
-    >>> import jax, jax.numpy as jnp, treeparams as tp
-    >>> tp.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "steps": 7})
-    Array(5., dtype=float32)
-    >>> print(tp.global_norm(jnp.ones(1000, jnp.bfloat16)))  # summed in bfloat16 it would be 16
-    31.622776
-    >>> jax.grad(tp.global_norm)(jnp.zeros(2))
-    Array([0., 0.], dtype=float32)
-
-    It counts every leaf it is given: pass the gradient of `tp.grad` or `tp.project`, or `tp.partition(model)[0]`, in
-    which a tie stands once. Inside `shard_map` it is the norm of the local shard.
-
-    Args:
-        tree: any pytree; leaves that are no floating or complex arrays are ignored.
-
-    Returns:
-        A float32 scalar (float64 if any leaf is float64 or complex128); 0 for an empty tree. Complex leaves count by
-        modulus. The sum is scaled by the largest entry, so that it neither overflows nor vanishes; infinite entries
-        give infinity, NaN gives NaN. The gradient at zero is zero.
-    """
-    arrays = [leaf for leaf in flatten(tree)[0] if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return _norm(tuple(arrays))
-
-
-@jax.jit
-def _norm(arrays: Sequence[Any]) -> jax.Array:
-    wide = any(jnp.finfo(array.dtype).bits > 32 for array in arrays)
-    dtype = jnp.float64 if wide else jnp.float32
-    parts = [_real(array).astype(dtype) for array in arrays if math.prod(array.shape)]
-    if not parts:
-        return jnp.zeros((), dtype)
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(jax.lax.stop_gradient(part))) for part in parts]))
-    scale = _power_of_two(largest)
-    total = sum((jnp.sum(jnp.square(part / scale)) for part in parts), start=jnp.zeros((), dtype))
-    # The square root has no derivative at zero; there the sum is replaced before it, so that no NaN is made.
-    is_zero = total == 0
-    return jnp.where(is_zero, 0, scale * jnp.sqrt(jnp.where(is_zero, 1, total)))
-
-
-def _real(array: jax.Array) -> jax.Array:
-    return jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array
-
-
-def _power_of_two(largest: jax.Array) -> jax.Array:
-    # A power of two scales without rounding; what has none (zero, infinity, NaN) is not scaled.
-    usable = jnp.isfinite(largest) & (largest > 0)
-    exponent = jnp.frexp(jnp.where(usable, largest, 1))[1]
-    return jnp.ldexp(jnp.ones_like(largest), exponent)

@@ -1,0 +1,92 @@
+"""The global norm: in float32 for narrower leaves, without overflow, with a gradient at zero."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._structure import flatten, is_array
+
+# Leaves up to this many elements are summed as one vector: XLA compiles one kernel for all in place of one for each
+# (1000 leaves of 2x2: 0.8 s in place of 2.8 s, and a third of the run time). Larger ones would cost a copy.
+_SMALL = 4096
+# A sum of squares above this has lost nothing that counts to underflow, whatever the number of terms.
+_SAFE = 2.0**-60
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """The Euclidean norm of all floating and complex leaves, safe in every dtype.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> tp.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "steps": 7})
+    Array(5., dtype=float32)
+    >>> print(tp.global_norm(jnp.ones(1000, jnp.bfloat16)))  # summed in bfloat16 it would be 16
+    31.622776
+    >>> jax.grad(tp.global_norm)(jnp.zeros(2))
+    Array([0., 0.], dtype=float32)
+
+    It counts every leaf it is given: pass the gradient of `tp.grad` or `tp.project`, or `tp.partition(model)[0]`, in
+    which a tie stands once. Inside `shard_map` it is the norm of the local shard.
+
+    Args:
+        tree: any pytree; leaves that are no floating or complex arrays are ignored.
+
+    Returns:
+        A float32 scalar (float64 if any leaf is float64 or complex128); 0 for an empty tree. Complex leaves count by
+        modulus. The sum is scaled by the largest entry, so that it neither overflows nor vanishes; infinite entries
+        give infinity, NaN gives NaN. The gradient at zero is zero.
+    """
+    arrays = [leaf for leaf in flatten(tree)[0] if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return _norm_of_arrays(arrays)
+
+
+@jax.jit
+def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
+    wide = any(jnp.finfo(array.dtype).bits > 32 for array in arrays)
+    dtype = jnp.float64 if wide else jnp.float32
+    real = [part for array in arrays for part in ([array.real, array.imag] if jnp.iscomplexobj(array) else [array])]
+    small, large = [], []
+    for part in real:
+        if math.prod(part.shape):
+            (large if part.size > _SMALL or _is_sharded(part) else small).append(part.astype(dtype))
+    joined = [jnp.concatenate([part.reshape(-1) for part in small])] if small else []
+    return _norm([*joined, *large]) if small or large else jnp.zeros((), dtype)
+
+
+@jax.custom_jvp
+def _norm(parts: list[jax.Array]) -> jax.Array:
+    total = _sum_of_squares(parts)
+    usual = jnp.isfinite(total) & (total > _SAFE)
+    # The usual case reads the data once. Only what overflowed or may have vanished is read again, scaled.
+    return jax.lax.cond(usual, lambda _: jnp.sqrt(total), _scaled_norm, parts)
+
+
+@_norm.defjvp
+def _norm_jvp(primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    # d|x| = <x, dx> / |x|, and zero at zero, where the square root has no derivative.
+    norm = _norm(*primals)
+    safe = jnp.where(norm == 0, 1, norm)
+    pairs = zip(*primals, *tangents, strict=True)
+    return norm, functools.reduce(jnp.add, [jnp.sum(part / safe * tangent) for part, tangent in pairs])
+
+
+def _scaled_norm(parts: list[jax.Array]) -> jax.Array:
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
+    # A power of two scales without rounding; what has none (zero, infinity, NaN) is not scaled.
+    usable = jnp.isfinite(largest) & (largest > 0)
+    scale = jnp.ldexp(jnp.ones_like(largest), jnp.frexp(jnp.where(usable, largest, 1))[1])
+    return scale * jnp.sqrt(_sum_of_squares([part / scale for part in parts]))
+
+
+def _sum_of_squares(parts: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, [jnp.sum(jnp.square(part)) for part in parts])
+
+
+def _is_sharded(array: Any) -> bool:
+    # Under explicit sharding, arrays that lie differently over the devices cannot be joined without moving them.
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    return any(axis is not None for axis in getattr(sharding, "spec", ()))
