@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from ._declare import is_box
 from ._exact import node_statics
@@ -127,7 +128,7 @@ def is_array(leaf: Any) -> bool:
 @functools.cache
 def _is_array_type(kind: type) -> bool | None:
     # `isinstance(x, jax.Array)` asks the value, at a microsecond each; only for tracers does the answer depend on it.
-    if issubclass(kind, jax.core.Tracer):
+    if issubclass(kind, Tracer):
         return None
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
@@ -195,8 +196,8 @@ class _Scan:
             ranges.append((stop, stop := stop + child.num_leaves))
         texts = [()] if len(below) == 1 and is_box(data[0]) else _entries(data, every, keys)
         children = tuple(
-            Child(key, text, *each, child.node_data() is None)
-            for key, text, each, child in zip(keys, texts, ranges, below, strict=True)
+            Child(key, text, begin, end, child.node_data() is None)
+            for key, text, (begin, end), child in zip(keys, texts, ranges, below, strict=True)
         )
         self.nodes.append(Node(data[0], above, children, start, stop, data[1]))
         for child, text in zip(below, texts, strict=True):
