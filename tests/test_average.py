@@ -221,7 +221,27 @@ def test_ema_refuses_what_ema_refuses():
         ema.update({"w": ramp(3)})
 
 
-def test_batch_norm_statistics_follow_the_model():
-    norm = eqx.nn.BatchNorm(3, "batch", mode="batch")
-    layout = tp.layout(norm)
-    assert layout.paths == ("weight", "bias")
+def test_running_statistics_are_no_parameters():
+    model = ZOO["batch norm"].make()
+    assert tp.layout(model).paths == ("norm.weight", "norm.bias")
+    assert tp.layout(eqx.nn.BatchNorm(3, "batch", mode="batch")).paths == ("weight", "bias")
+
+
+def test_an_average_is_not_trained():
+    model = {"w": ramp(2)}
+    assert tp.layout({"model": model, "ema": tp.Ema(model, 0.9)}).paths == ("model.w",)
+
+
+def test_buffers_keep_the_dtypes_of_the_average():
+    average = {"w": ramp(2), "c": ramp(2), "n": jnp.array(3)}
+    narrow = {"w": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, dtype=jnp.bfloat16), "n": 4}
+    got = tp.ema(average, narrow, decay=0.5, trainable="w")
+    assert (got["c"].dtype, got["n"].dtype, int(got["n"])) == (jnp.float32, jnp.int32, 4)
+    ema, _ = jax.lax.scan(lambda e, _: (e.update(narrow), None), tp.Ema(average, 0.9, trainable="w"), None, length=2)
+    assert ema.average["c"].dtype == jnp.float32
+
+
+def test_the_decay_of_ema_may_be_an_array_but_not_traced(without_type_checks):
+    assert tp.Ema({"w": ramp(2)}, jnp.float32(0.5)).decay == 0.5
+    with pytest.raises(TypeError, match="decay of an Ema is static; pass a function of the count"):
+        jax.jit(lambda d: tp.Ema({"w": ramp(2)}, d).count)(0.5)

@@ -126,3 +126,41 @@ def test_inside_of_other_transformations():
     assert jax.jit(lambda x: f(model, x))(1.0).shape == ()
     total, _ = jax.lax.scan(lambda c, x: (c + f(model, x), None), 0.0, jnp.ones(3))
     np.testing.assert_allclose(total, 3 * f(model, 1.0), 1e-6)
+
+
+def test_numpy_goes_in_and_comes_out_as_arrays():
+    traces = []
+    step = tp.jit(lambda w, rate: (traces.append(1) or w - rate * w, np.zeros(2, np.float32), np.float32(1)))
+    for rate in np.linspace(0.1, 0.01, 5, dtype=np.float32):
+        got, constant, scalar = step(np.ones(2, np.float32), rate)
+    assert len(traces) == 1
+    assert all(isinstance(each, jax.Array) for each in (got, constant, scalar))
+    assert tp.jit(lambda names: names)(np.array(["a"]))[0] == "a"
+
+
+def test_a_later_declaration_is_another_program():
+    class Late(eqx.Module):
+        w: jax.Array
+        b: jax.Array
+
+    double = tp.jit(lambda m: tp.maptrainable(lambda x: 2 * x, m))
+    model = Late(jnp.ones(1), jnp.ones(1))
+    assert float(double(model).b[0]) == 2.0
+    tp.declare(Late, frozen="b")
+    assert float(double(model).b[0]) == 1.0
+
+
+def test_lowered_and_compiled_programs_can_be_called():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "f": jnp.tanh}
+    lowered = tp.jit(lambda m, x: {"out": m["f"](m["a"]) * x, "same": m["a"]}).lower(model, 2.0)
+    assert "tanh" in lowered.as_text()
+    compiled = lowered.compile()
+    assert compiled.cost_analysis()["flops"] >= 0
+    np.testing.assert_allclose(compiled(model, 2.0)["out"], 2 * jnp.tanh(shared), 1e-6)
+
+
+@pytest.mark.parametrize("option", ["static_argnums", "donate_argnames", "in_shardings"])
+def test_options_about_single_arguments_are_refused(option):
+    with pytest.raises(ValueError, match=f"cannot have '{option}'; see `donate`, or use jax.jit"):
+        tp.jit(lambda x: x, **{option: 0})

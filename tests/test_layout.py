@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -297,3 +299,57 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
     assert tp.layout(jax.eval_shape(lambda: arrays)) == tp.layout(arrays)
     same = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert tp.layout([same, same]).ties == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    n: int
+
+
+class Extended(Base):
+    def __init__(self, n, k):
+        super().__init__(n)
+        object.__setattr__(self, "k", k)
+
+    def __eq__(self, other):
+        return (self.n, self.k) == (other.n, other.k)
+
+    def __hash__(self):
+        return hash((self.n, self.k))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(Extended(1, 2), Extended(1, 5)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (object(), object())],
+)
+def test_static_values_that_a_program_can_tell_apart_differ(one, other):
+    class Holder(eqx.Module):
+        w: jax.Array
+        static: Any = eqx.field(static=True)
+
+    first, second = (tp.layout(Holder(jnp.ones(1), each)) for each in (one, other))
+    assert first != second
+    assert first == tp.layout(Holder(jnp.ones(1), one))
+    assert "static values" in first.diff(second)
+
+
+def test_a_closure_is_not_kept_alive():
+    class Holder(eqx.Module):
+        w: jax.Array
+        static: Any = eqx.field(static=True)
+
+    array = jnp.ones(1000)
+    seen = weakref.ref(array)
+    tp.layout(Holder(jnp.ones(1), functools.partial(jnp.add, array)))
+    tp.layout(Holder(jnp.ones(1), (lambda held: lambda x: x + held)(array)))
+    del array
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_is_remembered_is_bounded():
+    model = {"w": jnp.ones(2), "b": jnp.ones(2)}
+    layout = tp.layout(model)
+    for i in range(600):
+        tp.layout(model, f"[w{chr(0x4E00 + i)}]")
+    assert len(layout.structure._memo) <= 256

@@ -19,7 +19,7 @@ from treeparams._paths import join, nearest, quote, selects, sibling_entries, sp
 
 # Few characters, so that what needs care is met often; and any text.
 texts = st.text(alphabet="ab1.*?[]!\"'\\#\n é", max_size=6) | st.text(max_size=8)
-keys = texts | st.integers(-3, 12) | st.booleans() | st.none() | st.floats(allow_nan=False, width=16)
+keys = texts | st.integers(-3, 12) | st.booleans() | st.floats(allow_nan=False, width=16)
 mixed_keys = keys | st.sampled_from([1, "1", True, "True", 1.5, "1.5", "1.5#2", "", "-1", -1, "1#2"])
 
 

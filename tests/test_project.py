@@ -95,6 +95,14 @@ def test_the_norm_of_ties_is_that_of_the_sum():
         ([jnp.ones(1000, jnp.bfloat16)], 1000**0.5),
         ([jnp.full(10, 300, jnp.float16)], 300 * 10**0.5),
         ([jnp.full(4, 1e30)], 2e30),
+        ([jnp.array([3e38])], 3e38),
+        ([jnp.array([2e38, 1.0])], 2e38),
+        ([jnp.array([jnp.finfo(jnp.float32).max])], float(jnp.finfo(jnp.float32).max)),
+        ([jnp.array([2e38]), jnp.array([2e38])], 8**0.5 * 1e38),
+        ([jnp.full(1, 3e38, jnp.bfloat16)], float(jnp.bfloat16(3e38))),
+        ([jnp.full(10_000, 1e30), jnp.ones(3)], 1e32),
+        ([jnp.full(10_000, 1e-30)], 1e-28),
+        ([jnp.array([1e-40])], 0.0),  # XLA flushes denormals
         ([jnp.full(4, 1e-30)], 2e-30),
         ([jnp.full(4, 6e-8, jnp.float16)], 2 * float(jnp.float16(6e-8))),
         ([jnp.array([3 + 4j], jnp.complex64)], 5.0),
@@ -132,7 +140,28 @@ def test_the_gradient_of_the_norm():
     np.testing.assert_array_equal(
         jax.grad(lambda t: tp.global_norm(t))({"a": jnp.zeros(2), "b": jnp.ones(1)})["b"], [1.0]
     )
-    np.testing.assert_allclose(jax.grad(tp.global_norm)(x * 1e30), x / 5, 1e-6)
+    for scale in (1e30, 5e37, 1e-30, 1e-37):
+        np.testing.assert_allclose(jax.grad(tp.global_norm)(x * scale), x / 5, 1e-6)
     np.testing.assert_allclose(jax.hessian(tp.global_norm)(x), (jnp.eye(2) - jnp.outer(x, x) / 25) / 5, 1e-5, 1e-6)
     for order in (jax.jacfwd, jax.jacrev):
         assert np.isfinite(order(tp.global_norm)(jnp.zeros(2))).all()
+
+
+def test_the_norm_over_devices():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    lay = lambda array, *spec: jax.device_put(
+        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    )
+    tree = {"w": lay(jnp.full((4, 2), 2.0), "x"), "b": lay(jnp.full(4, 1.0))}
+    assert float(tp.global_norm(tree)) == 6.0
+
+
+def test_eight_bit_floats_beside_others():
+    narrow = jnp.ones(2, jnp.float8_e4m3fn)
+    assert tp.layout({"a": narrow, "b": ramp(2)}).dtype == jnp.float32
+    assert tp.layout({"a": narrow}).dtype == jnp.float8_e4m3fn
+    got = tp.project((narrow, narrow), (narrow, jnp.ones(2)))[0]
+    np.testing.assert_array_equal(got.astype(jnp.float32), [2.0, 2.0])
+    model = {"a": narrow, "b": ramp(2)}
+    vector, restructure = tp.ravel(model)
+    assert [leaf.dtype for leaf in jax.tree.leaves(restructure(vector))] == [jnp.float8_e4m3fn, jnp.float32]

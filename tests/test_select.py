@@ -290,3 +290,8 @@ def test_a_layout_that_does_not_know_a_tie_is_refused():
     for use in (tp.layout, tp.partition, tp.ravel):
         with pytest.raises(ValueError, match=message):
             use({"a": array, "b": array}, layout)
+
+
+def test_a_mask_of_arrays_says_what_to_write():
+    with pytest.raises(TypeError, match=r"a mask holds Python bools, got arrays; write jax.tree.map\(bool, mask\)"):
+        tp.layout({"w": jnp.ones(2)}, {"w": jnp.array(True)})

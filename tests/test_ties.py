@@ -3,6 +3,7 @@
 import functools
 import pickle
 import re
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -297,3 +298,33 @@ def test_tie_refuses():
         tp.tie(codec(), "decoder", to="encoder")
     with pytest.raises(ValueError, match=r"names 'decode', where the model has no leaf; nearest: 'decoder'"):
         tp.tie(codec(), "decode", to="encoder")
+
+
+def test_ensembles_abstract_models_and_labels_at_a_transformed_alias():
+    flat = {"b": ("a", functools.partial(jnp.reshape, shape=(6,)))}
+    model = {"a": jnp.ones((2, 3)), "b": jnp.ones(6)}
+    layout = tp.layout(model, ties=flat)
+    assert tp.maptrainable(lambda x: float(jnp.sum(x)), model, trainable=layout) == {"a": 6.0, "b": 6.0}
+    summed = tp.maptrainable(jnp.sum, model, trainable=layout)
+    assert summed["a"] is summed["b"]
+    params, rest = tp.partition(model, layout)
+    stacked = tp.combine({"a": jnp.stack([params["a"], 2 * params["a"]]), "b": None}, rest)
+    assert stacked["b"].shape == (2, 6)
+    assert (stacked["b"][1] == 2).all()
+    abstract = jax.eval_shape(lambda: model)
+    assert tp.combine(*tp.partition(abstract, tp.layout(abstract, ties=flat)))["b"].shape == (6,)
+
+
+def test_a_transform_redefined_under_its_name_is_another(monkeypatch):
+    module = sys.modules[__name__]
+    model = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+
+    def define(scale):
+        namespace = {"__name__": __name__}
+        exec(f"def redefined(x): return {scale} * x", namespace)
+        monkeypatch.setattr(module, "redefined", namespace["redefined"], raising=False)
+        return tp.layout(model, ties={"b": ("a", namespace["redefined"])})
+
+    first, second = define(2.0), define(3.0)
+    assert first != second
+    assert float(tp.combine(*tp.partition(model, second))["b"][0, 0]) == 3.0

@@ -5,6 +5,7 @@ only from those above it:
 
     _paths       key paths as text and back; globs; the nearest path to a misspelt one
     _declare     field, declare: what a class says of its fields
+    _mesh        arrays that lie over several devices
     _exact       static values compared by value and type
     _structure   what is static about a tree: nodes, paths, shapes
     _seen        recognising a tree whose structure is known

@@ -144,7 +144,9 @@ def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list
 def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
     if policy == "average" and all(jnp.issubdtype(jnp.result_type(each), jnp.inexact) for each in (old, new)):
         return lerp([old], [new], step)[0]
-    return copy_leaf(new)
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        return copy_leaf(new)
+    return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
 
 def _policies(rest: Rest, buffers: Buffers) -> dict[str, str]:

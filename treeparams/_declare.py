@@ -24,7 +24,9 @@ class Declared(NamedTuple):
 
 # Classes known without importing their packages: what their authors hold fixed is fixed here too.
 _BY_NAME = {
-    "equinox.StateIndex": ("init",),  # running statistics before `eqx.nn.make_with_state` moved them out
+    "equinox.StateIndex": ("init",),  # running statistics, before `eqx.nn.make_with_state` moves them ...
+    "equinox.State": ("**",),  # ... to here
+    "flax.BatchStat": ("**",),
     "paramax.NonTrainable": ("tree",),
 }
 
@@ -86,7 +88,8 @@ def declare(
     >>> tp.layout(Norm(4)).paths
     ('weight',)
 
-    Subclasses inherit the declaration. Declaring a class again replaces what was declared of it before.
+    Subclasses inherit the declaration. Declaring a class again replaces what was declared of it before. Programs that
+    plain `jax.jit` has compiled do not notice; declare before the first call.
 
     Args:
         cls: the class of a pytree node.

@@ -6,9 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._average import Buffers, copy, copy_leaf, lerp, next_buffers, step_size, widened
+from ._declare import field
 from ._match import read_slots
 from ._partition import Rest, split
 
@@ -34,14 +36,14 @@ class Ema(eqx.Module):
         weight: how much of the average comes from updates, `1 - decay**count` for a constant decay.
     """
 
-    shadow: list[Array]
-    rest: Rest
-    count: Int[Array, ""]
-    weight: Float[Array, ""]
-    decay: float | Callable[[Any], Any] = eqx.field(static=True)
-    debias: bool = eqx.field(static=True)
-    warmup: bool = eqx.field(static=True)
-    buffers: Any = eqx.field(static=True)
+    shadow: list[Array] = field(trainable=False)
+    rest: Rest = field(trainable=False)
+    count: Int[Array, ""] = field(trainable=False)
+    weight: Float[Array, ""] = field(trainable=False)
+    decay: float | Callable[[Any], Any] = field(static=True)
+    debias: bool = field(static=True)
+    warmup: bool = field(static=True)
+    buffers: Any = field(static=True)
 
     def __init__(
         self,
@@ -68,8 +70,11 @@ class Ema(eqx.Module):
         Raises:
             ValueError: `decay` is not in [0, 1]; as `tp.layout`.
         """
+        if isinstance(decay, Tracer):
+            raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
         if not callable(decay):
             step_size(decay)
+            decay = float(decay)
         slots, rest = split(model, trainable)
         self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in slots]
         self.rest = Rest(tuple(map(copy_leaf, rest.frozen)), rest.fixed)

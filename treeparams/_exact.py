@@ -20,7 +20,7 @@ def exact(value: Any) -> Any:
     >>> exact(2) == exact(2.0), exact([1, (2,)]) == exact([1, (2,)]), exact([1]) == exact((1,))
     (False, True, False)
 
-    Containers go by content. Arrays go by identity; so do values that can neither be hashed nor compared.
+    Containers go by content and order. Arrays go by identity; so do values that cannot be compared.
     """
     kind = type(value)
     if kind in (str, bytes, type(None), bool, int) or isinstance(value, type):
@@ -30,7 +30,7 @@ def exact(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return kind, tuple(map(exact, value))
     if isinstance(value, dict):
-        return kind, frozenset((exact(key), exact(item)) for key, item in value.items())
+        return kind, tuple((exact(key), exact(item)) for key, item in value.items())
     if isinstance(value, (set, frozenset)):
         return kind, frozenset(map(exact, value))
     if isinstance(value, slice):
@@ -44,7 +44,8 @@ def exact(value: Any) -> Any:
     leaves, treedef = jtu.tree_flatten(value)
     if jtu.treedef_is_leaf(treedef) and treedef.num_nodes == 1:
         if dataclasses.is_dataclass(value):
-            return kind, tuple(exact(getattr(value, each.name, None)) for each in dataclasses.fields(value))
+            fields = tuple(exact(getattr(value, each.name, None)) for each in dataclasses.fields(value))
+            return kind, fields, _hashable(value)  # its own `==` may look at more than its fields
         return kind, _hashable(value)
     return kind, node_statics(treedef), tuple(map(exact, leaves))
 
@@ -80,8 +81,26 @@ def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return _Identity(value)
+        return _Equal(value)
     return value
+
+
+class _Equal:
+    """A key of what cannot be hashed, but compared."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Equal) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except Exception:  # what holds arrays may have no truth value
+            return False
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 class _Identity:

@@ -33,7 +33,7 @@ def value_and_grad(
     A step with it is `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all places of a tie; adding
     a canonical tree to the model leaf by leaf would move the first place alone.
 
-    In a plain `jax.jit` whose argument is the model, pass a layout made outside as `trainable`, or ties are not known
+    In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout made outside as `trainable`, or ties are not known
     (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of flattening it twice;
     the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.
 

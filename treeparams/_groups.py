@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ._declare import declared
 from ._paths import join, nearest, split
@@ -28,18 +29,32 @@ class Alias(NamedTuple):
         """What it is of the source, in words."""
         return " of ".join(map(repr, reversed(self.chain)))
 
-    def fill(self, value: Any) -> Any:
-        """The alias's value, from the source's."""
-        if hasattr(value, "shape"):  # a label or a bool per parameter goes to all its places as it is
-            for transform in self.chain:
-                value = transform(value)
+    def fill(self, value: Any, source: Spec) -> Any:
+        """The alias's value, from the source's.
+
+        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all places of a tie as it
+        is: a label per parameter, a norm.
+        """
+        shape = getattr(value, "shape", None)
+        stacked = -1 if shape is None else len(shape) - len(source.shape)
+        if shape is None or stacked < 0 or tuple(shape[stacked:]) != source.shape:
+            return value
+        function = self._apply
+        for _ in range(stacked):
+            function = jax.vmap(function)
+        return jax.eval_shape(function, value) if isinstance(value, jax.ShapeDtypeStruct) else function(value)
+
+    def _apply(self, value: Any) -> Any:
+        for transform in self.chain:
+            value = transform(value)
         return value
 
     def pull_back(self, cotangent: Any, source: Spec) -> Any:
         """What a gradient at the alias is at the source."""
         if not self.chain:
             return cotangent
-        transpose = jax.linear_transpose(self.fill, jax.ShapeDtypeStruct(source.shape, cotangent.dtype))
+        cotangent = jnp.asarray(cotangent)
+        transpose = jax.linear_transpose(self._apply, jax.ShapeDtypeStruct(source.shape, cotangent.dtype))
         return transpose(cotangent)[0]
 
 

@@ -1,7 +1,6 @@
 """`jit` for models as they are: functions among the leaves, one array in several places."""
 
 import functools
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,11 +8,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 
+from ._declare import declarations
 from ._exact import exact
 from ._partition import getter
 from ._seen import structure_of
-from ._structure import Structure
+from ._structure import Structure, is_array
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 
@@ -37,15 +38,19 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
             of one) has its arrays traced like those of the arguments.
         donate: as for `equinox.filter_jit`: which arguments' arrays are donated, `"warn"` with JAX's warnings about
             buffers that could not be used.
-        **jit_kwargs: further options of `jax.jit`.
+        **jit_kwargs: further options of `jax.jit`, such as `inline` and `compiler_options`.
 
     Returns:
-        The function, compiled. Arrays are traced; everything else is static and compared exactly, by value and type.
-        Its `lower(*args)` is that of `jax.jit`, for inspection of the program and its cost.
+        The function, compiled. Arrays and NumPy scalars are traced and come back as JAX arrays; everything else is
+        static and compared exactly, by value and type. `lower(*args)` and its `compile()` are as for `jax.jit`.
 
     Raises:
-        ValueError: `donate` is none of the five.
+        ValueError: `donate` is none of the five; an option that speaks of single arguments (`static_argnums`,
+            `donate_argnums`, `in_shardings`, ...), which are taken apart here.
     """
+    refused = [name for name in jit_kwargs if name.startswith(("static_arg", "donate_arg", "in_"))]
+    if refused:
+        raise ValueError(f"tp.jit takes arguments apart and cannot have {refused[0]!r}; see `donate`, or use jax.jit")
     if donate not in ("all", "all-except-first", "warn", "warn-except-first", "none"):
         raise ValueError(
             f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}"
@@ -61,6 +66,7 @@ class Jitted:
     def __init__(self, fun: Callable[..., Any], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
         """For this library's own use; users write `tp.jit(f)`."""
         functools.update_wrapper(self, fun, updated=())
+        self._fun = fun
         self._donate: Donate = donate
 
         def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
@@ -72,29 +78,43 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._donate == "none" or self._donate.startswith("warn"):
-            return self._run(*self._split(args, kwargs)).restore()
+            return self._run(*self.split(args, kwargs)).restore()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self._run(*self._split(args, kwargs)).restore()
+            return self._run(*self.split(args, kwargs)).restore()
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The lowered program, to read its text or its cost."""
-        return self._run.lower(*self._split(args, kwargs))
+    def lower(self, *args: Any, **kwargs: Any) -> "Stage":
+        """The program for these arguments, before it is compiled: `as_text()`, `cost_analysis()`, `compile()`."""
+        return Stage(self, self._run.lower(*self.split(args, kwargs)))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
-        leaves, treedef, structure = structure_of((inspect.unwrap(self, stop=_is_fun), args, kwargs))
-        key = ("jit", self._donate)
-        if key not in structure.memo:
-            structure.memo[key] = _plan(structure, treedef, self._donate)
-        plan = structure.memo[key]
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
+        """What the compiled program takes; for this library's own use."""
+        leaves, treedef, structure = structure_of((self._fun, args, kwargs))
+        plan = structure.remember(("jit", self._donate), lambda: _plan(structure, leaves, treedef, self._donate))
         return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, plan.values(leaves))
 
 
-def _is_fun(wrapper: Any) -> bool:
-    return not isinstance(wrapper, Jitted)
+class Stage:
+    """What `jax.jit` lowered or compiled, called with the arguments of the function."""
+
+    def __init__(self, jitted: Jitted, stage: Any) -> None:
+        """For this library's own use; users write `tp.jit(f).lower(...)`."""
+        self._jitted = jitted
+        self._stage = stage
+
+    def compile(self, *args: Any, **kwargs: Any) -> "Stage":
+        """The compiled program; it can be called."""
+        return Stage(self._jitted, self._stage.compile(*args, **kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        donated, kept, _ = self._jitted.split(args, kwargs)
+        return self._stage(donated, kept).restore()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
 
 class _Plan(NamedTuple):
@@ -104,10 +124,11 @@ class _Plan(NamedTuple):
     gather: Callable[[Any], tuple[Any, ...]]  # donated + kept + values -> leaves
 
 
-def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
+def _plan(structure: Structure, leaves: list[Any], treedef: Any, donate: Donate) -> _Plan:
     count = len(structure.specs)
-    arrays = [i for i in range(count) if structure.specs[i] is not None and structure.first[i] == i]
-    values = [i for i in range(count) if structure.specs[i] is None]
+    traced = [spec is not None or _is_scalar(leaf) for spec, leaf in zip(structure.specs, leaves, strict=True)]
+    arrays = [i for i in range(count) if traced[i] and structure.first[i] == i]
+    values = [i for i in range(count) if not traced[i]]
     safe = _not_donated(treedef, count, donate)
     shared = {structure.first[i] for i in safe}  # what also stands among what is not donated
     donated = [i for i in arrays if i not in shared]
@@ -116,6 +137,10 @@ def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
     return _Plan(
         getter(donated), getter(kept), getter(values), getter([places[structure.first[i]] for i in range(count)])
     )
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, np.generic) and leaf.dtype.kind not in "OSUMm"
 
 
 def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
@@ -136,12 +161,14 @@ class _Call:
         self._treedef = treedef
         self._plan = plan
         self._values = values
+        self._declarations = declarations()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Call):
             return NotImplemented
         return (
-            self._structure == other._structure
+            self._declarations == other._declarations
+            and self._structure == other._structure
             and self._structure.first == other._structure.first
             and exact(self._values) == exact(other._values)
         )
@@ -165,7 +192,7 @@ class _Result:
     @classmethod
     def of(cls, tree: Any) -> "_Result":
         leaves, treedef = jtu.tree_flatten(tree)
-        arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
+        arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf) or _is_scalar(leaf)}
         values = [leaf for leaf in leaves if id(leaf) not in arrays]
         places = dict(zip(arrays, range(len(arrays)), strict=True))
         at = iter(range(len(arrays), len(arrays) + len(values)))

@@ -11,7 +11,6 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
@@ -20,7 +19,7 @@ from ._describe import differences, in_columns
 from ._groups import Alias, Group, settle
 from ._paths import nearest
 from ._select import Choice, Where, change
-from ._structure import Structure
+from ._structure import Structure, common_dtype
 
 
 class Slot(NamedTuple):
@@ -63,6 +62,9 @@ class Layout:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Layout does not change; {name!r} cannot be deleted")
+
     # -- What it says
 
     @functools.cached_property
@@ -95,9 +97,7 @@ class Layout:
     @functools.cached_property
     def dtype(self) -> Any:
         """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
-        dtypes = [slot.dtype for slot in self.slots if slot.size]
-        with jax.numpy_dtype_promotion("standard"):  # the one place that mixes dtypes on purpose
-            return jnp.result_type(*dtypes or [float])
+        return common_dtype(slot.dtype for slot in self.slots if slot.size)
 
     @functools.cached_property
     def ties(self) -> Mapping[str, tuple[str, ...]]:

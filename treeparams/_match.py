@@ -1,5 +1,7 @@
 """Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots."""
 
+import functools
+import operator
 from typing import Any, Literal
 
 import jax
@@ -10,7 +12,7 @@ from ._groups import Alias
 from ._layout import Layout
 from ._paths import nearest
 from ._seen import structure_of
-from ._structure import describe, flatten, same_treedef
+from ._structure import common_dtype, describe, flatten, same_treedef
 
 Tied = Literal["sum", "first"] | None
 
@@ -110,14 +112,14 @@ def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Al
         raise ValueError(_ambiguous(layout, position, [place for place, _ in entries], tied))
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
-    total = None
-    with jax.numpy_dtype_promotion("standard"):  # the entries may be of other dtypes than the leaf and each other
-        for place, value in entries:
-            if place.chain:
-                check_shape(layout, place.leaf, value)
-                value = place.pull_back(value, layout.structure.spec(position))
-            total = value if total is None else total + value
-    return total
+    source = layout.structure.spec(position)
+    values = []
+    for place, value in entries:
+        if place.chain:
+            check_shape(layout, place.leaf, value)
+        values.append(place.pull_back(value, source))
+    dtype = common_dtype(jnp.result_type(value) for value in values)
+    return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
 
 
 def _ambiguous(layout: Layout, position: int, places: list[Alias], tied: Tied) -> str:

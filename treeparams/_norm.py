@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ._mesh import is_sharded
 from ._structure import flatten, is_array
 
 # Leaves up to this many elements are summed as one vector: XLA compiles one kernel for all in place of one for each
@@ -52,7 +53,7 @@ def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
     small, large = [], []
     for part in real:
         if math.prod(part.shape):
-            (large if part.size > _SMALL or _is_sharded(part) else small).append(part.astype(dtype))
+            (large if part.size > _SMALL or is_sharded(part) else small).append(part.astype(dtype))
     joined = [jnp.concatenate([part.reshape(-1) for part in small])] if small else []
     return _norm([*joined, *large]) if small or large else jnp.zeros((), dtype)
 
@@ -67,26 +68,26 @@ def _norm(parts: list[jax.Array]) -> jax.Array:
 
 @_norm.defjvp
 def _norm_jvp(primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    # d|x| = <x, dx> / |x|, and zero at zero, where the square root has no derivative.
+    # d|x| = <x, dx> / |x|, and zero at zero, where the square root has no derivative. Both are scaled, since near the
+    # largest numbers the reciprocal of the norm vanishes.
     norm = _norm(*primals)
-    safe = jnp.where(norm == 0, 1, norm)
+    scale = _power_of_two(norm)
+    safe = jnp.where(norm == 0, 1, norm / scale)
     pairs = zip(*primals, *tangents, strict=True)
-    return norm, functools.reduce(jnp.add, [jnp.sum(part / safe * tangent) for part, tangent in pairs])
+    return norm, functools.reduce(jnp.add, [jnp.sum(part / scale / safe * tangent) for part, tangent in pairs])
 
 
 def _scaled_norm(parts: list[jax.Array]) -> jax.Array:
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
-    # A power of two scales without rounding; what has none (zero, infinity, NaN) is not scaled.
-    usable = jnp.isfinite(largest) & (largest > 0)
-    scale = jnp.ldexp(jnp.ones_like(largest), jnp.frexp(jnp.where(usable, largest, 1))[1])
+    scale = _power_of_two(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts]))
     return scale * jnp.sqrt(_sum_of_squares([part / scale for part in parts]))
+
+
+def _power_of_two(size: jax.Array) -> jax.Array:
+    # The one at or below `size`, by which is scaled without rounding; 1 for zero, infinity and NaN.
+    usable = jnp.isfinite(size) & (size > 0)
+    exponent = jnp.frexp(jnp.where(usable, size, 1))[1]
+    return jnp.maximum(jnp.ldexp(jnp.ones_like(size), exponent - 1), jnp.finfo(size.dtype).tiny)
 
 
 def _sum_of_squares(parts: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, [jnp.sum(jnp.square(part)) for part in parts])
-
-
-def _is_sharded(array: Any) -> bool:
-    # Under explicit sharding, arrays that lie differently over the devices cannot be joined without moving them.
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    return any(axis is not None for axis in getattr(sharding, "spec", ()))

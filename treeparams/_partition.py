@@ -59,7 +59,8 @@ class Fixed:
 
     def fill(self, slots: Sequence[Any], frozen: Sequence[Any]) -> PyTree:
         """The model with these arrays in its slots, at all paths of each, and these frozen ones."""
-        computed = [alias.fill(slots[slot]) for slot, alias in self.plan.computed]
+        spec, positions = self.structure.spec, self.layout.positions
+        computed = [alias.fill(slots[slot], spec(positions[slot])) for slot, alias in self.plan.computed]
         return jtu.tree_unflatten(self.treedef, self.plan.gather([*slots, *frozen, *self.values, *computed]))
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
@@ -182,10 +183,7 @@ def rest_of(resolved: Resolved) -> Rest:
 
 
 def _plan(structure: Structure, layout: Layout) -> _Plan:
-    key = ("plan", layout)
-    if key not in structure.memo:
-        structure.memo[key] = _make_plan(structure, layout)
-    return structure.memo[key]
+    return structure.remember(("plan", layout), lambda: _make_plan(structure, layout))
 
 
 def _make_plan(structure: Structure, layout: Layout) -> _Plan:

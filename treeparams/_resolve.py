@@ -45,8 +45,8 @@ def layout(
     encoder  2,3    float32       0     6  decoder (transpose)
     1 slot, 6 elements, 24 bytes
 
-    **Inside a plain `jax.jit`, `vmap` or `scan` a model passed as an argument has lost its ties**: JAX hands over a
-    separate tracer for each leaf. Make the layout outside and pass it in: it is static, and every function of this
+    **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like a model passed as an argument has lost its
+    ties**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is static, and every function of this
     library takes it as its `trainable`.
 
     >>> shared = jnp.ones(2)
@@ -126,10 +126,7 @@ def _layout(structure: Structure, trainable: Any, freeze: Any, thaw: Any, ties: 
     stated = (trainable, freeze, thaw)
     if ties is not None or not all(map(_is_constant, stated)):
         return _make(structure, trainable, freeze, thaw, ties)
-    key = ("layout", *stated)
-    if key not in structure.memo:
-        structure.memo[key] = _make(structure, trainable, freeze, thaw, None)
-    return structure.memo[key]
+    return structure.remember(("layout", *stated), lambda: _make(structure, *stated, None))
 
 
 def _make(structure: Structure, trainable: Any, freeze: Any, thaw: Any, ties: Given | None) -> Layout:
@@ -146,9 +143,11 @@ def _is_constant(where: Any) -> bool:
 
 
 def _check_fit(layout: Layout, structure: Structure) -> None:
-    key = ("fits", layout)
-    if structure is layout.structure or key in structure.memo:
-        return
+    if structure is not layout.structure:
+        structure.remember(("fits", layout), lambda: _compare(layout, structure))
+
+
+def _compare(layout: Layout, structure: Structure) -> None:
     if not _same_leaves(layout.structure, structure):
         lines = "\n".join(differences(layout.structure, structure, as_template=True))
         raise ValueError(f"the model does not fit the layout (the first below; the model is the second):\n{lines}")
@@ -160,7 +159,6 @@ def _check_fit(layout: Layout, structure: Structure) -> None:
                 f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, which the "
                 f"layout does not know; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
             )
-    structure.memo[key] = True
 
 
 def _same_leaves(want: Structure, have: Structure) -> bool:

@@ -6,7 +6,9 @@ alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` 
 """
 
 import collections
+import functools
 import operator
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -78,18 +80,25 @@ def structure_of(tree: Any) -> tuple[list[Any], Any, Structure]:
     types = list(map(type, leaves))
     statics = _static_values(treedef)
     try:
-        known = _seen.setdefault(treedef, [])
+        known = _seen.get(treedef, [])
     except Exception:  # static arrays, which JAX compares by an `==` that has no truth value
-        known = []
+        return leaves, treedef, scan(tree, leaves)
     for each in known:
         if each.fits(context, types, leaves, statics):
             return leaves, treedef, each.structure
     seen = _see(tree, leaves, context, types, statics)
-    known.insert(0, seen)
-    del known[_PER_TREEDEF:]
-    while len(_seen) > _TREEDEFS:
-        _seen.popitem(last=False)
+    if not any(map(_holds_others, statics)):
+        _seen[treedef] = [seen, *known[: _PER_TREEDEF - 1]]
+        while len(_seen) > _TREEDEFS:
+            _seen.popitem(last=False)
     return leaves, treedef, seen.structure
+
+
+def _holds_others(static: Any) -> bool:
+    # A function may hold arrays or tracers, which being remembered would keep alive.
+    if isinstance(static, functools.partial):
+        return True
+    return isinstance(static, types.MethodType) or bool(getattr(static, "__closure__", None))
 
 
 def _see(tree: Any, leaves: list[Any], context: tuple[Any, ...], types: list[type], statics: list[Any]) -> _Seen:

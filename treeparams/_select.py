@@ -101,6 +101,8 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
         return None
     leaves, treedef = flatten(value)
     if not all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
+        if leaves and all(str(getattr(leaf, "dtype", None)) == "bool" for leaf in leaves):
+            raise TypeError("a mask holds Python bools, got arrays; write jax.tree.map(bool, mask)")
         return None
     if same_treedef(treedef, structure.treedef):
         return list(map(bool, leaves))
@@ -127,9 +129,8 @@ def declared_frozen(structure: Structure) -> frozenset[int]:
     Raises:
         TypeError: a field declared `trainable=True` holds a leaf that cannot be trained.
     """
-    if "declared" not in structure.memo:
-        structure.memo["declared"] = frozenset(i for node in structure.nodes for i in _declared(structure, node))
-    return structure.memo["declared"]
+    frozen = lambda: frozenset(i for node in structure.nodes for i in _declared(structure, node))
+    return structure.remember("declared", frozen)
 
 
 def _declared(structure: Structure, node: Node) -> Iterator[int]:

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from jax.core import Tracer
 from ._declare import is_box
 from ._exact import node_statics
 from ._paths import join, sibling_entries
+
+_REMEMBERED = 256  # derived things per structure; far more than a program uses
 
 
 class Spec(NamedTuple):
@@ -60,7 +62,7 @@ class Structure:
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
     statics: tuple[Any, ...]  # of each node, exact; taken at once, since a static list may change later
-    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what others derived from it
+    _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
@@ -95,6 +97,14 @@ class Structure:
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
         return _from_skeleton, (skeleton, self.specs, self.first)
 
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was derived from the structure under this key, or is now."""
+        if key not in self._memo:
+            if len(self._memo) >= _REMEMBERED:
+                self._memo.clear()
+            self._memo[key] = make()
+        return self._memo[key]
+
     def spec(self, i: int) -> Spec:
         """The shape and dtype of an array leaf."""
         spec = self.specs[i]
@@ -122,6 +132,8 @@ def describe(value: Any) -> str:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, concrete, traced or abstract."""
     always = _is_array_type(type(leaf))
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"  # objects, texts and times are no arrays to JAX
     return isinstance(leaf, jax.Array) if always is None else always
 
 
@@ -131,6 +143,22 @@ def _is_array_type(kind: type) -> bool | None:
     if issubclass(kind, Tracer):
         return None
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def common_dtype(dtypes: Iterable[Any]) -> Any:
+    """The dtype that holds all of these; JAX's float when there are none.
+
+    >>> common_dtype([jnp.bfloat16, jnp.float16])
+    dtype('float32')
+
+    Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
+    """
+    distinct = list(dict.fromkeys(map(jnp.dtype, dtypes)))
+    if len(distinct) == 1:
+        return distinct[0]
+    wide = [jnp.bfloat16 if _is_inexact(each) and each.itemsize == 1 else each for each in distinct]
+    with jax.numpy_dtype_promotion("standard"):  # here dtypes are mixed on purpose
+        return jnp.dtype(jnp.result_type(*wide or [float]))
 
 
 def same_treedef(a: Any, b: Any) -> bool:

@@ -44,7 +44,7 @@ def tie(
     if alias is None and to is None and transform is None:
         for group in groups(structure):
             for place in group.aliases:
-                leaves[place.leaf] = place.fill(leaves[group.source])
+                leaves[place.leaf] = place.fill(leaves[group.source], structure.spec(group.source))
         return jtu.tree_unflatten(treedef, leaves)
     if alias is None or to is None:
         raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
@@ -91,7 +91,7 @@ def ties(model: PyTree) -> Mapping[str, tuple[str, ...]]:
     >>> tp.ties({"a": shared, "b": [shared, jnp.ones(2)]})
     {'a': ('b.0',)}
 
-    Inside a `jax.jit` the arguments have lost their identity: see `tp.layout`.
+    Inside a `jax.jit` or `equinox.filter_jit` the arguments have lost their identity: see `tp.layout`.
 
     Args:
         model: any pytree.

@@ -24,6 +24,7 @@ class Transform:
             bound.append((inner.args, tuple(sorted(inner.keywords.items()))))
             inner = inner.func
         self.function = function
+        self._inner = inner
         self._place = _place(inner)
         self._bound = tuple(bound)
         try:
@@ -35,7 +36,8 @@ class Transform:
         return self.function(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Transform) and (self._place, self._bound) == (other._place, other._bound)
+        # By the function itself, not its name alone: in a notebook a name may come to stand for another function.
+        return isinstance(other, Transform) and self._inner is other._inner and self._bound == other._bound
 
     def __hash__(self) -> int:
         return hash((self._place, self._bound))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from ._layout import Layout
 from ._match import read_slots
+from ._mesh import replicated
 from ._partition import Rest, rest_of, split
 from ._project import slot_gradients
 from ._resolve import resolve
@@ -147,8 +148,8 @@ def ravel(model: PyTree, trainable: Any = None, dtype: Any = None) -> tuple[Inex
             digits; float32 over bfloat16 leaves keeps a master copy. Weak types do not survive.
 
     Returns:
-        The vector, shape `(layout.size,)`, always in a buffer of its own, and the `Restructure`. Nothing trained: shape
-        `(0,)`.
+        The vector, shape `(layout.size,)`, always in a buffer of its own and whole on each device, and the
+        `Restructure`. Nothing trained: shape `(0,)`.
 
     Raises:
         ValueError: as `tp.layout`.
@@ -160,10 +161,10 @@ def ravel(model: PyTree, trainable: Any = None, dtype: Any = None) -> tuple[Inex
 
 
 def _concatenate(arrays: Sequence[Any], dtype: Any) -> Array:
-    if len(arrays) == 1:
-        return jnp.array(_cast(jnp.ravel(arrays[0]), dtype), copy=True)
-    # An empty piece of the right dtype serves a model without parameters, and strips the weak type of the others.
-    return jnp.concatenate([jnp.zeros(0, dtype), *(_cast(jnp.ravel(array), dtype) for array in arrays)])
+    pieces = [_cast(jnp.ravel(replicated(array)), dtype) for array in arrays]
+    if len(pieces) == 1:
+        return jnp.array(pieces[0], copy=True)
+    return jnp.concatenate(pieces) if pieces else jnp.zeros(0, dtype)
 
 
 def _cast(array: Array, dtype: Any) -> Array:

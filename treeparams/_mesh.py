@@ -1,0 +1,23 @@
+"""Arrays that lie over several devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def is_sharded(array: Any) -> bool:
+    """Whether the type of an array says that it is split over a mesh.
+
+    Arrays that are split in different ways cannot be joined without moving them.
+    """
+    spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
+    return any(axis is not None for axis in spec)
+
+
+def replicated(array: Any) -> Any:
+    """The array, whole on each device of its mesh."""
+    if not is_sharded(array):
+        return array
+    sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec())
+    return jax.sharding.reshard(array, sharding)
