@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import gc
 import os
 import pickle
 import subprocess
 import sys
-import weakref
 from typing import Any
 
 import equinox as eqx
@@ -134,49 +132,6 @@ def test_it_cannot_be_changed():
 # -- Equality
 
 
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-@pytest.mark.parametrize(
-    ("here", "there", "equal"),
-    [
-        (2, 2, True),
-        (2, 2.0, False),
-        (1, True, False),
-        (0.0, -0.0, False),
-        (float("nan"), float("nan"), True),
-        ([1, (2,)], [1, (2,)], True),
-        ({"a": 1}, {"a": 1.0}, False),
-        ({1: "a"}, {True: "a"}, False),
-        (Config(2), Config(2), True),
-        (Config(2), Config(2.0), False),
-        ((Config(1),), (Config(True),), False),
-        (slice(0, 2), slice(0, 2), True),
-        (np.float32(1), np.float32(1), True),
-        (np.float32(1), np.float64(1), False),
-    ],
-)
-def test_static_fields_compare_by_type_and_value(here: Any, there: Any, equal: bool):
-    these, those = tp.layout(net(config=here)), tp.layout(net(1, config=there))
-    assert (these == those) is equal
-    assert (these.diff(those) == "") is equal
-    assert not equal or hash(these) == hash(those)
-
-
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-def test_static_arrays_compare_by_identity():
-    array = np.arange(3)
-    assert tp.layout(net(config=array)) == tp.layout(net(1, config=array))
-    assert tp.layout(net(config=array)) != tp.layout(net(config=array.copy()))
-    assert tp.layout(net(config=[array])) == tp.layout(net(config=[array]))
-
-
-def test_a_static_list_that_changes_changes_no_layout():
-    model = net(config=(config := ["of this test"]))
-    before = tp.layout(model)
-    config.append(2)
-    assert tp.layout(model) == tp.layout(net(config=["of this test", 2]))
-    assert before == tp.layout(net(config=["of this test"]))
-
-
 def test_values_do_not_count_but_structure_does():
     model, layout = net(), tp.layout(net())
     assert tp.layout(net(7)) == layout
@@ -299,57 +254,3 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
     assert tp.layout(jax.eval_shape(lambda: arrays)) == tp.layout(arrays)
     same = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert tp.layout([same, same]).ties == {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Base:
-    n: int
-
-
-class Extended(Base):
-    def __init__(self, n, k):
-        super().__init__(n)
-        object.__setattr__(self, "k", k)
-
-    def __eq__(self, other):
-        return (self.n, self.k) == (other.n, other.k)
-
-    def __hash__(self):
-        return hash((self.n, self.k))
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(Extended(1, 2), Extended(1, 5)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (object(), object())],
-)
-def test_static_values_that_a_program_can_tell_apart_differ(one, other):
-    class Holder(eqx.Module):
-        w: jax.Array
-        static: Any = eqx.field(static=True)
-
-    first, second = (tp.layout(Holder(jnp.ones(1), each)) for each in (one, other))
-    assert first != second
-    assert first == tp.layout(Holder(jnp.ones(1), one))
-    assert "static values" in first.diff(second)
-
-
-def test_a_closure_is_not_kept_alive():
-    class Holder(eqx.Module):
-        w: jax.Array
-        static: Any = eqx.field(static=True)
-
-    array = jnp.ones(1000)
-    seen = weakref.ref(array)
-    tp.layout(Holder(jnp.ones(1), functools.partial(jnp.add, array)))
-    tp.layout(Holder(jnp.ones(1), (lambda held: lambda x: x + held)(array)))
-    del array
-    gc.collect()
-    assert seen() is None
-
-
-def test_what_is_remembered_is_bounded():
-    model = {"w": jnp.ones(2), "b": jnp.ones(2)}
-    layout = tp.layout(model)
-    for i in range(600):
-        tp.layout(model, f"[w{chr(0x4E00 + i)}]")
-    assert len(layout.structure._memo) <= 256

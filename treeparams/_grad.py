@@ -33,9 +33,9 @@ def value_and_grad(
     A step with it is `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all places of a tie; adding
     a canonical tree to the model leaf by leaf would move the first place alone.
 
-    In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout made outside as `trainable`, or ties are not known
-    (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of flattening it twice;
-    the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.
+    In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout made outside as `trainable`, or
+    ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of
+    flattening it twice; the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.
 
     Args:
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.

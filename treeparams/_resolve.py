@@ -46,8 +46,8 @@ def layout(
     1 slot, 6 elements, 24 bytes
 
     **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like a model passed as an argument has lost its
-    ties**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is static, and every function of this
-    library takes it as its `trainable`.
+    ties**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is static, and
+    every function of this library takes it as its `trainable`.
 
     >>> shared = jnp.ones(2)
     >>> tied = {"a": shared, "b": shared}
