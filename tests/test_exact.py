@@ -116,3 +116,18 @@ def test_what_is_remembered_is_bounded():
     for i in range(600):
         tp.layout(model, f"[w{chr(0x4E00 + i)}]")
     assert len(layout.structure._memo) <= 256
+
+
+def test_a_closure_over_numbers_is_recognised_again():
+    model = Holder(jnp.ones(2), (lambda scale: lambda x: scale * x)(2.0))
+    assert tp.layout(model) is tp.layout(model)
+    held = Holder(jnp.ones(2), (lambda scale: lambda x: scale * x)(jnp.ones(2)))
+    assert tp.layout(held) is not tp.layout(held)
+    assert tp.layout(held) == tp.layout(held)
+
+
+def test_many_models_that_differ_in_static_values_alone():
+    models = [Holder(jnp.ones(2), ("version", i)) for i in range(100)]
+    layouts = [tp.layout(model) for model in models]
+    assert len(set(layouts)) == 100
+    assert [tp.layout(model) for model in models] == layouts

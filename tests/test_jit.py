@@ -164,3 +164,14 @@ def test_lowered_and_compiled_programs_can_be_called():
 def test_options_about_single_arguments_are_refused(option):
     with pytest.raises(ValueError, match=f"cannot have '{option}'; see `donate`, or use jax.jit"):
         tp.jit(lambda x: x, **{option: 0})
+
+
+def test_sizes_do_not_disturb_each_other():
+    traces = []
+    f = tp.jit(lambda m: traces.append(1) or tp.global_norm(m))
+    small, large = {"w": jnp.ones(2), "b": jnp.ones(2)}, {"w": jnp.ones(3), "b": jnp.ones(3)}
+    for model in (small, large, small):
+        f(model)
+        tp.layout(model)
+        f(large)
+    assert len(traces) == 2

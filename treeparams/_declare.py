@@ -5,6 +5,7 @@ A declaration belongs to a class, never to an instance, and comes from two place
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def declare(
 
     Raises:
         TypeError: `cls` is not a class.
-        ValueError: the class is a dataclass and has no such field.
+        ValueError: the class is a dataclass or NamedTuple and has no such field.
     """
     global _declarations
     if not isinstance(cls, type):
@@ -113,6 +114,11 @@ def declare(
 
 def declared(cls: type) -> Declared:
     """The declarations of a class and its bases."""
+    return _declared(cls, _declarations)
+
+
+@functools.lru_cache(maxsize=1024)
+def _declared(cls: type, _: int) -> Declared:
     fields: dict[str, bool] = {}
     if dataclasses.is_dataclass(cls):
         for each in dataclasses.fields(cls):
@@ -148,9 +154,11 @@ def _check_bool(value: object, where: str) -> None:
 
 
 def _check_fields(cls: type, paths: Sequence[str]) -> None:
-    if not dataclasses.is_dataclass(cls):
+    names = getattr(cls, "_fields", ())  # of a NamedTuple
+    if dataclasses.is_dataclass(cls):
+        names = [each.name for each in dataclasses.fields(cls)]
+    if not names:
         return
-    names = [each.name for each in dataclasses.fields(cls)]
     for path in paths:
         first = split(path)[:1]
         if not any(first and selects(first, (quote(name),)) for name in names):

@@ -92,7 +92,7 @@ class Jitted:
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
         """What the compiled program takes; for this library's own use."""
-        leaves, treedef, structure = structure_of((self._fun, args, kwargs))
+        leaves, treedef, structure = structure_of((self._fun, args, kwargs), by_shape=False)
         plan = structure.remember(("jit", self._donate), lambda: _plan(structure, leaves, treedef, self._donate))
         return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, plan.values(leaves))
 
@@ -122,6 +122,7 @@ class _Plan(NamedTuple):
     kept: Callable[[Any], tuple[Any, ...]]
     values: Callable[[Any], tuple[Any, ...]]
     gather: Callable[[Any], tuple[Any, ...]]  # donated + kept + values -> leaves
+    traced: list[bool]  # of each leaf
 
 
 def _plan(structure: Structure, leaves: list[Any], treedef: Any, donate: Donate) -> _Plan:
@@ -134,9 +135,8 @@ def _plan(structure: Structure, leaves: list[Any], treedef: Any, donate: Donate)
     donated = [i for i in arrays if i not in shared]
     kept = [i for i in arrays if i in shared]
     places = {i: place for place, i in enumerate([*donated, *kept, *values])}
-    return _Plan(
-        getter(donated), getter(kept), getter(values), getter([places[structure.first[i]] for i in range(count)])
-    )
+    order = getter([places[structure.first[i]] for i in range(count)])
+    return _Plan(getter(donated), getter(kept), getter(values), order, traced)
 
 
 def _is_scalar(leaf: Any) -> bool:
@@ -168,13 +168,19 @@ class _Call:
             return NotImplemented
         return (
             self._declarations == other._declarations
-            and self._structure == other._structure
-            and self._structure.first == other._structure.first
+            and self._same_structure(other)
             and exact(self._values) == exact(other._values)
         )
 
+    def _same_structure(self, other: "_Call") -> bool:
+        # Shapes and dtypes are left to `jax.jit`.
+        these, those = self._structure, other._structure
+        return these is those or (
+            (these.first, self._plan.traced) == (those.first, other._plan.traced) and these.statics == those.statics
+        )
+
     def __hash__(self) -> int:
-        return hash(self._structure)
+        return hash((len(self._structure.specs), len(self._structure.statics)))
 
     def restore(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
         return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values]))

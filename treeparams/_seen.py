@@ -6,6 +6,7 @@ alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` 
 """
 
 import collections
+import contextlib
 import functools
 import operator
 import types
@@ -16,11 +17,12 @@ import numpy as np
 
 from ._declare import declarations
 from ._exact import exact
-from ._structure import Structure, flatten, is_array, scan
+from ._structure import Structure, flatten, is_array, same_treedef, scan
 
-# Enough for a program, small enough to let go of what a long notebook session has built and thrown away.
-_TREEDEFS = 256
-_PER_TREEDEF = 8
+# JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
+# program, small enough to let go of what a long notebook session has built and thrown away.
+_BUCKETS = 256
+_PER_BUCKET = 64
 
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
@@ -30,6 +32,7 @@ class _Seen(NamedTuple):
     """What a structure was scanned from: a tree that agrees in all of it has the same structure."""
 
     structure: Structure
+    treedef: Any
     context: tuple[Any, ...]
     types: list[type]
     arrays: tuple[int, ...]  # the positions of array leaves
@@ -40,15 +43,16 @@ class _Seen(NamedTuple):
     key: Any  # of the statics, exact
     mutable: bool  # whether a static value may have other content though it is the same object
 
-    def fits(self, context: tuple[Any, ...], types: list[type], leaves: list[Any], statics: list[Any]) -> bool:
-        if self.types != types or self.context != context:
+    def fits(self, tree: "_Unknown", by_shape: bool) -> bool:
+        if self.types != tree.types or self.context != tree.context or not same_treedef(self.treedef, tree.treedef):
             return False
+        leaves = tree.leaves
         arrays = leaves if len(self.arrays) == len(leaves) else [leaves[i] for i in self.arrays]
         return (
-            list(map(_shape, arrays)) == self.shapes
-            and list(map(_dtype, arrays)) == self.dtypes
+            (not by_shape or list(map(_shape, arrays)) == self.shapes)
+            and (not by_shape or list(map(_dtype, arrays)) == self.dtypes)
             and self._same_array_objects(leaves, arrays)
-            and self._same_statics(statics)
+            and self._same_statics(tree.statics)
         )
 
     def _same_statics(self, statics: list[Any]) -> bool:
@@ -64,51 +68,93 @@ class _Seen(NamedTuple):
         return self.distinct == len(arrays) or all(leaves[i] is leaves[first[i]] for i in self.arrays)
 
 
-_seen: "collections.OrderedDict[Any, list[_Seen]]" = collections.OrderedDict()
+class _Unknown(NamedTuple):
+    """What is looked at to recognise a tree."""
+
+    leaves: list[Any]
+    treedef: Any
+    context: tuple[Any, ...]
+    types: list[type]
+    statics: list[Any]
 
 
-def structure_of(tree: Any) -> tuple[list[Any], Any, Structure]:
+_seen: "collections.OrderedDict[int, list[_Seen]]" = collections.OrderedDict()
+
+
+def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, Structure]:
     """The leaves of a tree, its treedef, and its structure.
 
     The structure's own treedef may hold other static *objects* of the same type and value.
+
+    Args:
+        tree: any pytree.
+        by_shape: whether the shapes and dtypes of the structure must be those of the tree.
 
     Raises:
         ValueError: the tree is cyclic.
     """
     leaves, treedef = flatten(tree)
     context = (declarations(), jax.dtypes.canonicalize_dtype(np.float64))
-    types = list(map(type, leaves))
-    statics = _static_values(treedef)
-    try:
-        known = _seen.get(treedef, [])
-    except Exception:  # static arrays, which JAX compares by an `==` that has no truth value
-        return leaves, treedef, scan(tree, leaves)
-    for each in known:
-        if each.fits(context, types, leaves, statics):
+    unknown = _Unknown(leaves, treedef, context, list(map(type, leaves)), _static_values(treedef))
+    bucket = _seen.setdefault(hash(treedef), [])
+    for i, each in enumerate(bucket):
+        if each.fits(unknown, by_shape):
+            if i:
+                bucket.insert(0, bucket.pop(i))
             return leaves, treedef, each.structure
-    seen = _see(tree, leaves, context, types, statics)
-    if not any(map(_holds_others, statics)):
-        _seen[treedef] = [seen, *known[: _PER_TREEDEF - 1]]
-        while len(_seen) > _TREEDEFS:
+    seen = _see(tree, unknown)
+    if not any(map(_keeps_alive, unknown.statics)):
+        bucket.insert(0, seen)
+        del bucket[_PER_BUCKET:]
+        _seen.move_to_end(hash(treedef))
+        while len(_seen) > _BUCKETS:
             _seen.popitem(last=False)
     return leaves, treedef, seen.structure
 
 
-def _holds_others(static: Any) -> bool:
-    # A function may hold arrays or tracers, which being remembered would keep alive.
-    if isinstance(static, functools.partial):
-        return True
-    return isinstance(static, types.MethodType) or bool(getattr(static, "__closure__", None))
-
-
-def _see(tree: Any, leaves: list[Any], context: tuple[Any, ...], types: list[type], statics: list[Any]) -> _Seen:
+def _see(tree: Any, unknown: _Unknown) -> _Seen:
+    leaves, treedef, context, types, statics = unknown
     positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
     arrays = [leaves[i] for i in positions]
-    shapes, dtypes = list(map(_shape, arrays)), list(map(_dtype, arrays))
-    distinct = len(set(map(id, arrays)))
-    mutable = any(isinstance(value, (list, dict, set)) for value in statics)
-    structure = scan(tree, leaves)
-    return _Seen(structure, context, types, positions, shapes, dtypes, distinct, statics, exact(statics), mutable)
+    return _Seen(
+        scan(tree, leaves),
+        treedef,
+        context,
+        types,
+        positions,
+        list(map(_shape, arrays)),
+        list(map(_dtype, arrays)),
+        len(set(map(id, arrays))),
+        statics,
+        exact(statics),
+        any(isinstance(value, (list, dict, set)) for value in statics),
+    )
+
+
+def _keeps_alive(static: Any, depth: int = 4) -> bool:
+    # A static function may hold arrays or tracers, which would live on in what is remembered. What cannot be seen
+    # through is not remembered either; a tree with it is scanned at each call.
+    if isinstance(static, _HARMLESS):
+        return False
+    if isinstance(static, (tuple, list)):
+        return any(_keeps_alive(each, depth) for each in static)
+    if isinstance(static, functools.partial):
+        return _keeps_alive([static.func, *static.args, *static.keywords.values()], depth)
+    if isinstance(static, types.FunctionType):
+        return bool(static.__closure__) and (depth == 0 or _keeps_alive(_contents(static), depth - 1))
+    return isinstance(static, (types.MethodType, jax.Array, np.ndarray)) or depth < 4
+
+
+def _contents(function: types.FunctionType) -> list[Any]:
+    contents = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell, of a name that is not bound yet
+            contents.append(cell.cell_contents)
+    return contents
+
+
+# What a closure may hold without keeping an array alive.
+_HARMLESS = (int, float, complex, str, bytes, type(None), type, np.generic, np.dtype, types.BuiltinFunctionType)
 
 
 def _static_values(treedef: Any) -> list[Any]:

@@ -1,0 +1,1 @@
+"""What the library costs, next to its peers: `python -m benchmarks`."""

@@ -1,0 +1,74 @@
+"""`python -m benchmarks [NAME ...] [--smoke]`: one or more tables per subject.
+
+A subject is a module of this folder whose name has no underscore in front: its docstring heads its section, and its
+`run(scale)` yields tables. A whole run is also written to `RESULTS.md`; what is run of a few subjects is only printed,
+so that the file is always of one run on one machine.
+"""
+
+import argparse
+import importlib
+import inspect
+import os
+import pathlib
+import pkgutil
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import jax
+
+from ._harness import FULL, SMOKE, Scale
+from ._models import PACKAGES  # before any subject: it says what to install if a peer is missing
+
+_FOLDER = pathlib.Path(__file__).parent
+_SUBJECTS = sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if not module.name.startswith("_"))
+
+_INTRODUCTION = """\
+# What it costs
+
+Written by `python -m benchmarks`. In each table the first column of numbers is the yardstick, in absolute terms, and
+the others are multiples of it: medians of calls that were made in turn (A B C A B C ...) in one process, so that what
+else the machine does falls on all alike. Garbage collection waits until the calls of a row are done. The growth is the
+exponent of the number of leaves, fitted by least squares to the logarithms: 1 is linear. Fixed costs at the small end
+lower it, so that of the last step, between the two largest sizes, stands below it. A dash was not run; a line below the
+table says why.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times treeparams next to its peers.")
+    parser.add_argument("subjects", nargs="*", metavar="NAME", help=f"of {', '.join(_SUBJECTS)}; none: all")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all still runs; writes nothing")
+    arguments = parser.parse_args()
+    unknown = set(arguments.subjects) - set(_SUBJECTS)
+    if unknown:
+        parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(_SUBJECTS)}")
+    pieces = []
+    for piece in _report(arguments.subjects or _SUBJECTS, SMOKE if arguments.smoke else FULL):
+        print(piece, flush=True)
+        pieces.append(piece)
+    if not arguments.subjects and not arguments.smoke:
+        (_FOLDER / "RESULTS.md").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+
+
+def _report(subjects: list[str], scale: Scale) -> Iterator[str]:
+    yield f"{_INTRODUCTION}\n{_machine()}\n"
+    start = time.perf_counter()
+    for name in subjects:
+        module = importlib.import_module(f"{__package__}.{name}")
+        yield f"## {name}\n\n{inspect.getdoc(module)}\n"
+        for table in module.run(scale):
+            yield f"{table.markdown()}\n"
+        jax.clear_caches()
+    yield f"All of it took {time.perf_counter() - start:.0f} s."
+
+
+def _machine() -> str:
+    packages = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    python = f"Python {platform.python_version()}"
+    return f"{packages}, {python}; {jax.default_backend()} of {os.cpu_count()} cores ({platform.machine()})."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Interleaved timing, and the tables made of it.
+
+A *case* is one thing to call. All cases of a row are called in turn, round after round, and the median over the rounds
+counts: a machine that slows down for a second slows down all of them. A *sweep* is such a row for each of several
+sizes, all relative to one of its cases, the yardstick.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+_BATCH = 0.3e-3  # seconds; what is faster is called several times in a row, or other cases' cold caches would count
+
+
+class Scale(NamedTuple):
+    """How much to run."""
+
+    sizes: tuple[int, ...]  # numbers of leaves
+    seconds: float  # per row
+    rounds: int  # at least
+    patience: float  # seconds that a first call may take
+    is_smoke: bool = False
+
+
+FULL = Scale((10, 100, 1000, 5000), seconds=2.5, rounds=7, patience=30)
+SMOKE = Scale((10, 20), seconds=0.02, rounds=2, patience=10, is_smoke=True)
+_MOST_ROUNDS = 300
+
+
+class Case(NamedTuple):
+    """Something to call."""
+
+    call: Callable[..., Any]
+    prepare: Callable[[], Any] | None = None  # off the clock, before each call, which gets its result
+    rounds: int = _MOST_ROUNDS  # at most
+
+
+class Timing(NamedTuple):
+    """What was measured of a case, in seconds."""
+
+    first: float  # tracing and compilation included
+    median: float
+
+
+def interleave(cases: Mapping[str, Case], scale: Scale) -> dict[str, Timing]:
+    """Times the cases in turn: A B C A B C ..."""
+    firsts = {name: _clock(case, 1) for name, case in cases.items()}
+    warm = {name: _clock(case, 1) for name, case in cases.items()}
+    repeats = {name: 1 if case.prepare else max(1, round(_BATCH / warm[name])) for name, case in cases.items()}
+    per_round = sum(warm[name] * repeats[name] for name in cases)
+    rounds = int(min(max(scale.seconds / per_round, scale.rounds), _MOST_ROUNDS))
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(rounds):
+            for name, case in cases.items():
+                if i < case.rounds:
+                    samples[name].append(_clock(case, repeats[name]))
+    finally:
+        gc.enable()
+    return {name: Timing(firsts[name], statistics.median(samples[name])) for name in cases}
+
+
+def _clock(case: Case, repeats: int) -> float:
+    arguments = () if case.prepare is None else (case.prepare(),)
+    result = None
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = case.call(*arguments)
+    stop = time.perf_counter()
+    jax.block_until_ready(result)  # off the clock: a case that is to be timed to its end blocks by itself
+    return (stop - start) / repeats
+
+
+class Table(NamedTuple):
+    """A table, and the lines below it."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    lines: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """Markdown that reads as plain text too."""
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        ruler = [f"{'-' * (width - 1)}:" for width in widths]
+        ruler[0] = "-" * widths[0]
+        body = [_in_columns(row, widths) for row in (self.header, ruler, *self.rows)]
+        return "\n".join([f"### {self.title}", "", *body, "", *(f"- {line}" for line in self.lines)]).rstrip()
+
+
+def _in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    texts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+    return f"| {' | '.join(texts)} |"
+
+
+class Sweep:
+    """The timings of cases at several sizes."""
+
+    def __init__(self, timings: Mapping[int, Mapping[str, Timing]], notes: Sequence[str]) -> None:
+        self.timings = timings
+        self.notes = notes
+        self.names = list(timings[min(timings)])  # at larger sizes the slow ones may be missing
+
+    def table(self, title: str, lines: Iterable[str]) -> Table:
+        """Ratios to the first case, one row per size, and the growth exponents."""
+        return self._table(title, lines, self.names, firsts=False)
+
+    def firsts(self, title: str, lines: Iterable[str], names: Sequence[str]) -> Table:
+        """The same of the first calls of some cases."""
+        return self._table(title, lines, names, firsts=True)
+
+    def _table(self, title: str, lines: Iterable[str], names: Sequence[str], firsts: bool) -> Table:
+        rows = [[str(size), *self._row(size, names, firsts)] for size in self.timings]
+        growth = ["growth", *(f"{self.exponent(name, firsts):.2f}" for name in names)]
+        last = ["last step", *(f"{self.exponent(name, firsts, last=2):.2f}" for name in names)]
+        return Table(title, ["leaves", *names], [*rows, growth, last], [*lines, *self.notes])
+
+    def _row(self, size: int, names: Sequence[str], firsts: bool) -> list[str]:
+        timings = {name: timing.first if firsts else timing.median for name, timing in self.timings[size].items()}
+        return as_ratios([timings.get(name) for name in names], in_time)
+
+    def exponent(self, name: str, firsts: bool = False, last: int = 0) -> float:
+        """The growth exponent of a case in the number of leaves, over all or the last few of its sizes."""
+        found = [(size, row[name]) for size, row in self.timings.items() if name in row][-last:]
+        return fit_exponent({size: timing.first if firsts else timing.median for size, timing in found})
+
+    def ratio_target(self, name: str, of: str, limit: float) -> str:
+        """Says whether a case kept to a multiple of another at every size."""
+        ratios = self.ratios(name, of)
+        worst = max(ratios, key=lambda size: ratios[size])
+        found = ", ".join(f"{ratios[size]:.2f}x at {size} leaves" for size in sorted({worst, max(ratios)}))
+        return verdict(f"{name} <= {limit:g}x {of}", ratios[worst] <= limit, found)
+
+    def ratios(self, name: str, of: str) -> dict[int, float]:
+        """What a case takes as a multiple of another, at the sizes at which both were run."""
+        rows = {size: row for size, row in self.timings.items() if name in row and of in row}
+        return {size: row[name].median / row[of].median for size, row in rows.items()}
+
+    def growth_target(self, name: str, limit: float = 1.1, *, firsts: bool = False) -> str:
+        """Says whether the cost of a case grows with the number of leaves, and not much faster."""
+        found = self.exponent(name, firsts)
+        what = f"first call of {name}" if firsts else name
+        stopped = [size for size, row in self.timings.items() if name not in row]
+        beyond = f", but too slow to be run at {stopped[0]} leaves" if stopped else ""
+        last = self.exponent(name, firsts, last=2)
+        explained = f"{found:.2f}, in the last step {last:.2f}{beyond}"
+        return verdict(f"growth of {what} <= {limit:g}", found <= limit and not stopped, explained)
+
+
+def sweep(
+    make: Callable[[int], Mapping[str, Callable[..., Any] | Case]], scale: Scale, largest: int | None = None
+) -> Sweep:
+    """Times the cases that `make(size)` gives, for each size up to the largest.
+
+    A case whose first call got so slow that the next size would try the patience (compilation may be quadratic in the
+    number of leaves) is left out from there on.
+    """
+    sizes = [size for size in scale.sizes if largest is None or size <= largest]
+    timings: dict[int, dict[str, Timing]] = {}
+    notes: dict[str, str] = {}
+    for size, after in zip(sizes, [*sizes[1:], 0], strict=True):
+        made = {name: case if isinstance(case, Case) else Case(case) for name, case in make(size).items()}
+        timings[size] = interleave({name: case for name, case in made.items() if name not in notes}, scale)
+        for name, timing in timings[size].items():
+            if timing.first * (after / size) ** 2 > scale.patience:
+                first = in_time(timing.first)
+                notes[name] = f"{name} was not run above {size} leaves, where its first call takes {first}."
+    return Sweep(timings, list(notes.values()))
+
+
+def fit_exponent(times: Mapping[int, float]) -> float:
+    """The slope of the line through (log size, log time), by least squares."""
+    if len(times) < 2:
+        return float("nan")
+    return float(np.polyfit(np.log(list(times)), np.log(list(times.values())), 1)[0])
+
+
+def verdict(target: str, is_met: bool, found: str) -> str:
+    """A line that says whether a target was met."""
+    return f"{'met' if is_met else '**missed**'}: {target} ({found})"
+
+
+def as_ratios(values: Sequence[float | None], unit: Callable[[float], str]) -> list[str]:
+    """The first value in its unit, the others as multiples of it; a dash for `None`."""
+    first = values[0]
+    if not first:
+        return ["-" if value is None else unit(value) for value in values]
+    return [unit(first), *("-" if value is None else f"{value / first:.2f}x" for value in values[1:])]
+
+
+def in_time(seconds: float) -> str:
+    """A time to three digits.
+
+    >>> in_time(0.00123), in_time(45), in_time(0.0009996)
+    ('1.23 ms', '45 s', '1 ms')
+    """
+    for unit, name in ((1, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -1,0 +1,60 @@
+"""A model taken apart into parameters and the rest, and put together again.
+
+The yardstick flattens and unflattens the model once. Parameters that have the shape of the model cannot be had under
+twice that, whoever makes them: two trees are flattened and two unflattened (the floor). Paramax holds the first layer
+fixed, as its documentation says; the others train everything. In the first call the structure is one never seen.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import equinox as eqx
+import jax
+import paramax
+from flax import nnx
+
+import treeparams as tp
+
+from ._harness import Case, Scale, Table, sweep
+from ._models import Net, is_non_trainable, net, nnx_net, paramax_net
+
+_ONCE, _TP, _FLOOR, _FIRST = "flatten+unflatten", "treeparams", "floor", "treeparams, first call"
+_versions = itertools.count(1)
+
+
+def run(scale: Scale) -> Iterator[Table]:
+    found = sweep(_cases, scale)
+    above_floor = max(found.ratios(_TP, _FLOOR).values())
+    yield found.table(
+        "`tp.partition` + `tp.combine`",
+        [
+            found.ratio_target(_TP, _ONCE, 1.4),
+            found.growth_target(_TP),
+            found.growth_target(_FIRST),
+            f"{_TP} takes at most {above_floor:.2f}x the floor.",
+        ],
+    )
+
+
+def _cases(leaves: int) -> Mapping[str, Callable | Case]:
+    model, wrapped, nnx_model = net(leaves), paramax_net(leaves), nnx_net(leaves)
+    return {
+        _ONCE: lambda: _again(model),
+        _FLOOR: lambda: _again(_again(model)),
+        _TP: lambda: tp.combine(*tp.partition(model)),
+        "equinox": lambda: eqx.combine(*eqx.partition(model, eqx.is_inexact_array)),
+        "nnx": lambda: nnx.merge(*nnx.split(nnx_model)),
+        "paramax": lambda: _with_paramax(wrapped),
+        # Few rounds: JAX hashes trees by their shape alone, so each structure makes the search for the next one longer.
+        _FIRST: Case(tp.partition, prepare=lambda: Net(model.layers, next(_versions)), rounds=9),
+    }
+
+
+def _again(model: Net) -> Net:
+    leaves, treedef = jax.tree.flatten(model)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _with_paramax(model: Net) -> Net:
+    params, static = eqx.partition(model, eqx.is_inexact_array, is_leaf=is_non_trainable)
+    return paramax.unwrap(eqx.combine(params, static))
