@@ -140,8 +140,7 @@ def run(epochs: int, seed: int, flat: bool) -> tuple[Array, dict[str, bool]]:
     data, test = load(seed)
     print(f"{len(data[0]):,} images to train on, {len(test[0])} to test on; trains a {'vector' if flat else 'tree'}")
     keys = jax.random.split(jax.random.key(seed), 3)
-    start = Network(data[0], key=keys[0])
-    start = tp.combine(*tp.partition(start))  # sets decoder.weight to encoder.weight transposed
+    start = tp.tie(Network(data[0], key=keys[0]))  # sets decoder.weight, as the class declares
     heads = tp.layout(start, freeze="encoder")  # freezes decoder.weight too: a tie is one parameter
     stages = {"Stage one: the heads": heads, "Stage two: the encoder too": heads.thaw("encoder")}
     models, losses, ema = [start], [], tp.Ema(start, decay=0.99, warmup=True)

@@ -12,9 +12,8 @@ import numpy as np
 
 from ._declare import declarations
 from ._exact import exact
-from ._partition import getter
 from ._seen import structure_of
-from ._structure import Structure, is_array
+from ._structure import Structure, getter, is_array
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 

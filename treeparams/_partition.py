@@ -16,7 +16,7 @@ from ._groups import Alias
 from ._layout import Layout
 from ._match import read_slots
 from ._resolve import Resolved, resolve
-from ._structure import Structure, same_treedef
+from ._structure import Structure, getter, same_treedef
 
 
 class _Plan(NamedTuple):
@@ -209,14 +209,6 @@ def _make_plan(structure: Structure, layout: Layout) -> _Plan:
         order,
         getter(order),
     )
-
-
-def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """`operator.itemgetter` that returns a tuple for any number of indices."""
-    if len(indices) == 1:
-        only = indices[0]
-        return lambda items: (items[only],)
-    return operator.itemgetter(*indices) if indices else lambda _: ()
 
 
 def _all_same(these: Sequence[Any], those: Sequence[Any]) -> bool:

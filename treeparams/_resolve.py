@@ -66,7 +66,8 @@ def layout(
         freeze: a `where`; what it selects is frozen.
         thaw: a `where`, after `freeze`; what it selects is trained, also where a class declares it frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`; the array at the alias is that at the path, or a linear
-            function of it. The function is one at module level or a `functools.partial` of one.
+            function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
+            frozen its aliases stay as the model has them.
 
     A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`; one that matches a node selects all below it), a
     compiled regex that matches a whole path, a class, a callable from the model to nodes of it, or a sequence of these.

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import operator
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from ._declare import declarations
 from ._exact import exact
-from ._structure import Structure, flatten, is_array, same_treedef, scan
+from ._structure import Structure, flatten, getter, is_array, same_treedef, scan
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
 # program, small enough to let go of what a long notebook session has built and thrown away.
@@ -35,7 +36,8 @@ class _Seen(NamedTuple):
     treedef: Any
     context: tuple[Any, ...]
     types: list[type]
-    arrays: tuple[int, ...]  # the positions of array leaves
+    positions: list[int]  # of array leaves
+    arrays: Callable[[list[Any]], tuple[Any, ...]]  # leaves -> arrays
     shapes: list[tuple[int, ...]]
     dtypes: list[Any]
     distinct: int  # array objects among the array leaves
@@ -47,7 +49,7 @@ class _Seen(NamedTuple):
         if self.types != tree.types or self.context != tree.context or not same_treedef(self.treedef, tree.treedef):
             return False
         leaves = tree.leaves
-        arrays = leaves if len(self.arrays) == len(leaves) else [leaves[i] for i in self.arrays]
+        arrays = self.arrays(leaves)
         return (
             (not by_shape or list(map(_shape, arrays)) == self.shapes)
             and (not by_shape or list(map(_dtype, arrays)) == self.dtypes)
@@ -61,11 +63,11 @@ class _Seen(NamedTuple):
             return True
         return exact(statics) == self.key
 
-    def _same_array_objects(self, leaves: list[Any], arrays: list[Any]) -> bool:
+    def _same_array_objects(self, leaves: list[Any], arrays: tuple[Any, ...]) -> bool:
         if len(set(map(id, arrays))) != self.distinct:
             return False
         first = self.structure.first
-        return self.distinct == len(arrays) or all(leaves[i] is leaves[first[i]] for i in self.arrays)
+        return self.distinct == len(arrays) or all(leaves[i] is leaves[first[i]] for i in self.positions)
 
 
 class _Unknown(NamedTuple):
@@ -114,7 +116,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 
 def _see(tree: Any, unknown: _Unknown) -> _Seen:
     leaves, treedef, context, types, statics = unknown
-    positions = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     arrays = [leaves[i] for i in positions]
     return _Seen(
         scan(tree, leaves),
@@ -122,6 +124,7 @@ def _see(tree: Any, unknown: _Unknown) -> _Seen:
         context,
         types,
         positions,
+        getter(positions),
         list(map(_shape, arrays)),
         list(map(_dtype, arrays)),
         len(set(map(id, arrays))),

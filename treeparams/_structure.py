@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -181,6 +182,14 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
             f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
             "keep one of the two references, or hold it in a static field"
         ) from error
+
+
+def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """`operator.itemgetter` that returns a tuple for any number of indices."""
+    if len(indices) == 1:
+        only = indices[0]
+        return lambda items: (items[only],)
+    return operator.itemgetter(*indices) if indices else lambda _: ()
 
 
 def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
