@@ -128,12 +128,10 @@ def partition(model: PyTree, trainable: Any = None) -> tuple[PyTree, Rest]:
         ValueError: as `tp.layout`.
         TypeError: as `tp.layout`.
     """
-    leaves, treedef, structure, layout = resolve(model, trainable)
-    plan = _plan(structure, layout)
-    fixed = Fixed(structure, layout, plan.values(leaves), treedef)
-    rest = Rest(plan.frozen(leaves), fixed)
-    leaves.append(None)
-    return jtu.tree_unflatten(treedef, plan.canonical(leaves)), rest
+    resolved = resolve(model, trainable)
+    rest = rest_of(resolved)
+    canonical = rest.fixed.plan.canonical([*resolved.leaves, None])
+    return jtu.tree_unflatten(resolved.treedef, canonical), rest
 
 
 def combine(params: PyTree, rest: Rest) -> PyTree:
@@ -176,10 +174,9 @@ def slots_of(resolved: Resolved) -> tuple[Any, ...]:
 
 def rest_of(resolved: Resolved) -> Rest:
     """Everything else."""
-    plan = _plan(resolved.structure, resolved.layout)
-    values = plan.values(resolved.leaves)
-    fixed = Fixed(resolved.structure, resolved.layout, values, resolved.treedef)
-    return Rest(plan.frozen(resolved.leaves), fixed)
+    leaves, treedef, structure, layout = resolved
+    plan = _plan(structure, layout)
+    return Rest(plan.frozen(leaves), Fixed(structure, layout, plan.values(leaves), treedef))
 
 
 def _plan(structure: Structure, layout: Layout) -> _Plan:
