@@ -109,11 +109,7 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 
 def widened(dtype: Any) -> Any:
     """The dtype to average in: at least single precision."""
-    return (
-        jax.dtypes.canonicalize_dtype(np.promote_types(dtype, np.float32))
-        if jnp.finfo(dtype).bits >= 32
-        else jnp.float32
-    )
+    return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list[Any]:
@@ -122,8 +118,10 @@ def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list
     Raises:
         ValueError: the model lacks one that is to be taken from it, or has another shape there.
     """
-    leaves, _, structure = structure_of(model)
     policies = _policies(rest, buffers)
+    if all(policy == "keep" for policy in policies.values()):  # or there are none
+        return list(rest.frozen)
+    leaves, _, structure = structure_of(model)
     found = {path: leaves[i] for path, i in structure.index.items()}
     wrong = [
         f"{path!r} (shape {jnp.shape(old)}; {'nothing' if path not in found else f'shape {jnp.shape(found[path])}'})"

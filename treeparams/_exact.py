@@ -7,6 +7,8 @@ a static array is equal to itself alone, as a constant that is compiled into a p
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,6 +50,16 @@ def exact(value: Any) -> Any:
             return kind, fields, _hashable(value)  # its own `==` may look at more than its fields
         return kind, _hashable(value)
     return kind, node_statics(treedef), tuple(map(exact, leaves))
+
+
+def same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences of values are equal as `exact` has it; quick where they hold the same objects."""
+    return identical(these, those) or exact(tuple(these)) == exact(tuple(those))
+
+
+def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def node_statics(treedef: Any) -> tuple[Any, ...]:

@@ -161,7 +161,7 @@ def parameter(structure: Structure, path: str) -> int:
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
         raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
-    if i not in structure.parameters:
+    if not structure.is_parameter(i):
         raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
     return i
 

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._declare import declarations
-from ._exact import exact
+from ._exact import same
 from ._seen import structure_of
 from ._structure import Structure, getter, is_array
 
@@ -168,7 +168,7 @@ class _Call:
         return (
             self._declarations == other._declarations
             and self._same_structure(other)
-            and exact(self._values) == exact(other._values)
+            and same(self._values, other._values)
         )
 
     def _same_structure(self, other: "_Call") -> bool:

@@ -123,7 +123,7 @@ class Layout:
         if leaf is None:
             known = [self.structure.paths[i] for i in self.by_leaf]
             raise KeyError(f"{path!r} is no path of the model{nearest(path, known)}")
-        if leaf in self.structure.parameters:
+        if self.structure.is_parameter(leaf):
             raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
         raise KeyError(f"{self.structure.describe(leaf)} is no parameter")
 
@@ -206,12 +206,16 @@ class Layout:
         return "\n".join([*lines, total + (f"; {held:,} elements frozen" if self.frozen else "")])
 
     def _tied(self, source: int) -> str:
-        aliases = next((group.aliases for group in self.groups if group.source == source), ())
         return ", ".join(
-            self.structure.paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "") for alias in aliases
+            self.structure.paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "")
+            for alias in self._by_source.get(source, ())
         )
 
     # -- For the other files of this library
+
+    @functools.cached_property
+    def _by_source(self) -> dict[int, tuple[Alias, ...]]:
+        return {group.source: group.aliases for group in self.groups}
 
     @functools.cached_property
     def _distinct(self) -> tuple[int, ...]:
@@ -231,8 +235,7 @@ class Layout:
     @functools.cached_property
     def aliases(self) -> tuple[tuple[Alias, ...], ...]:
         """The further places of each slot."""
-        by_source = {group.source: group.aliases for group in self.groups}
-        return tuple(by_source.get(i, ()) for i in self.positions)
+        return tuple(self._by_source.get(i, ()) for i in self.positions)
 
     @functools.cached_property
     def by_leaf(self) -> dict[int, int]:

@@ -4,19 +4,18 @@ Both halves are ordinary pytrees of arrays, so they pass every transformation of
 strings, the structure, the ties - is static in `Rest`.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ._exact import exact
+from ._exact import same
 from ._groups import Alias
 from ._layout import Layout
 from ._match import read_slots
 from ._resolve import Resolved, resolve
-from ._structure import Structure, getter, same_treedef
+from ._structure import Structure, flatten, getter, same_treedef
 
 
 class _Plan(NamedTuple):
@@ -46,9 +45,7 @@ class Fixed:
         if not isinstance(other, Fixed):
             return NotImplemented
         return self is other or (
-            self.layout == other.layout
-            and self.plan.order == other.plan.order
-            and (_all_same(self.values, other.values) or exact(self.values) == exact(other.values))
+            self.layout == other.layout and self.plan.order == other.plan.order and same(self.values, other.values)
         )
 
     def __hash__(self) -> int:
@@ -155,7 +152,7 @@ def combine(params: PyTree, rest: Rest) -> PyTree:
     Raises:
         ValueError: `params` lacks a parameter or has an entry at a path that the model has not.
     """
-    leaves, treedef = jtu.tree_flatten(params)
+    leaves, treedef = flatten(params)
     if not same_treedef(treedef, rest.layout.canonical_treedef):
         leaves = read_slots(rest.layout, params)
     return rest.fixed.fill(leaves, rest.frozen)
@@ -206,7 +203,3 @@ def _make_plan(structure: Structure, layout: Layout) -> _Plan:
         order,
         getter(order),
     )
-
-
-def _all_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    return len(these) == len(those) and all(map(operator.is_, these, those))

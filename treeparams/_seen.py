@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ._declare import declarations
-from ._exact import exact
+from ._exact import exact, identical
 from ._structure import Structure, flatten, getter, is_array, same_treedef, scan
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
@@ -59,7 +59,7 @@ class _Seen(NamedTuple):
 
     def _same_statics(self, statics: list[Any]) -> bool:
         # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
-        if not self.mutable and len(statics) == len(self.statics) and all(map(operator.is_, statics, self.statics)):
+        if not self.mutable and identical(statics, self.statics):
             return True
         return exact(statics) == self.key
 

@@ -144,7 +144,7 @@ def _declared(structure: Structure, node: Node) -> Iterator[int]:
         trained = said.fields.get(key_text(child.key))
         if trained is False:
             yield from range(child.start, child.stop)
-        elif trained and child.is_leaf and not _is_parameter(structure, child.start):
+        elif trained and child.is_leaf and not structure.is_parameter(child.start):
             raise TypeError(
                 f"{structure.paths[child.start]!r} is declared trainable=True, but holds "
                 f"{_kind(structure, child.start)}, and only floating and complex arrays can be trained; write "
@@ -216,11 +216,6 @@ def _each(where: Any) -> Sequence[Any]:
             raise ValueError("an empty sequence selects nothing; leave the argument out, or write None")
         return [one for each in where for one in _each(each)]
     return (where,)
-
-
-def _is_parameter(structure: Structure, i: int) -> bool:
-    spec = structure.specs[i]
-    return spec is not None and spec.parameter
 
 
 def _kind(structure: Structure, i: int) -> str:

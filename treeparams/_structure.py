@@ -76,7 +76,7 @@ class Structure:
     @functools.cached_property
     def parameters(self) -> tuple[int, ...]:
         """The positions of the leaves that can be trained."""
-        return tuple(i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter)
+        return tuple(i for i in range(len(self.specs)) if self.is_parameter(i))
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -105,6 +105,11 @@ class Structure:
                 self._memo.clear()
             self._memo[key] = make()
         return self._memo[key]
+
+    def is_parameter(self, i: int) -> bool:
+        """Whether a leaf can be trained."""
+        spec = self.specs[i]
+        return spec is not None and spec.parameter
 
     def spec(self, i: int) -> Spec:
         """The shape and dtype of an array leaf."""
