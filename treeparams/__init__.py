@@ -5,6 +5,7 @@ only from those above it:
 
     _paths       key paths as text and back; globs; the nearest path to a misspelt one
     _declare     field, declare: what a class says of its fields
+    _cut         one vector cut into arrays, arrays joined into one
     _mesh        arrays that lie over several devices
     _exact       static values compared by value and type
     _structure   what is static about a tree: nodes, paths, shapes
@@ -13,7 +14,8 @@ only from those above it:
     _select      from a mask or a `where` to leaves
     _transform   linear functions that are recognised again
     _groups      ties: by identity, declared, given
-    _layout      Slot, Layout
+    _pack        Slot; in which vector it lies, and where
+    _layout      Layout
     _resolve     layout, trainable: from what a user passes to a layout
     _match       other trees matched to a model by path
     _partition   partition, combine, Rest
@@ -22,24 +24,30 @@ only from those above it:
     _norm        global_norm
     _walk        maptrainable, biwalk, mapreduce, trainables
     _grad        grad, value_and_grad
+    _flat        slots to vectors and back
+    _view        names over a vector
     _vector      ravel, Restructure
+    _accumulate  accumulate
     _average     copy, ema
     _ties        tie, untie, ties
     _ema         Ema
 """
 
+from ._accumulate import accumulate as accumulate
 from ._average import copy as copy, ema as ema
 from ._declare import declare as declare, field as field
 from ._ema import Ema as Ema
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit
-from ._layout import Layout as Layout, Slot as Slot
+from ._layout import Layout as Layout
 from ._norm import global_norm as global_norm
+from ._pack import Slot as Slot
 from ._partition import Rest as Rest, combine as combine, partition as partition
 from ._project import project as project
 from ._resolve import layout as layout, trainable as trainable
 from ._ties import tie as tie, ties as ties, untie as untie
 from ._vector import Restructure as Restructure, ravel as ravel
+from ._view import View as View
 from ._walk import (
     biwalk as biwalk,
     mapreduce as mapreduce,

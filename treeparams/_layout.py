@@ -6,31 +6,21 @@ what the traced arguments no longer know: which of them are one array.
 """
 
 import functools
-import math
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
-from ._describe import differences, in_columns
+from ._describe import differences
 from ._groups import Alias, Group, settle
+from ._pack import ONE, Packing, Slot, Vector, count, pack, table, unplaced
 from ._paths import nearest
-from ._select import Choice, Where, change
+from ._select import Choice, Where, change, select
 from ._structure import Structure, common_dtype
-
-
-class Slot(NamedTuple):
-    """One distinct trained parameter and its place in the vector."""
-
-    path: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    offset: int  # in elements
-    size: int  # in elements
 
 
 class Layout:
@@ -50,14 +40,17 @@ class Layout:
     (6, ('bias',))
     """
 
-    def __init__(self, structure: Structure, trained: tuple[bool, ...], groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self, structure: Structure, trained: tuple[bool, ...], groups: tuple[Group, ...], packing: Packing = ONE
+    ) -> None:
         """For this library's own use; users write `tp.layout(model)`."""
         # Equal models share one layout, so it must not change.
-        vars(self).update(structure=structure, trained=trained, groups=groups)
+        vars(self).update(structure=structure, trained=trained, groups=groups, packing=packing)
 
     structure: Structure
     trained: tuple[bool, ...]  # of each leaf
     groups: tuple[Group, ...]
+    packing: Packing  # as asked of `tp.ravel`
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
@@ -67,17 +60,18 @@ class Layout:
 
     # -- What it says
 
-    @functools.cached_property
+    @property
     def slots(self) -> tuple[Slot, ...]:
         """The distinct trained parameters, in tree order of the paths that name them."""
-        paths, slots, offset = self.structure.paths, [], 0
-        for i, aliases in zip(self.positions, self.aliases, strict=True):
-            spec = self.structure.spec(i)
-            size = math.prod(spec.shape)
-            names = tuple(paths[alias.leaf] for alias in aliases)
-            slots.append(Slot(paths[i], names, spec.shape, spec.dtype, offset, size))
-            offset += size
-        return tuple(slots)
+        return self._packed[0]
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """The vectors that `tp.ravel` makes: one, unless it was asked for more. Each has `.dtype`, `.size`, `.length`.
+
+        The length is the size, padded as `tp.ravel` was asked to.
+        """
+        return self._packed[1]
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -96,8 +90,11 @@ class Layout:
 
     @functools.cached_property
     def dtype(self) -> Any:
-        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
-        return common_dtype(slot.dtype for slot in self.slots if slot.size)
+        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has.
+
+        Where there are several vectors, that of all of them together.
+        """
+        return common_dtype(vector.dtype for vector in self.vectors)
 
     @functools.cached_property
     def ties(self) -> Mapping[str, tuple[str, ...]]:
@@ -127,6 +124,68 @@ class Layout:
             raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
         raise KeyError(f"{self.structure.describe(leaf)} is no parameter")
 
+    # -- Places in the vector
+
+    def slice(self, path: str) -> slice:
+        """Where a parameter lies in its vector.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
+        >>> layout.slice("b")
+        slice(2, 6, None)
+
+        Raises:
+            KeyError: as `layout[path]`.
+        """
+        slot = self[path]
+        return slice(slot.offset, slot.offset + slot.size)
+
+    def indices(self, where: Where) -> np.ndarray:
+        """Where in the vector all that `where` selects lies: positions in ascending order, each once.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"w": jnp.ones(2)}})
+        >>> print(layout.indices("*.w"))
+        [1 2 3 4]
+
+        Raises:
+            ValueError: `where` selects nothing that is trained, or parameters in different vectors.
+        """
+        slots = [self.slots[i] for i in self.chosen(where)]
+        if len({slot.vector for slot in slots}) > 1:
+            first, other = slots[0], next(slot for slot in slots if slot.vector != slots[0].vector)
+            raise ValueError(
+                f"{first.path!r} and {other.path!r} lie in different vectors; ask for each vector by itself"
+            )
+        return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
+
+    def block(self, matrix: Any, rows: Where, columns: Where) -> Any:
+        """The part of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
+
+        >>> import jax, jax.numpy as jnp, treeparams as tp
+        >>> vector, restructure = tp.ravel({"a": jnp.ones(2), "b": jnp.ones(3)})
+        >>> hessian = jax.hessian(lambda v: jnp.sum(restructure(v)["a"]) * jnp.sum(restructure(v)["b"]))(vector)
+        >>> restructure.layout.block(hessian, "a", "b").shape
+        (2, 3)
+
+        Args:
+            matrix: shape `(n, n)`, with n the length of the vector.
+            rows: a path, or a `where` that selects several parameters.
+            columns: the same.
+
+        Returns:
+            The block, shape `(n_rows, n_columns)`.
+
+        Raises:
+            ValueError: the matrix has another shape; as `layout.indices`.
+        """
+        if len(self.vectors) != 1 or tuple(matrix.shape) != 2 * (self.vectors[0].length,):
+            lengths = " and ".join(str(vector.length) for vector in self.vectors)
+            raise ValueError(
+                f"expected a square matrix over one vector; the layout has length {lengths}, got {matrix.shape}"
+            )
+        return matrix[np.ix_(self.indices(rows), self.indices(columns))]
+
     # -- A new word
 
     def freeze(self, where: Where) -> "Layout":
@@ -149,7 +208,15 @@ class Layout:
         """The layout after both words; only then are the ties looked at."""
         choice = Choice({i: self.trained[i] for i in self.structure.parameters}, {})
         choice = change(self.structure, change(self.structure, choice, freeze, False), thaw, True)
-        return Layout(self.structure, settle(self.structure, self.groups, choice), self.groups)
+        return Layout(self.structure, settle(self.structure, self.groups, choice), self.groups, self.packing)
+
+    def packed(self, packing: Packing) -> "Layout":
+        """The layout with its slots in other vectors."""
+        packing = packing.checked()
+        if packing == self.packing:
+            return self
+        make = lambda: Layout(self.structure, self.trained, self.groups, packing)
+        return self.structure.remember(("packed", self, packing), make)
 
     def diff(self, other: "Layout") -> str:
         """What differs between two layouts, in words, one line each; empty when they are equal."""
@@ -165,13 +232,16 @@ class Layout:
                 lines.append(f"{path!r} is tied to {list(here)} in the first, to {list(there)} in the second")
         if not lines and self.groups != other.groups:
             lines.append("their ties have other transforms")
+        for name, here, there in zip(Packing._fields, self.packing, other.packing, strict=True):
+            if here != there:
+                lines.append(f"raveled with {name}={here} in the first, {name}={there} in the second")
         return "\n".join(lines)
 
     # -- As a value
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.trained, self.groups))
+        return hash((self.structure, self.trained, self.groups, self.packing))
 
     def __hash__(self) -> int:
         return self._hash
@@ -180,38 +250,45 @@ class Layout:
         if not isinstance(other, Layout):
             return NotImplemented
         return self is other or (
-            self.trained == other.trained and self.groups == other.groups and self.structure == other.structure
+            (self.trained, self.groups, self.packing) == (other.trained, other.groups, other.packing)
+            and self.structure == other.structure
         )
 
     def __reduce__(self) -> Any:
-        return Layout, (self.structure, self.trained, self.groups)
+        return Layout, (self.structure, self.trained, self.groups, self.packing)
 
     def __repr__(self) -> str:
-        return f"Layout({_count(self.slots)}, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
+        return f"Layout({count(self.slots)}, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
 
     def __str__(self) -> str:
-        paths, tied = self.structure.paths, self._tied
-        rows = [
-            [slot.path or '""', _shape(slot.shape), str(slot.dtype), f"{slot.offset:,}", f"{slot.size:,}", tied(i)]
-            for i, slot in zip(self.positions, self.slots, strict=True)
-        ]
-        held = 0
-        for i in self.frozen:
-            spec = self.structure.spec(i)
-            size = math.prod(spec.shape)
-            held += size
-            rows.append([paths[i] or '""', _shape(spec.shape), str(spec.dtype), "frozen", f"{size:,}", tied(i)])
-        lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
-        total = f"{_count(self.slots)}, {self.size:,} elements, {self.nbytes:,} bytes"
-        return "\n".join([*lines, total + (f"; {held:,} elements frozen" if self.frozen else "")])
+        paths, spec = self.structure.paths, self.structure.spec
+        frozen = [unplaced(paths[i], (), spec(i).shape, spec(i).dtype) for i in self.frozen]
+        return table(self.slots, frozen, {paths[group.source]: self._tied(group) for group in self.groups})
 
-    def _tied(self, source: int) -> str:
-        return ", ".join(
-            self.structure.paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "")
-            for alias in self._by_source.get(source, ())
-        )
+    def _tied(self, group: Group) -> str:
+        paths = self.structure.paths
+        return ", ".join(paths[each.leaf] + (f" ({each.formula})" if each.chain else "") for each in group.aliases)
 
     # -- For the other files of this library
+
+    @functools.cached_property
+    def _packed(self) -> tuple[tuple[Slot, ...], tuple[Vector, ...]]:
+        paths, slots = self.structure.paths, []
+        for i, aliases in zip(self.positions, self.aliases, strict=True):
+            spec, names = self.structure.spec(i), tuple(paths[alias.leaf] for alias in aliases)
+            slots.append(unplaced(paths[i], names, spec.shape, spec.dtype))
+        return pack(slots, self.packing)
+
+    def chosen(self, where: Where) -> tuple[int, ...]:
+        """The slots that `where` selects, in order."""
+        leaves = select(self.structure, where)
+        found = {self.by_leaf[leaf] for leaf in leaves if leaf in self.by_leaf}
+        if not found:
+            path = self.structure.paths[min(leaves)]
+            raise ValueError(
+                f"{where!r} selects only what is frozen, such as {path!r}, which has no place in the vector"
+            )
+        return tuple(sorted(found))
 
     @functools.cached_property
     def _by_source(self) -> dict[int, tuple[Alias, ...]]:
@@ -256,12 +333,4 @@ class Layout:
         return jtu.tree_unflatten(self.structure.treedef if treedef is None else treedef, leaves)
 
 
-def _count(slots: Sequence[Slot]) -> str:
-    return f"{len(slots)} slot{'' if len(slots) == 1 else 's'}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return ",".join(map(str, shape)) or "()"
-
-
-Layout.__module__ = Slot.__module__ = "treeparams"
+Layout.__module__ = "treeparams"

@@ -5,6 +5,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+try:
+    from jax.sharding import reshard as _reshard
+except ImportError:  # JAX 0.6
+    from jax.experimental.shard import reshard as _reshard  # pyright: ignore[reportMissingImports]
+
 
 def is_sharded(array: Any) -> bool:
     """Whether the type of an array says that it is split over a mesh.
@@ -20,4 +25,9 @@ def replicated(array: Any) -> Any:
     if not is_sharded(array):
         return array
     sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec())
-    return jax.sharding.reshard(array, sharding)
+    return _reshard(array, sharding)
+
+
+def is_varying(tree: Any) -> bool:
+    """Whether any array of a tree differs from device to device, inside a `jax.shard_map`."""
+    return any(getattr(jax.typeof(leaf), "vma", None) for leaf in jax.tree.leaves(tree))

@@ -1,5 +1,6 @@
 """The canonical gradient."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -45,11 +46,14 @@ def project(model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Lit
     return resolved.layout.canonical(slot_gradients(resolved.layout, grads, missing), resolved.treedef)
 
 
-def slot_gradients(layout: Layout, grads: PyTree, missing: Literal["zeros"] | None, dtype: Any = None) -> list[Any]:
-    """The projected gradient of each slot, in the slot's dtype or a given one."""
+def slot_gradients(
+    layout: Layout, grads: PyTree, missing: Literal["zeros"] | None, dtypes: Sequence[Any] | None = None
+) -> list[Any]:
+    """The projected gradient of each slot, in the slots' dtypes or given ones."""
     found = per_slot(layout, grads, "sum", exact_shapes=True)
-    specs = map(layout.structure.spec, layout.positions)
-    return [_as_gradient(value, spec, dtype or spec.dtype, missing) for value, spec in zip(found, specs, strict=True)]
+    specs = [layout.structure.spec(position) for position in layout.positions]
+    dtypes = [spec.dtype for spec in specs] if dtypes is None else dtypes
+    return [_as_gradient(*each, missing) for each in zip(found, specs, dtypes, strict=True)]
 
 
 def _as_gradient(value: Any, spec: Spec, dtype: Any, missing: str | None) -> Any:

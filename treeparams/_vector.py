@@ -1,20 +1,20 @@
 """The vector form: all trained parameters in one contiguous vector, each tie once, and the way back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jaxtyping import Array, Inexact, PyTree
 
+from ._flat import as_given, as_vectors, leaves_of, vectors_into, vectors_of
 from ._layout import Layout
 from ._match import read_slots
-from ._mesh import replicated
-from ._partition import Rest, rest_of, split
+from ._pack import ONE, Packing
+from ._partition import Rest, rest_of, slots_of
 from ._project import slot_gradients
 from ._resolve import resolve
-from ._structure import describe
+from ._view import View, unwrapped
 
 
 class Restructure:
@@ -24,10 +24,9 @@ class Restructure:
     and returned from `jax.jit`, mapped, scanned and differentiated. Made by `tp.ravel`.
     """
 
-    def __init__(self, rest: Rest, dtype: Any) -> None:
+    def __init__(self, rest: Rest) -> None:
         """For this library's own use; users write `tp.ravel(model)`."""
         self.rest = rest
-        self.dtype = dtype
 
     @property
     def layout(self) -> Layout:
@@ -44,40 +43,41 @@ class Restructure:
                [2., 2.]], dtype=float32)}
 
         Args:
-            vector: shape `(layout.size,)`, of any floating dtype; complex only if a slot is complex (a real slot then
-                takes the real part). NumPy vectors are fine.
+            vector: as `tp.ravel` gave it: shape `(layout.size,)` (or padded), of any floating dtype; complex only if a
+                slot is complex (a real slot then takes the real part). A tuple where `tp.ravel` gave one. NumPy vectors
+                are fine, and so is a `View`.
 
         Returns:
             The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and all
             else as they were.
 
         Raises:
-            ValueError: another length or rank.
+            ValueError: another length or rank; a view of another layout, with what differs.
             TypeError: an integer vector, a complex one where no slot is complex, or no array.
         """
-        _check_vector(self.layout, vector)
-        slots = self.layout.slots
-        pieces = jax.lax.split(jnp.asarray(vector), [slot.size for slot in slots]) if slots else []
-        leaves = [_cast(piece, slot.dtype).reshape(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
-        return self.rest.fixed.fill(leaves, self.rest.frozen)
+        vectors = as_vectors(self.layout, unwrapped(self.layout, vector))
+        return self.rest.fixed.fill(leaves_of(self.layout, vectors), self.rest.frozen)
 
-    def ravel(self, model: PyTree) -> Inexact[Array, " n"]:
+    def ravel(self, model: PyTree, *, into: Any = None) -> Inexact[Array, " n"] | Any:
         """The vector of a model's values, the inverse of calling.
 
         Args:
             model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
                 type. At a tie the value at the slot's own path counts. What is frozen is ignored.
+            into: a vector whose memory the result takes, and which is gone after (donated); `None`: new memory. It has
+                the dtype and length of the result. Inside of a trace memory is XLA's business, and it is ignored.
 
         Returns:
-            A vector of shape `(layout.size,)` and the dtype that `tp.ravel` gave, in a buffer of its own.
+            The vector or vectors, as `tp.ravel` gives them, in buffers of their own.
 
         Raises:
-            ValueError: a slot is missing or has another shape; an entry stands where the model has no leaf.
+            ValueError: a slot is missing or has another shape; an entry stands where the model has no leaf; `into` has
+                another length or dtype.
             TypeError: an entry is no array, or complex where the slot is real.
         """
-        return _concatenate(read_slots(self.layout, model, exact_shapes=True), self.dtype)
+        return _write(self.layout, read_slots(self.layout, model, exact_shapes=True), into)
 
-    def ravel_gradient(self, grads: PyTree) -> Inexact[Array, " n"]:
+    def ravel_gradient(self, grads: PyTree, *, into: Any = None) -> Inexact[Array, " n"] | Any:
         """The vector of a gradient, the transpose of calling: ties are summed, what is missing is zero.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -89,15 +89,41 @@ class Restructure:
 
         Args:
             grads: as for `tp.project`.
+            into: as for `ravel`.
 
         Returns:
-            A vector of shape `(layout.size,)` and the dtype that `tp.ravel` gave.
+            The vector or vectors, as `tp.ravel` gives them.
 
         Raises:
-            ValueError: an entry has another shape than its leaf, or stands where the model has no leaf.
+            ValueError: an entry has another shape than its leaf, or stands where the model has no leaf; `into` does not
+                fit.
             TypeError: an entry is no array.
         """
-        return _concatenate(slot_gradients(self.layout, grads, "zeros", self.dtype), self.dtype)
+        dtypes = [self.layout.vectors[slot.vector].dtype for slot in self.layout.slots]
+        return _write(self.layout, slot_gradients(self.layout, grads, "zeros", dtypes), into)
+
+    def view(self, vector: Inexact[Array, " n"] | Any) -> View:
+        """Names over a vector: of parameters, a gradient, an optimiser's moments, a tangent.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> vector, restructure = tp.ravel({"a": {"w": jnp.ones(2), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}})
+        >>> view = restructure.view(vector)
+        >>> view["a.w"], list(view["*.w"])
+        (Array([1., 1.], dtype=float32), ['a.w', 'c.w'])
+        >>> view.at["*.w"].multiply(5)
+        Array([0., 5., 5., 5., 5., 5.], dtype=float32)
+
+        Args:
+            vector: as for calling.
+
+        Returns:
+            A mapping from paths to arrays; see `View`.
+
+        Raises:
+            ValueError: as for calling.
+            TypeError: as for calling.
+        """
+        return View(self.layout, as_vectors(self.layout, unwrapped(self.layout, vector)))
 
     def with_frozen(self, model: PyTree) -> "Restructure":
         """The same vector form around the frozen leaves of another model.
@@ -111,22 +137,30 @@ class Restructure:
         Raises:
             ValueError: the model does not fit the layout.
         """
-        return Restructure(rest_of(resolve(model, self.layout)), self.dtype)
+        return Restructure(rest_of(resolve(model, self.layout)))
 
     def __repr__(self) -> str:
-        return f"Restructure({self.layout!r}, dtype={self.dtype})"
+        return f"Restructure({self.layout!r})"
 
 
 Restructure.__module__ = "treeparams"
 jtu.register_pytree_with_keys(
     Restructure,
-    lambda restructure: (((jtu.GetAttrKey("rest"), restructure.rest),), restructure.dtype),
-    lambda dtype, children: Restructure(next(iter(children)), dtype),
-    lambda restructure: ((restructure.rest,), restructure.dtype),
+    lambda restructure: (((jtu.GetAttrKey("rest"), restructure.rest),), None),
+    lambda _, children: Restructure(next(iter(children))),
+    lambda restructure: ((restructure.rest,), None),
 )
 
 
-def ravel(model: PyTree, trainable: Any = None, dtype: Any = None) -> tuple[Inexact[Array, " n"], Restructure]:
+def ravel(
+    model: PyTree,
+    trainable: Any = None,
+    dtype: Any = None,
+    *,
+    dtype_groups: bool = False,
+    bucket: int | None = None,
+    pad_to: int = 1,
+) -> tuple[Inexact[Array, " n"] | Any, Restructure]:
     """The trained parameters of a model as one contiguous vector, and the way back.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -141,65 +175,49 @@ def ravel(model: PyTree, trainable: Any = None, dtype: Any = None) -> tuple[Inex
     Only trained floating and complex arrays are in the vector, in tree order, each tie once, at the offsets that
     `restructure.layout` prints. Integers, keys and functions are not converted: they stay with `restructure`.
 
+    **What it costs.** An update, a norm, an average of one vector is one operation in place of thousands, and compiles
+    as one. But XLA has no views: while a step runs, the leaves exist beside the vector, and so do their gradients. Many
+    small leaves: take the vector. A few huge ones: take the tree form (`tp.partition`), or `bucket=`, which does the
+    one for the small leaves and the other for the large. Master weights: `dtype=jnp.float32` over bfloat16 leaves; the
+    forward pass runs in bfloat16, the gradient and the update are one float32 vector.
+
     Args:
         model: any pytree.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`. The
+            `restructure.layout` of another model also tells how it was raveled, where the options below do not say.
         dtype: the dtype of the vector; `None`: `jnp.result_type` of the slots that have elements. A narrower one loses
             digits; float32 over bfloat16 leaves keeps a master copy. Weak types do not survive.
+        dtype_groups: a tuple of vectors in place of one, one for each dtype in order of first appearance, without
+            promotion. Offsets are then within each. Not together with `dtype`.
+        bucket: a tuple of vectors: parameters of more elements than this lie each in a vector of its own, with its own
+            dtype, which costs no copy in a compiled step; the others share one (or one for each dtype).
+        pad_to: zeros follow the parameters until the length is a multiple of this, so that the vector can be laid over
+            so many devices. No parameter, gradient or view ever includes them.
 
     Returns:
         The vector, shape `(layout.size,)`, always in a buffer of its own and whole on each device, and the
-        `Restructure`. Nothing trained: shape `(0,)`.
+        `Restructure`. Nothing trained: shape `(0,)`. A tuple of such vectors with `dtype_groups` or `bucket`.
 
     Raises:
-        ValueError: as `tp.layout`.
+        ValueError: `dtype` and `dtype_groups` together; `bucket` or `pad_to` out of range; as `tp.layout`.
         TypeError: `dtype` is not floating, or real where a slot is complex; as `tp.layout`.
     """
-    slots, rest = split(model, trainable)
-    dtype = rest.layout.dtype if dtype is None else _check_dtype(rest.layout, dtype)
-    return _concatenate(slots, dtype), Restructure(rest, dtype)
+    resolved = resolve(model, trainable)
+    packing = Packing(dtype, dtype_groups, bucket, pad_to)
+    if packing != ONE:
+        resolved = resolved._replace(layout=resolved.layout.packed(packing))
+    return _write(resolved.layout, slots_of(resolved), None), Restructure(rest_of(resolved))
 
 
-def _concatenate(arrays: Sequence[Any], dtype: Any) -> Array:
-    pieces = [_cast(jnp.ravel(replicated(array)), dtype) for array in arrays]
-    if len(pieces) == 1:
-        return jnp.array(pieces[0], copy=True)
-    return jnp.concatenate(pieces) if pieces else jnp.zeros(0, dtype)
-
-
-def _cast(array: Array, dtype: Any) -> Array:
-    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        array = array.real
-    return jax.lax.convert_element_type(array, dtype)
-
-
-def _check_dtype(layout: Layout, dtype: Any) -> Any:
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
-    for slot in layout.slots:
-        if _is_complex(slot.dtype) and not _is_complex(dtype):
-            raise TypeError(f"{slot.path!r} is {slot.dtype}, which a vector of {dtype} cannot hold")
-    if _is_complex(dtype) and not _has_complex(layout):
-        raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
-    return dtype
-
-
-def _check_vector(layout: Layout, vector: Any) -> None:
-    expected = f"expected a vector of shape ({layout.size},) and floating dtype"
-    if not (hasattr(vector, "shape") and hasattr(vector, "dtype")):
-        raise TypeError(f"{expected}, got {describe(vector)}")
-    if tuple(vector.shape) != (layout.size,):
-        raise ValueError(f"{expected} for {layout!r}, got shape {tuple(vector.shape)}")
-    if not jnp.issubdtype(vector.dtype, jnp.inexact):
-        raise TypeError(f"{expected}, got {vector.dtype}; convert it with vector.astype({layout.dtype})")
-    if _is_complex(vector.dtype) and not _has_complex(layout):
-        raise TypeError(f"{expected}, got {vector.dtype}, and no parameter is complex; take vector.real")
-
-
-def _is_complex(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-
-
-def _has_complex(layout: Layout) -> bool:
-    return any(_is_complex(slot.dtype) for slot in layout.slots)
+def _write(layout: Layout, arrays: Any, into: Any) -> Any:
+    if into is None:
+        return as_given(layout, vectors_of(layout, arrays))
+    buffers = as_vectors(layout, unwrapped(layout, into))
+    for buffer, vector in zip(buffers, layout.vectors, strict=True):
+        if buffer.dtype != vector.dtype or not isinstance(buffer, jax.Array):
+            raise ValueError(
+                f"into= must be a JAX array of {vector.dtype}, got {type(buffer).__name__} of {buffer.dtype}"
+            )
+    if any(isinstance(array, Tracer) for array in (*arrays, *buffers)):
+        return as_given(layout, vectors_of(layout, arrays))
+    return as_given(layout, vectors_into(layout, arrays, buffers))
