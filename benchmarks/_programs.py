@@ -1,0 +1,70 @@
+"""Compiled programs side by side: what they cost to build, in operations and memory, and to run."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ._harness import Case, Scale, as_ratios, in_time, interleave
+
+
+class Program(NamedTuple):
+    """A function compiled for its arguments."""
+
+    call: Callable[..., Any]
+    build: float  # seconds for tracing, lowering and compiling
+    flops: float
+    temporary: int  # bytes, beside arguments and results
+
+
+def build(f: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Program:
+    """Compiles a function from nothing: what JAX remembers of earlier traces is forgotten."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    compiled = jax.jit(f, donate_argnums=tuple(donate)).trace(*args).lower().compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return Program(compiled, seconds, compiled.cost_analysis()["flops"], memory.temp_size_in_bytes)
+
+
+def run_times(programs: Mapping[str, Program], args: Mapping[str, Sequence[Any]], scale: Scale) -> dict[str, float]:
+    """The median run time of each program, all in turn."""
+    cases = {name: Case(_until_done(program.call, args[name])) for name, program in programs.items()}
+    return {name: timing.median for name, timing in interleave(cases, scale).items()}
+
+
+def rows(programs: Iterable[Program], times: Iterable[float]) -> list[list[str]]:
+    """The rows of a table with one column per program; the first is the yardstick."""
+    programs = list(programs)
+    return [
+        ["trace, lower, compile", *as_ratios([each.build for each in programs], in_time)],
+        ["run time", *as_ratios(list(times), in_time)],
+        ["operations", *as_ratios([each.flops for each in programs], in_millions)],
+        ["temporary memory", *as_ratios([each.temporary for each in programs], in_bytes)],
+    ]
+
+
+def in_millions(count: float) -> str:
+    """A count in millions.
+
+    >>> in_millions(6_516_287)
+    '6.52 M'
+    """
+    return f"{count / 1e6:.3g} M"
+
+
+def in_bytes(count: float) -> str:
+    """Bytes in a unit that leaves three digits.
+
+    >>> in_bytes(10_485_760), in_bytes(512)
+    ('10.5 MB', '512 B')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
+
+
+def _until_done(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(f(*args))
