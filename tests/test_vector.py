@@ -219,21 +219,3 @@ def _abstract(model):
     _, restructure = tp.ravel(jax.tree.map(lambda s: jnp.zeros(s.shape) if hasattr(s, "shape") else s, model))
     assert restructure.layout == layout
     return jax.ShapeDtypeStruct((layout.size,), layout.dtype), restructure
-
-
-@pytest.mark.skipif(not hasattr(jax.sharding, "reshard"), reason="explicit sharding is younger than this JAX")
-@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ()])
-def test_the_vector_of_sharded_leaves_is_replicated(spec):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    lay = lambda array, *spec: jax.device_put(
-        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    )
-    model = {"b": lay(ramp(3)), "w": lay(ramp(2, 2), *spec)}
-    vector, restructure = tp.ravel(model)
-    assert vector.is_fully_replicated
-    assert restructure.ravel_gradient(model).is_fully_replicated
-    np.testing.assert_array_equal(vector, tp.ravel({"b": ramp(3), "w": ramp(2, 2)})[0])
-    with jax.set_mesh(mesh):
-        assert jax.jit(lambda m: tp.ravel(m)[0])(model).is_fully_replicated
-        got = jax.grad(lambda m: jnp.sum(tp.ravel(m)[0] ** 2))(model)
-    np.testing.assert_allclose(got["w"], 2 * ramp(2, 2), 1e-6)

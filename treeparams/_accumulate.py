@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._flat import as_given, as_vectors
+from ._flat import added, as_given, as_vectors, leaves_of
 from ._mesh import is_varying
 from ._structure import common_dtype, describe
 from ._vector import Restructure
@@ -25,8 +25,8 @@ def accumulate(loss: Callable[..., Any], restructure: Restructure, microbatches:
     >>> print(value, gradient)
     9.0 [6. 6. 6.]
 
-    The gradient of a piece is one vector, which is added in place to one buffer: beside the activations of one piece
-    that is all the memory it takes, whatever the number of leaves and of pieces.
+    Gradients are added in place to one buffer. Beside it and what a single piece needs, it takes the memory of the
+    leaves, once: the size of one vector, whatever the number of leaves and of pieces.
 
     Args:
         loss: a function of the model and the batch that returns the *mean* over the examples, a real scalar.
@@ -54,11 +54,15 @@ def accumulate(loss: Callable[..., Any], restructure: Restructure, microbatches:
         examples = _count_examples(batch)
         size = -(-examples // microbatches)
 
+        leaves = leaves_of(layout, vectors)  # outside of the loop, which runs in the memory of the sums and a piece
+
         def add(sums: Any, start: Any, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
-            of = lambda vectors: loss(restructure(as_given(layout, vectors)), *piece, **kwargs)
-            new = jax.value_and_grad(of)(vectors)
-            return jax.tree.map(lambda old, new: old + new.astype(old.dtype) * (count / examples), sums, new)
+            value, grads = jax.value_and_grad(lambda leaves: loss(restructure.rest.fill(leaves), *piece, **kwargs))(
+                leaves
+            )
+            weight = count / examples
+            return sums[0] + value.astype(sums[0].dtype) * weight, added(layout, sums[1], grads, weight)
 
         sums = _zeros(vectors)
         whole, rest = divmod(examples, size)

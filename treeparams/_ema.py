@@ -125,4 +125,4 @@ class Ema(eqx.Module):
             jax.lax.convert_element_type(value, slot.dtype)
             for value, slot in zip(self.shadow, self.rest.layout.slots, strict=True)
         ]
-        return copy(self.rest.fixed.fill(slots, self.rest.frozen))
+        return copy(self.rest.fill(slots))

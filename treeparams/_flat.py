@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._cut import cut, join
+from ._cut import add_joined, cut, join
 from ._layout import Layout
 from ._mesh import replicated
 from ._pack import Vector, is_complex
@@ -69,6 +69,16 @@ vectors_of = functools.partial(jax.jit, static_argnums=0, inline=True)(_vectors_
 def vectors_into(layout: Layout, arrays: Sequence[Any], buffers: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     """The same in the memory of other vectors, which are gone after."""
     return _vectors_of(layout, arrays)
+
+
+def added(layout: Layout, vectors: Sequence[jax.Array], arrays: Sequence[Any], weight: float) -> tuple[jax.Array, ...]:
+    """The vectors plus weighted arrays, one per slot."""
+    return tuple(
+        add_joined(sums, [_cast(arrays[i], sums.dtype) * weight for i in vector.slots], vector.shapes)
+        if vector.slots
+        else sums
+        for sums, vector in zip(vectors, layout.vectors, strict=True)
+    )
 
 
 def _joined(vector: Vector, arrays: Sequence[Any]) -> jax.Array:

@@ -58,7 +58,7 @@ def value_and_grad(
             warnings.warn(_nothing_trained(rest.layout), stacklevel=2)
 
         def of_slots(slots: tuple[Any, ...]) -> Any:
-            return f(rest.fixed.fill(slots, rest.frozen), *args, **kwargs)
+            return f(rest.fill(slots), *args, **kwargs)
 
         if not slots:
             return of_slots(()), rest.fixed.canonical(())

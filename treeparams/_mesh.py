@@ -29,5 +29,8 @@ def replicated(array: Any) -> Any:
 
 
 def is_varying(tree: Any) -> bool:
-    """Whether any array of a tree differs from device to device, inside a `jax.shard_map`."""
-    return any(getattr(jax.typeof(leaf), "vma", None) for leaf in jax.tree.leaves(tree))
+    """Whether any array of a tree differs from device to device by type, inside a `jax.shard_map`."""
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+    # The name of it has changed with JAX 0.10.
+    kinds = [getattr(each, "manual_axis_type", None) for each in types]
+    return any(getattr(each, "vma", None) for each in types) or any(getattr(each, "varying", None) for each in kinds)

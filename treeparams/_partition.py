@@ -82,6 +82,10 @@ class Rest:
         """The layout of the model."""
         return self.fixed.layout
 
+    def fill(self, slots: Sequence[Any]) -> PyTree:
+        """The model with one array per slot. For this library's own use; users write `tp.combine(params, rest)`."""
+        return self.fixed.fill(slots, self.frozen)
+
     def __repr__(self) -> str:
         return f"Rest({len(self.frozen)} frozen arrays, {len(self.fixed.values)} values, {self.layout!r})"
 
@@ -155,7 +159,7 @@ def combine(params: PyTree, rest: Rest) -> PyTree:
     leaves, treedef = flatten(params)
     if not same_treedef(treedef, rest.layout.canonical_treedef):
         leaves = read_slots(rest.layout, params)
-    return rest.fixed.fill(leaves, rest.frozen)
+    return rest.fill(leaves)
 
 
 def split(model: PyTree, trainable: Any) -> tuple[tuple[Any, ...], Rest]:

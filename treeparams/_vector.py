@@ -56,7 +56,7 @@ class Restructure:
             TypeError: an integer vector, a complex one where no slot is complex, or no array.
         """
         vectors = as_vectors(self.layout, unwrapped(self.layout, vector))
-        return self.rest.fixed.fill(leaves_of(self.layout, vectors), self.rest.frozen)
+        return self.rest.fill(leaves_of(self.layout, vectors))
 
     def ravel(self, model: PyTree, *, into: Any = None) -> Inexact[Array, " n"] | Any:
         """The vector of a model's values, the inverse of calling.

@@ -52,7 +52,7 @@ def maptrainable(
     resolved = resolve(model, trainable)
     others = [per_slot(resolved.layout, tree, tied) for tree in rest]
     kept = rest_of(resolved)
-    return kept.fixed.fill(list(map(f, slots_of(resolved), *others)), kept.frozen)
+    return kept.fill(list(map(f, slots_of(resolved), *others)))
 
 
 def biwalk(model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = None) -> Iterator[tuple[str, Any, Any]]:

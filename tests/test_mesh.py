@@ -1,0 +1,190 @@
+"""Vectors over several devices: explicit and automatic axes, `shard_map`, padding."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treeparams as tp
+
+from .zoo import ramp
+
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:  # JAX 0.6
+    from jax.experimental.shard_map import shard_map
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+
+axes = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+SPECS = [P("x", None), P(None, "x"), P()]
+
+
+def mesh_of(kind, devices=2):
+    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def make():
+    return {"b": ramp(2), "frozen": ramp(2, start=3), "w": ramp(2, 2)}
+
+
+def loss(model, x):
+    return jnp.mean(jnp.tanh(x @ model["w"] + (model["b"] + model["frozen"])[None]) ** 2)
+
+
+LAYOUT = tp.layout(make(), freeze="frozen")
+X = jax.random.normal(jax.random.key(0), (8, 2))
+
+
+def laid(mesh, spec):
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    model = make()
+    return {"b": put(model["b"]), "frozen": put(model["frozen"]), "w": put(model["w"], *spec)}
+
+
+@axes
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("within", [False, True])
+def test_there_and_back_over_sharded_leaves(kind, spec, within):
+    mesh = mesh_of(kind)
+    model, plain = laid(mesh, spec), tp.ravel(make(), LAYOUT)[0]
+    with set_mesh(mesh) if within else jax.default_device(None):
+        vector, restructure = tp.ravel(model, LAYOUT)
+        np.testing.assert_array_equal(vector, plain)
+        if kind == AxisType.Explicit:
+            assert vector.is_fully_replicated
+        back = restructure(vector)
+        jax.tree.map(np.testing.assert_array_equal, back, model)
+        np.testing.assert_array_equal(restructure.ravel(back), plain)
+        np.testing.assert_array_equal(restructure.ravel_gradient(model), plain)
+        np.testing.assert_array_equal(restructure.view(vector)["w"], make()["w"])
+        np.testing.assert_array_equal(restructure.view(vector).at["w"].add(1.0)[2:], plain[2:] + 1)
+        np.testing.assert_array_equal(restructure.ravel(model, into=restructure.ravel(model)), plain)
+        np.testing.assert_allclose(tp.global_norm(vector), tp.global_norm(plain), 1e-6)
+
+
+@axes
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_gradients_in_the_leaves_and_in_the_vector(kind, spec):
+    mesh = mesh_of(kind)
+    model = laid(mesh, spec)
+    want = jax.grad(lambda v, r: loss(r(v), X))(*tp.ravel(make(), LAYOUT))
+    with set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("x")))
+        vector, restructure = tp.ravel(model, LAYOUT)
+        for of in (jax.grad(lambda v, r, x: loss(r(v), x)), lambda v, r, x: tp.accumulate(loss, r, 2)(v, x)[1]):
+            np.testing.assert_allclose(jax.jit(of)(vector, restructure, x), want, 1e-5, 1e-6)
+        through = jax.jit(jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2)))(model)
+        np.testing.assert_allclose(through["w"], 2 * make()["w"], 1e-6)
+
+
+@axes
+def test_a_padded_vector_lies_over_the_devices(kind):
+    mesh = mesh_of(kind, 4)
+    vector, restructure = tp.ravel(make(), LAYOUT, pad_to=4)
+    want = jax.grad(lambda v, r: loss(r(v), X))(vector, restructure)
+    assert vector.shape == (8,)  # of six elements
+    over = jax.device_put(vector, NamedSharding(mesh, P("x")))
+    assert over.addressable_shards[0].data.shape == (2,)
+    # On the mesh as well: with explicit axes what meets must lie on one mesh.
+    restructure = jax.device_put(restructure, NamedSharding(mesh, P()))
+    with set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        gradient = jax.jit(jax.grad(lambda v, r, x: loss(r(v), x)))(over, restructure, x)
+        np.testing.assert_allclose(gradient, want, 1e-5, 1e-6)
+        if kind == AxisType.Explicit:
+            assert gradient.sharding.spec == P("x")
+        np.testing.assert_array_equal(jax.jit(lambda r, v: r(v)["w"])(restructure, over), make()["w"])
+        np.testing.assert_array_equal(restructure.view(over)["w"], make()["w"])
+        np.testing.assert_allclose(tp.global_norm(over), tp.global_norm(vector), 1e-6)
+        step = jax.jit(lambda v, r, x: v - 0.1 * jax.grad(lambda v: loss(r(v), x))(v))
+        np.testing.assert_allclose(step(over, restructure, x), vector - 0.1 * want, 1e-5, 1e-6)
+
+
+@axes
+def test_one_gather_brings_the_vector_together(kind):
+    mesh = mesh_of(kind, 4)
+    model = [ramp(4) for _ in range(20)]
+    vector, restructure = tp.ravel(model, pad_to=4)
+    over = jax.device_put(vector, NamedSharding(mesh, P("x")))
+    with set_mesh(mesh):
+        program = jax.jit(lambda v: sum(jnp.sum(each) for each in restructure(v))).lower(over).compile().as_text()
+    assert program.count(" all-gather(") == 1
+    assert "collective-permute" not in program
+
+
+def _inside(mesh, of, *specs, out):
+    return jax.jit(shard_map(of, mesh=mesh, in_specs=specs, out_specs=out))
+
+
+@axes
+def test_data_parallel_in_shard_map(kind):
+    mesh = mesh_of(kind, 4)
+    vector, restructure = tp.ravel(make(), LAYOUT)
+    want = jax.grad(lambda v, r: loss(r(v), X))(vector, restructure)
+    x = jax.device_put(X, NamedSharding(mesh, P("x")))
+
+    def step(vector, restructure, x):
+        gradient = jax.grad(lambda v: jax.lax.pmean(loss(restructure(v), x), "x"))(vector)
+        return (
+            gradient,
+            tp.global_norm(gradient),
+            restructure.view(gradient)["w"],
+            tp.ravel(restructure(vector), LAYOUT)[0],
+        )
+
+    gradient, norm, part, again = _inside(mesh, step, P(), P(), P("x"), out=P())(vector, restructure, x)
+    np.testing.assert_allclose(gradient, want, 1e-5, 1e-6)
+    np.testing.assert_allclose(norm, tp.global_norm(want), 1e-5)
+    np.testing.assert_allclose(part, restructure.view(want)["w"], 1e-5, 1e-6)
+    np.testing.assert_array_equal(again, vector)
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX 0.6 does not type what varies from device to device")
+@axes
+def test_accumulation_in_shard_map(kind):
+    mesh = mesh_of(kind, 2)
+    vector, restructure = tp.ravel(make(), LAYOUT)
+    want = jax.value_and_grad(lambda v, r: loss(r(v), X))(vector, restructure)
+    x = jax.device_put(X, NamedSharding(mesh, P("x")))
+
+    def step(vector, restructure, x):
+        local = jax.lax.pcast(vector, "x", to="varying")
+        value, gradient = tp.accumulate(loss, restructure, 3)(local, x)
+        return jax.lax.pmean(value, "x"), jax.lax.pmean(gradient, "x")
+
+    got = _inside(mesh, step, P(), P(), P("x"), out=P())(vector, restructure, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX 0.6 refuses such derivatives, whatever they are of")
+@axes
+def test_a_shard_of_an_ensemble_for_each_device(kind):
+    mesh = mesh_of(kind, 4)
+    vector, restructure = tp.ravel(make(), LAYOUT)
+    stack = jnp.stack([vector * k for k in range(4)])
+    over = jax.device_put(stack, NamedSharding(mesh, P("x")))
+    of = jax.vmap(jax.grad(lambda v: loss(restructure(v), X)))
+    want = of(stack)
+    with set_mesh(mesh):
+        got = jax.jit(of)(over)
+    np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+    assert got.sharding.spec[0] == "x" or kind == AxisType.Auto
+    local = _inside(mesh, of, P("x"), out=P("x"))(over)
+    np.testing.assert_allclose(local, want, 1e-5, 1e-6)
+
+
+@axes
+def test_modules_on_a_mesh(kind):
+    mesh = mesh_of(kind)
+    mlp = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
+    arrays, static = eqx.partition(mlp, eqx.is_array)
+    spread = lambda a: NamedSharding(mesh, P("x") if a.shape[0] % 2 == 0 else P())
+    model = eqx.combine(jax.tree.map(lambda a: jax.device_put(a, spread(a)), arrays), static)
+    plain, _ = tp.ravel(mlp)
+    for options in ({}, {"dtype_groups": True}, {"bucket": 4}, {"pad_to": 16}):
+        vectors, restructure = tp.ravel(model, **options)
+        want, _ = tp.ravel(mlp, **options)
+        jax.tree.map(np.testing.assert_array_equal, vectors, want)
+        with set_mesh(mesh):
+            np.testing.assert_array_equal(tp.ravel(restructure(vectors))[0], plain)
