@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, Timing, as_ratios, fit_exponent, verdict
+from ._harness import SMOKE, Scale, Sweep, Table, Timing, as_ratios, fit_exponent, verdict
 from ._models import net
 from ._programs import Program, build, in_bytes, in_millions, rows, run_times
 
@@ -36,12 +36,11 @@ Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    built({_TREE: _losses(4)[_TREE]})  # what JAX loads for its first program of the kind is nobody's cost
+    built(_gradients(4), SMOKE)  # what JAX loads for its first program is nobody's cost
     programs, times = {}, {}
     for size in scale.sizes if scale.is_smoke else _SIZES:
-        losses = {name: each for name, each in _losses(size).items() if size <= _LARGEST.get(name, size)}
-        functions = {name: (jax.value_and_grad(loss), (at,)) for name, (loss, at) in losses.items()}
-        programs[size] = built(functions)
+        functions = {name: each for name, each in _gradients(size).items() if size <= _LARGEST.get(name, size)}
+        programs[size] = built(functions, scale)
         times[size] = run_times(programs[size], {name: args for name, (_, args) in functions.items()}, scale)
     yield _build_table(programs)
     yield _run_table(times)
@@ -49,14 +48,18 @@ def run(scale: Scale) -> Iterator[Table]:
     yield _derivatives(10 if scale.is_smoke else 200, scale)
 
 
-def built(functions: Mapping[str, Function]) -> dict[str, Program]:
+def built(functions: Mapping[str, Function], scale: Scale) -> dict[str, Program]:
     """Each program as built in median time."""
     found: dict[str, list[Program]] = {name: [] for name in functions}
-    for _, (name, (f, args)) in itertools.product(range(3), functions.items()):
+    for _, (name, (f, args)) in itertools.product(range(1 if scale.is_smoke else 3), functions.items()):
         if sum(program.build for program in found[name]) < _PATIENCE:
             found[name].append(build(f, *args))
     ordered = {name: sorted(programs, key=lambda program: program.build) for name, programs in found.items()}
     return {name: programs[(len(programs) - 1) // 2] for name, programs in ordered.items()}
+
+
+def _gradients(leaves: int) -> dict[str, Function]:
+    return {name: (jax.value_and_grad(loss), (at,)) for name, (loss, at) in _losses(leaves).items()}
 
 
 def _losses(leaves: int) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
@@ -148,7 +151,7 @@ def _derivatives(leaves: int, scale: Scale) -> Table:
         ("vmap of grad over 4", lambda f: jax.vmap(jax.grad(f)), lambda at: (_stack(at),)),
     ):
         functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in found.items()}
-        programs = built(functions)
+        programs = built(functions, scale)
         times = run_times(programs, {name: args for name, (_, args) in functions.items()}, scale)
         cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
     return Table(f"Other derivatives at {leaves} leaves", ["", *found], cells)
