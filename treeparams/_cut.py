@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# A shape that stands at fewer places than this is cut at constant offsets; a run-time offset would save nothing.
+# A shape that stands at fewer places than this is cut at constant offsets. For a net of 6 or 10 leaves the conditional
+# below takes as long as the kernels that it saves; from 20 leaves on it saves build time and costs no run time.
 _FEW = 8
 
 

@@ -150,4 +150,3 @@ def _is_count(value: Any) -> bool:
 
 
 Slot.__module__ = "treeparams"
-Vector.__module__ = "treeparams"
