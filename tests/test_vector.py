@@ -4,6 +4,7 @@ import pickle
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -219,3 +220,17 @@ def _abstract(model):
     _, restructure = tp.ravel(jax.tree.map(lambda s: jnp.zeros(s.shape) if hasattr(s, "shape") else s, model))
     assert restructure.layout == layout
     return jax.ShapeDtypeStruct((layout.size,), layout.dtype), restructure
+
+
+def test_shapes_alone_and_programs_for_elsewhere():
+    model = {"norm": Norm(ramp(2), ramp(3)), "w": [ramp(2, 2, start=k) for k in range(12)], "f": jnp.tanh}
+    vector, restructure = tp.ravel(model)
+    parts = lambda v, r: (r(v)["norm"].mean, r(v)["w"], r.ravel_gradient({"w": [None, v[:4].reshape(2, 2)]}))
+    shapes = jax.eval_shape(parts, jax.ShapeDtypeStruct(vector.shape, vector.dtype), restructure)
+    assert [each.shape for each in jax.tree.leaves(shapes)] == [(3,), *[(2, 2)] * 12, (50,)]
+    exported = jax.export.export(jax.jit(lambda v: jax.grad(lambda v: jnp.sum(restructure(v)["w"][3]))(v)))(vector)
+    np.testing.assert_array_equal(
+        exported.call(vector), restructure.ravel_gradient({"w": [None] * 3 + [jnp.ones((2, 2))]})
+    )
+    platforms = jax.export.export(jax.jit(lambda v: restructure(v)["w"]), platforms=("cpu", "cuda", "tpu"))(vector)
+    jax.tree.map(np.testing.assert_array_equal, platforms.call(vector), model["w"])
