@@ -30,7 +30,7 @@ def build(f: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Prog
 
 def run_times(programs: Mapping[str, Program], args: Mapping[str, Sequence[Any]], scale: Scale) -> dict[str, float]:
     """The median run time of each program, all in turn."""
-    cases = {name: Case(_until_done(program.call, args[name])) for name, program in programs.items()}
+    cases = {name: Case(until_done(program.call, args[name])) for name, program in programs.items()}
     return {name: timing.median for name, timing in interleave(cases, scale).items()}
 
 
@@ -66,5 +66,6 @@ def in_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _until_done(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
+def until_done(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
+    """A call that ends when its result is there."""
     return lambda: jax.block_until_ready(f(*args))

@@ -19,6 +19,7 @@ import treeparams as tp
 
 from ._harness import Case, Scale, Table, as_ratios, in_time, interleave, sweep, verdict
 from ._models import Net, is_non_trainable, net, nnx_net
+from ._programs import in_bytes, until_done
 
 _HAND, _TP, _JAX = "partition by hand", "tp.grad", "jax.grad"
 
@@ -48,16 +49,16 @@ def _loss(model: Frozen, x: jax.Array) -> jax.Array:
 def _compiled_table(model: Frozen, x: jax.Array, scale: Scale) -> Table:
     functions = _functions(model)
     programs = {name: jax.jit(f).lower(*args, x).compile() for name, (f, args) in functions.items()}
-    calls = {name: _until_done(programs[name], (*args, x)) for name, (_, args) in functions.items()}
+    calls = {name: until_done(programs[name], (*args, x)) for name, (_, args) in functions.items()}
     times = interleave({name: Case(call) for name, call in calls.items()}, scale)
     costs = [program.cost_analysis() for program in programs.values()]
     memory = [program.memory_analysis() for program in programs.values()]
     flops = [cost["flops"] for cost in costs]
     rows = [
         ["operations", *as_ratios(flops, lambda count: f"{count / 1e6:.0f} M")],
-        ["bytes moved", *as_ratios([cost["bytes accessed"] for cost in costs], _in_bytes)],
-        ["temporary memory", *as_ratios([each.temp_size_in_bytes for each in memory], _in_bytes)],
-        ["output memory", *as_ratios([each.output_size_in_bytes for each in memory], _in_bytes)],
+        ["bytes moved", *as_ratios([cost["bytes accessed"] for cost in costs], in_bytes)],
+        ["temporary memory", *as_ratios([each.temp_size_in_bytes for each in memory], in_bytes)],
+        ["output memory", *as_ratios([each.output_size_in_bytes for each in memory], in_bytes)],
         ["run time", *as_ratios([timing.median for timing in times.values()], in_time)],
     ]
     ratio = flops[list(programs).index(_TP)] / flops[0]
@@ -92,14 +93,6 @@ def _functions(model: Frozen) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
         "paramax, of all": (with_paramax_of_all, (wrapped,)),
         "optax, zeroed after": (with_optax, (model,)),
     }
-
-
-def _until_done(f: Callable, args: tuple[Any, ...]) -> Callable:
-    return lambda: jax.block_until_ready(f(*args))
-
-
-def _in_bytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB"
 
 
 # -- Each call ---------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """A net evaluated and differentiated from one vector.
 
 Each layer has a weight of 16x16 and a bias of 16, the batch is 8, the loss is the sum of squares of what comes out. The
-yardstick takes the arrays of the model as they are. `restructure` of `tp.ravel` cuts the vector with one kernel for all leaves of
-a shape, the unraveling function of `ravel_pytree` with one each: it is `jax.lax.split` and a reshape. Every program is
-built from nothing up to three times, in turn, for as long as that takes a few seconds; the median counts.
+yardstick takes the arrays of the model as they are. The `restructure` of `tp.ravel` cuts the vector with one kernel for
+all leaves of a shape, the unraveling function of `ravel_pytree` with one each: it is `jax.lax.split` and a reshape.
+Every program is built from nothing; those of the tree and of `restructure` up to three times, in turn, for as long as
+that takes a few seconds, and the median counts.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,45 +19,64 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import SMOKE, Scale, Sweep, Table, Timing, as_ratios, fit_exponent, verdict
+from ._harness import Case, Scale, Sweep, Table, Timing, as_ratios, interleave, verdict
 from ._models import net
-from ._programs import Program, build, in_bytes, in_millions, rows, run_times
+from ._programs import Program, build, in_bytes, in_millions, rows, until_done
 
 _TREE, _TP, _RAVEL, _SPLIT, _SLICES = "tree", "restructure", "ravel_pytree", "lax.split", "static slices"
 _WIDTH, _BATCH = 16, 8
-_SIZES = (10, 100, 1000, 3000)
-_LARGEST = {_RAVEL: 1000, _SPLIT: 100, _SLICES: 100}
+_SIZES = (10, 100, 1000)
+_LARGEST = {_SPLIT: 100, _SLICES: 100}
 _NOTES = [
-    f"{_RAVEL} was not run above 1000 leaves: compilation is quadratic in them and would take minutes.",
     f"{_SPLIT} was not run above 100 leaves: it is the program of {_RAVEL}.",
     f"{_SLICES} were not run above 100 leaves: the transpose of each is an addition of two whole vectors.",
 ]
-_PATIENCE = 6  # seconds after which a program is not built again
 
 Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    built(_gradients(4), SMOKE)  # what JAX loads for its first program is nobody's cost
+    built(_gradients(4), 0)  # what JAX loads for its first program is nobody's cost
     programs, times = {}, {}
-    for size in scale.sizes if scale.is_smoke else _SIZES:
+    for size in (4, 16) if scale.is_smoke else _SIZES:
         functions = {name: each for name, each in _gradients(size).items() if size <= _LARGEST.get(name, size)}
-        programs[size] = built(functions, scale)
-        times[size] = run_times(programs[size], {name: args for name, (_, args) in functions.items()}, scale)
+        own = {name: functions.pop(name) for name in (_TREE, _TP)}
+        programs[size] = built(own, 0 if scale.is_smoke else 8) | built(functions, 0)
+        times[size] = timed(programs[size], own | functions, scale)
     yield _build_table(programs)
     yield _run_table(times)
     yield _cost_table(programs)
     yield _derivatives(4 if scale.is_smoke else 200, scale)
 
 
-def built(functions: Mapping[str, Function], scale: Scale) -> dict[str, Program]:
-    """Each program as built in median time."""
+def built(functions: Mapping[str, Function], patience: float, donate: Sequence[int] = ()) -> dict[str, Program]:
+    """Each program as built in median time, of three rounds or as many as begin within these seconds."""
     found: dict[str, list[Program]] = {name: [] for name in functions}
-    for _, (name, (f, args)) in itertools.product(range(1 if scale.is_smoke else 3), functions.items()):
-        if sum(program.build for program in found[name]) < _PATIENCE:
-            found[name].append(build(f, *args))
+    stop = time.perf_counter() + patience
+    for done in range(3):
+        if done and time.perf_counter() >= stop:
+            break
+        for name, (f, args) in functions.items():
+            found[name].append(build(f, *args, donate=donate))
     ordered = {name: sorted(programs, key=lambda program: program.build) for name, programs in found.items()}
     return {name: programs[(len(programs) - 1) // 2] for name, programs in ordered.items()}
+
+
+def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:
+    """The run time of each program."""
+    return medians({name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale)
+
+
+def medians(calls: Mapping[str, Callable[[], Any]], scale: Scale) -> dict[str, float]:
+    """The median time of each call, made in turn and then in the reverse order.
+
+    Of the two medians of a call the lower counts: what was called before it leaves caches and memory in disorder, a
+    tree with its many results more than a vector.
+    """
+    there = {name: Case(call) for name, call in calls.items()}
+    back = {f"{name}, back": case for name, case in reversed(there.items())}
+    found = interleave(there | back, scale)
+    return {name: min(found[name].median, found[f"{name}, back"].median) for name in calls}
 
 
 def _gradients(leaves: int) -> dict[str, Function]:
@@ -91,7 +112,7 @@ def _losses(leaves: int) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
 
 def _build_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
     found = Sweep(_timings(programs, lambda program: program.build), _NOTES if len(programs) > 2 else [])
-    size = max(size for size, row in programs.items() if _RAVEL in row)  # the largest that all three ran at
+    size = max(programs)
     of_tree, of_ravel = found.ratios(_TP, _TREE)[size], found.ratios(_TP, _RAVEL)[size]
     tree = f"that of {_TREE} is {found.exponent(_TREE):.2f}, in the last step {found.exponent(_TREE, last=2):.2f}"
     targets = [
@@ -104,11 +125,9 @@ def _build_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
 
 def _run_table(times: Mapping[int, Mapping[str, float]]) -> Table:
     found = Sweep(_timings(times, lambda seconds: seconds), [])
-    ratios = {}
-    for size, row in times.items():
-        others = [row[name] for name in row if name not in {_TREE, _TP}]
-        if others:
-            ratios[size] = row[_TP] / min(others)
+    ratios = {
+        size: row[_TP] / min(row[name] for name in row if name not in {_TREE, _TP}) for size, row in times.items()
+    }
     worst = max(ratios, key=lambda size: ratios[size])
     explained = f"{ratios[worst]:.2f}x at {worst} leaves"
     targets = [
@@ -127,34 +146,30 @@ def _timings(found: Mapping[int, Mapping[str, Any]], seconds: Callable[[Any], fl
 def _cost_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
     names = list(programs[min(programs)])
     cells = []
-    for what, field, unit in (("operations", "flops", in_millions), ("temporary memory", "temporary", in_bytes)):
-        for size, row in programs.items():
-            values = [getattr(row[name], field) if name in row else None for name in names]
-            cells.append([f"{what}, {size} leaves", *as_ratios(values, unit)])
+    for size, row in programs.items():
+        flops = [row[name].flops if name in row else None for name in names]
+        cells.append([f"operations, {size} leaves", *as_ratios(flops, in_millions)])
+    for size, row in programs.items():  # not as ratios: the tree has next to none, its gradient being its result
+        memory = [in_bytes(row[name].temporary) if name in row else "-" for name in names]
+        cells.append([f"temporary memory, {size} leaves", *memory])
     worst = max(row[_TP].flops / row[_TREE].flops for row in programs.values())
     target = verdict(f"operations of {_TP} <= 1.001x {_TREE}", worst <= 1.001, f"{worst:.6f}x at most")
-    lengths = {size: row[_TP].temporary for size, row in programs.items()}
-    growth = f"The temporary memory of {_TP} is the leaves and their gradients; its growth is {fit_exponent(lengths):.2f}."
-    return Table("Value and gradient: operations and memory", ["", *names], cells, [target, growth])
+    explained = "In temporary memory the vectors have the leaves; the gradients of the tree are its result."
+    return Table("Value and gradient: operations and memory", ["", *names], cells, [target, explained])
 
 
 # -- Other derivatives -------------------------------------------------------------------------------------------------
 
 
 def _derivatives(leaves: int, scale: Scale) -> Table:
-    found = {name: each for name, each in _losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
+    losses = {name: each for name, each in _losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
     cells = []
-    for what, derivative, arguments in (
-        ("jvp", lambda f: lambda at, along: jax.jvp(f, (at,), (along,)), lambda at: (at, at)),
-        ("jvp of grad", lambda f: lambda at, along: jax.jvp(jax.grad(f), (at,), (along,))[1], lambda at: (at, at)),
-        ("grad of grad", lambda f: jax.grad(lambda at: _square(jax.grad(f)(at))), lambda at: (at,)),
-        ("vmap of grad over 4", lambda f: jax.vmap(jax.grad(f)), lambda at: (_stack(at),)),
-    ):
-        functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in found.items()}
-        programs = built(functions, scale)
-        times = run_times(programs, {name: args for name, (_, args) in functions.items()}, scale)
+    for what, (derivative, arguments) in _DERIVATIVES.items():
+        functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in losses.items()}
+        programs = built(functions, 0 if scale.is_smoke else 1)
+        times = timed(programs, functions, scale)
         cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
-    return Table(f"Other derivatives at {leaves} leaves", ["", *found], cells)
+    return Table(f"Other derivatives at {leaves} leaves", ["", *losses], cells)
 
 
 def _square(tree: Any) -> jax.Array:
@@ -163,3 +178,11 @@ def _square(tree: Any) -> jax.Array:
 
 def _stack(tree: Any) -> Any:
     return jax.tree.map(lambda array: jnp.stack([array] * 4), tree)
+
+
+_DERIVATIVES = {  # of a loss, and at what it is taken
+    "jvp": (lambda f: lambda at, along: jax.jvp(f, (at,), (along,)), lambda at: (at, at)),
+    "jvp of grad": (lambda f: lambda at, along: jax.jvp(jax.grad(f), (at,), (along,))[1], lambda at: (at, at)),
+    "grad of grad": (lambda f: jax.grad(lambda at: _square(jax.grad(f)(at))), lambda at: (at,)),
+    "vmap of grad over 4": (lambda f: jax.vmap(jax.grad(f)), lambda at: (_stack(at),)),
+}

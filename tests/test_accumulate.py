@@ -1,5 +1,7 @@
 """Gradients of a large batch in pieces."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -146,7 +148,7 @@ def test_memory_is_one_vector_whatever_the_number_of_pieces():
 @pytest.mark.parametrize("microbatches", [0, -1, 2.0, True, None])
 def test_a_number_of_pieces_that_cannot_be(microbatches):
     _, restructure = tp.ravel(make())
-    with pytest.raises(ValueError, match=f"microbatches must be a positive number of pieces, got {microbatches}"):
+    with pytest.raises(ValueError, match=f"a whole number of pieces, at least 1, got {microbatches}"):
         tp.accumulate(loss, restructure, microbatches)
 
 
@@ -167,3 +169,19 @@ def test_batches_that_cannot_be_cut(batch, message):
     vector, restructure = tp.ravel(make())
     with pytest.raises(ValueError, match=message):
         tp.accumulate(loss, restructure, 2)(vector, *batch)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_is_no_restructure():
+    with pytest.raises(TypeError, match=r"the Restructure of tp\.ravel, got Model"):
+        tp.accumulate(loss, make(), 2)
+
+
+def test_numbers_of_python_and_vectors_of_numpy():
+    vector, restructure = tp.ravel(make())
+    wide = np.asarray(vector, np.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value, gradient = tp.accumulate(lambda model, x: 3.0, restructure, np.int64(2))(wide, np.ones((3, 1)))
+    assert float(value) == 3
+    np.testing.assert_array_equal(gradient, np.zeros(vector.shape, np.float32))

@@ -108,7 +108,7 @@ def test_it_prints_as_a_table():
         "b     4      bfloat16  frozen     4",
         "1 slot, 6 elements, 24 bytes; 4 elements frozen",
     ]
-    assert repr(layout) == "Layout(1 slot, 6 elements, float32; 1 frozen)"
+    assert repr(layout) == "Layout(1 slot (a), 6 elements, float32; 1 frozen)"
     assert "c.0, d (transpose)" in str(layout.freeze("**"))
 
 

@@ -1,5 +1,7 @@
 """One vector or several: dtype groups, buckets, padding."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,10 +176,12 @@ def test_float32_master_weights_in_one_step():
     ("options", "error", "message"),
     [
         ({"dtype": jnp.float32, "dtype_groups": True}, ValueError, "does not go with dtype=float32; give one"),
-        ({"pad_to": 0}, ValueError, "pad_to must be a positive number of elements, got 0"),
-        ({"pad_to": 1.5}, ValueError, "pad_to must be a positive number of elements, got 1.5"),
-        ({"bucket": -1}, ValueError, "bucket must be a number of elements or None, got -1"),
-        ({"bucket": True}, ValueError, "bucket must be a number of elements or None, got True"),
+        ({"pad_to": 0}, ValueError, "pad_to must be a whole number of elements, at least 1, got 0"),
+        ({"pad_to": 1.5}, ValueError, "pad_to must be a whole number of elements, at least 1, got 1.5"),
+        ({"bucket": -1}, ValueError, "bucket must be a whole number of elements, at least 0, got -1"),
+        ({"bucket": True}, ValueError, "bucket must be a whole number of elements, at least 0, got True"),
+        ({"dtype": jnp.complex64}, TypeError, "no parameter is complex, so the vector cannot be complex64"),
+        ({"dtype": int}, TypeError, "must be floating or complex, got int32"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -201,6 +205,44 @@ def test_vectors_that_do_not_fit(vectors, error, message):
         restructure(vectors)
 
 
+def test_float64_is_not_none():
+    with zoo.enable_x64(True):
+        model = {"w": ramp(2, dtype=jnp.float32)}
+        vector, restructure = tp.ravel(model, dtype="float64")
+        assert (vector.dtype, restructure(vector)["w"].dtype) == (jnp.float64, jnp.float32)
+        diff = restructure.layout.diff(tp.layout(model))
+        assert diff == "raveled with dtype='float64' in the first, dtype=None in the second"
+        assert restructure.layout != tp.layout(model)
+        assert tp.ravel(model, dtype=np.float64)[1].layout == restructure.layout
+
+
+def test_a_layout_tells_the_options_that_are_not_given():
+    model = {"a": ramp(3), "b": ramp(2, dtype=jnp.bfloat16)}
+    layout = tp.ravel(model, dtype_groups=True, pad_to=np.int64(4))[1].layout
+    assert [vector.shape for vector in tp.ravel(model, layout)[0]] == [(4,), (4,)]
+    assert [vector.shape for vector in tp.ravel(model, layout, pad_to=8)[0]] == [(8,), (8,)]
+    assert [vector.shape for vector in tp.ravel(model, layout, bucket=2)[0]] == [(4,), (4,)]
+    with pytest.raises(ValueError, match="does not go with dtype=float32"):
+        tp.ravel(model, layout, dtype=jnp.float32)
+
+
+def test_a_packed_layout_pickles():
+    layout = tp.ravel({"a": ramp(3), "b": ramp(2, dtype=jnp.bfloat16)}, bucket=2, pad_to=4)[1].layout
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout
+    assert again.vectors == layout.vectors
+
+
+def test_a_complex_dtype_where_one_vector_is_real():
+    model = {"a": ramp(2), "z": ramp(3, dtype=jnp.complex64)}
+    vectors, restructure = tp.ravel(model, dtype=jnp.complex64, bucket=2)
+    assert [vector.dtype for vector in vectors] == [jnp.float32, jnp.complex64]
+    assert restructure.layout.freeze("z").dtype == jnp.float32
+    layout = tp.ravel(model, tp.layout(model, freeze="z"), dtype=jnp.float32)[1].layout
+    with pytest.raises(TypeError, match="'z' is complex64, which a vector of float32 cannot hold"):
+        layout.thaw("z")
+
+
 @packings
 def test_into_the_memory_of_another_vector(packing):
     model = {"a": ramp(3), "b": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, 2)}
@@ -217,3 +259,19 @@ def test_into_the_memory_of_another_vector(packing):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda m, v: restructure.ravel(m, into=v))(doubled, want), want)
     with pytest.raises(ValueError, match=r"into= must be a JAX array of \w+, got ndarray"):
         restructure.ravel(model, into=jax.tree.map(np.asarray, want))
+
+
+def test_memory_that_cannot_be_taken():
+    vectors, restructure = tp.ravel({"a": ramp(3), "b": ramp(3)}, bucket=0)
+    with pytest.raises(ValueError, match="into= is also the array at 'b'"):
+        restructure.ravel({"a": ramp(3), "b": vectors[0]}, into=vectors)
+    with pytest.raises(ValueError, match="into= has one vector twice"):
+        restructure.ravel({"a": ramp(3), "b": ramp(3)}, into=(vectors[0], vectors[0]))
+    assert not vectors[0].is_deleted()
+
+
+def test_inside_of_jit_its_donated_argument_is_the_memory():
+    model = {"a": ramp(3), "b": ramp(4)}
+    vector, restructure = tp.ravel(model)
+    write = jax.jit(lambda m, v: restructure.ravel(m, into=v), donate_argnums=1, keep_unused=True)
+    assert write.lower(model, vector).compile().memory_analysis().alias_size_in_bytes == vector.nbytes

@@ -32,10 +32,11 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit():
     assert restructure.layout.paths == ("bf16", "c64", "f16", "f32")
     assert_same(restructure(vector), EVERYTHING)
     with enable_x64(True):
-        model = {"f64": jnp.array([1 / 3], jnp.float64), "f32": ramp(2)}
-        vector, restructure = tp.ravel(model)
-        assert vector.dtype == jnp.float64
-        assert_same(restructure(vector), model)
+        model = EVERYTHING | {"f64": jnp.array([1 / 3], jnp.float64)}
+        assert tp.ravel(model)[0].dtype == jnp.complex128
+        for options in ({}, {"dtype_groups": True}, {"bucket": 0}, {"bucket": 2, "pad_to": 4}):
+            vectors, restructure = tp.ravel(model, **options)
+            assert_same(restructure(vectors), model)
 
 
 @pytest.mark.parametrize("leaf", [ramp(3), np.ones(3, np.float32), ramp(3, 1), ramp()])

@@ -123,6 +123,7 @@ def test_changes(name, compiled):
     for where, value in (
         ("layers.0.b", 3.0),
         ("head", ramp(2, 2, start=9)),
+        ("he*", ramp(4, start=9)),
         ("layers.*.b", 2),
         ("**", jnp.float32(7)),
         ("layers.1", ramp(6)),
@@ -160,6 +161,28 @@ def test_values_that_do_not_fit(where, value, error, message):
     vector, restructure = tp.ravel(model())
     with pytest.raises(error, match=message):
         restructure.view(vector).at[where].set(value)
+
+
+def test_what_is_computed_from_another_parameter_is_changed_there():
+    made = {"dec": ramp(3, 2), "enc": ramp(2, 3), "z": ramp(1)}
+    vector, restructure = tp.ravel(made, tp.layout(made, ties={"dec": ("enc", jnp.transpose)}))
+    view = restructure.view(vector)
+    np.testing.assert_array_equal(view["dec"], view["enc"].T)
+    for where in ("dec", "de*", ["dec", "z"], re.compile("d.*"), lambda m: m["dec"]):
+        with pytest.raises(KeyError, match="'dec' is computed from 'enc'; change it there"):
+            view.at[where]
+    for where in ("enc", "*", ["dec", "enc"]):
+        np.testing.assert_array_equal(restructure.view(view.at[where].set(7.0))["dec"], np.full((3, 2), 7))
+
+
+def test_it_prints_its_paths_and_is_equal_to_itself():
+    vector, restructure = tp.ravel([ramp(1)] + [ramp(1, start=k) for k in range(9)])
+    view = restructure.view(vector)
+    assert repr(view) == "View('0', '1', '2', '3', '4', ..., '9')"
+    assert repr(view[["1", "2"]]) == "View('1', '2')"
+    assert view == view
+    assert view != restructure.view(vector)
+    assert len({view, view}) == 1
 
 
 # -- Derivatives and transformations -----------------------------------------------------------------------------------
@@ -207,6 +230,26 @@ def test_in_transformations():
     assert jax.grad(with_inner_traces)(vector).shape == vector.shape
 
 
+def test_views_that_jax_makes_of_other_things():
+    vector, restructure = tp.ravel(model())
+    view, stack = restructure.view(vector), jnp.stack([vector, 2 * vector])
+    views = jax.vmap(restructure.view)(stack)
+    np.testing.assert_array_equal(jax.vmap(lambda view: view["head"])(views)[1], 2 * view["head"])
+    assert jax.lax.scan(lambda c, view: (c, view.at["head"].set(0.0)), 0, views)[1].shape == stack.shape
+    message = r"those of vectors of shape \(12,\), this one has \(2, 12\); .* in jax.vmap"
+    for apply in (lambda f: f, jax.jit):
+        with pytest.raises(ValueError, match=message):
+            apply(lambda views: views["head"])(views)
+        with pytest.raises(ValueError, match=message):
+            apply(lambda views: views.at["head"].set(1.0))(views)
+        np.testing.assert_allclose(apply(lambda v: jax.tree.map(jnp.sum, v))(view).vector, vector.sum())
+        gradient = apply(jax.grad(lambda v: sum(jax.tree.leaves(jax.tree.map(lambda v: jnp.sum(v[:4] ** 2), v)))))(view)
+        np.testing.assert_array_equal(gradient["head"], 2 * view["head"])
+    np.testing.assert_array_equal(jax.tree.map(lambda v: v > 3, view)["head"], view["head"] > 3)
+    with pytest.raises(ValueError, match=r"got shape \(2, 12\); map over a stack of vectors with jax.vmap"):
+        restructure(stack)
+
+
 def test_reading_every_part_is_one_cut():
     vector, restructure = tp.ravel([ramp(2)] * 3 + [ramp(3, start=k) for k in range(40)])
     program = jax.make_jaxpr(jax.grad(lambda v: sum(jnp.sum(part**2) for part in restructure.view(v).values())))(vector)
@@ -233,7 +276,7 @@ def test_views_of_different_layouts_do_not_mix():
             mix()
     with pytest.raises(TypeError, match="unsupported operand"):
         one.view(first) + other.view(second)
-    with pytest.raises(ValueError, match="Layout"):
+    with pytest.raises(ValueError, match=r"(?s)Layout\(1 slot \(a\).*Layout\(1 slot \(b\)"):
         jax.tree.map(jnp.add, one.view(first), other.view(second))
 
 
@@ -254,7 +297,13 @@ def test_slices_indices_and_blocks():
     assert layout.block(np.asarray(hessian), "head", "layers.*.w").shape == (4, 8)
     with pytest.raises(KeyError, match=r"'layers\.0\.v' is no path of the model"):
         layout.slice("layers.0.v")
-    with pytest.raises(ValueError, match=r"square matrix over one vector; the layout has length 12, got \(12, 11\)"):
+    stack = jnp.stack([hessian, 2 * hessian])
+    np.testing.assert_array_equal(layout.block(stack, "head", "layers.1.b"), stack[:, 0:4, 6:8])
+    with pytest.raises(ValueError, match=r"array of shape \(12, 12\) over the vector of .*, got shape \(12, 11\)"):
         layout.block(hessian[:, :11], "head", "head")
+    with pytest.raises(ValueError, match=r"array of shape \(12, 12\) .*, got list"):
+        layout.block([[1.0]], "head", "head")
+    with pytest.raises(ValueError, match=r"a matrix is over one vector, but Layout.*; bucket=2\) has 3"):
+        tp.ravel(model(), bucket=2)[1].layout.block(hessian, "head", "head")
     with pytest.raises(ValueError, match="selects nothing"):
         layout.indices("nowhere")

@@ -5,8 +5,8 @@ only from those above it:
 
     _paths       key paths as text and back; globs; the nearest path to a misspelt one
     _declare     field, declare: what a class says of its fields
-    _cut         one vector cut into arrays, arrays joined into one
     _mesh        arrays that lie over several devices
+    _cut         one vector cut into arrays, arrays joined into one
     _exact       static values compared by value and type
     _structure   what is static about a tree: nodes, paths, shapes
     _seen        recognising a tree whose structure is known

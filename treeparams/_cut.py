@@ -20,6 +20,8 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ._mesh import broadcast_as, leading_axis, varying_alike
+
 Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 6 or 10 leaves the conditional
@@ -45,7 +47,7 @@ def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int) -> jax.Array:
         shapes: of the arrays, without the batch. At least one.
         length: of the vector.
     """
-    return join_p.bind(*arrays, shapes=shapes, length=length)
+    return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -186,11 +188,13 @@ def _batch_cut(vectors: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes) -
 
 
 def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, length: int) -> tuple[Any, int]:
-    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
-    stacks = [
-        jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
-        for array, axis in zip(arrays, axes, strict=True)
-    ]
+    stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
+    mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
+    size = mapped[0].shape[0]
+    along = next(filter(None, map(leading_axis, mapped)), None)
+    for i, axis in enumerate(axes):
+        if axis is None:
+            stacks[i] = broadcast_as(stacks[i], size, along)
     return join(stacks, shapes, length), 0
 
 

@@ -1,11 +1,14 @@
 """Layouts and trees in words: what differs between two, and the table that a layout prints as."""
 
+import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ._exact import exact
 from ._structure import Structure, describe
 
 _ROWS = 40
+_NAMES = 6
 
 
 def differences(these: Structure, those: Structure, *, as_template: bool = False) -> Iterator[str]:
@@ -66,3 +69,24 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
         "  ".join(getattr(cell, how)(width) for cell, how, width in zip(row, align, widths, strict=True)).rstrip()
         for row in cells
     ]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Names in one line, of many the first ones and the last."""
+    shown = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "...", names[-1]]
+    return ", ".join(shown)
+
+
+def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
+    """An argument that counts something, as a Python int.
+
+    Raises:
+        ValueError: it is no whole number, or less than the least.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
+    return number

@@ -1,7 +1,7 @@
 """Slots to vectors and back: checks, casts, and `cut` and `join` for each of the vectors of a layout."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._cut import add_joined, cut, join
 from ._layout import Layout
-from ._mesh import replicated
+from ._mesh import laid_as, replicated, split
 from ._pack import Vector, is_complex
 from ._structure import describe
 
@@ -65,10 +65,18 @@ vectors_of = functools.partial(jax.jit, static_argnums=0, inline=True)(_vectors_
 """The vectors of one array per slot."""
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2, keep_unused=True)
 def vectors_into(layout: Layout, arrays: Sequence[Any], buffers: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """The same in the memory of other vectors, which are gone after."""
-    return _vectors_of(layout, arrays)
+    """The same in the memory of other vectors, which are gone after, and split over devices as they are."""
+    return _writer(tuple(map(split, buffers)))(layout, arrays, buffers)
+
+
+@functools.cache
+def _writer(shardings: tuple[Any, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    def write(layout: Layout, arrays: Sequence[Any], buffers: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        return tuple(map(laid_as, _vectors_of(layout, arrays), buffers))
+
+    # XLA reuses memory only where it knows beforehand that the result lies as what is donated.
+    return jax.jit(write, static_argnums=0, donate_argnums=2, keep_unused=True, out_shardings=shardings)
 
 
 def added(layout: Layout, vectors: Sequence[jax.Array], arrays: Sequence[Any], weight: float) -> tuple[jax.Array, ...]:
@@ -98,7 +106,8 @@ def _check(layout: Layout, vector: Vector, given: Any, what: str) -> None:
     if not (hasattr(given, "shape") and hasattr(given, "dtype")):
         raise TypeError(f"{expected}, got {describe(given)}")
     if tuple(given.shape) != (vector.length,):
-        raise ValueError(f"{expected} for {layout!r}, got shape {tuple(given.shape)}")
+        stack = "; map over a stack of vectors with jax.vmap" if len(given.shape) > 1 else ""
+        raise ValueError(f"{expected} for {layout!r}, got shape {tuple(given.shape)}{stack}")
     if not jnp.issubdtype(given.dtype, jnp.inexact):
         raise TypeError(f"{expected}, got {given.dtype}; convert it with vector.astype({vector.dtype})")
     if is_complex(given.dtype) and not any(is_complex(layout.slots[i].dtype) for i in vector.slots):

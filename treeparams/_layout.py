@@ -15,9 +15,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ._describe import differences
+from ._describe import differences, first_few
 from ._groups import Alias, Group, settle
-from ._pack import ONE, Packing, Slot, Vector, count, pack, table, unplaced
+from ._pack import ONE, Packing, Slot, Vector, count, is_complex, pack, table, unplaced
 from ._paths import nearest
 from ._select import Choice, Where, change, select
 from ._structure import Structure, common_dtype
@@ -169,22 +169,24 @@ class Layout:
         (2, 3)
 
         Args:
-            matrix: shape `(n, n)`, with n the length of the vector.
+            matrix: shape `(n, n)`, with n the length of the vector, or a stack of such, `(*batch, n, n)`.
             rows: a path, or a `where` that selects several parameters.
             columns: the same.
 
         Returns:
-            The block, shape `(n_rows, n_columns)`.
+            The block, shape `(*batch, n_rows, n_columns)`.
 
         Raises:
             ValueError: the matrix has another shape; as `layout.indices`.
         """
-        if len(self.vectors) != 1 or tuple(matrix.shape) != 2 * (self.vectors[0].length,):
-            lengths = " and ".join(str(vector.length) for vector in self.vectors)
-            raise ValueError(
-                f"expected a square matrix over one vector; the layout has length {lengths}, got {matrix.shape}"
-            )
-        return matrix[np.ix_(self.indices(rows), self.indices(columns))]
+        if len(self.vectors) != 1:
+            raise ValueError(f"a matrix is over one vector, but {self!r} has {len(self.vectors)}")
+        length = self.vectors[0].length
+        shape = getattr(matrix, "shape", None)
+        if shape is None or shape[-2:] != (length, length):
+            got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(f"expected an array of shape ({length}, {length}) over the vector of {self!r}, got {got}")
+        return matrix[(..., *np.ix_(self.indices(rows), self.indices(columns)))]
 
     # -- A new word
 
@@ -208,15 +210,25 @@ class Layout:
         """The layout after both words; only then are the ties looked at."""
         choice = Choice({i: self.trained[i] for i in self.structure.parameters}, {})
         choice = change(self.structure, change(self.structure, choice, freeze, False), thaw, True)
-        return Layout(self.structure, settle(self.structure, self.groups, choice), self.groups, self.packing)
+        return self._with(settle(self.structure, self.groups, choice), self.packing)
 
     def packed(self, packing: Packing) -> "Layout":
-        """The layout with its slots in other vectors."""
-        packing = packing.checked()
+        """The layout with its slots in other vectors.
+
+        Raises:
+            TypeError: the dtype asked for does not fit the slots.
+        """
         if packing == self.packing:
             return self
-        make = lambda: Layout(self.structure, self.trained, self.groups, packing)
-        return self.structure.remember(("packed", self, packing), make)
+        if packing.is_complex and not any(is_complex(slot.dtype) for slot in self.slots):
+            raise TypeError(f"no parameter is complex, so the vector cannot be {packing.dtype}")
+        return self.structure.remember(("packed", self, packing), lambda: self._with(self.trained, packing))
+
+    def _with(self, trained: tuple[bool, ...], packing: Packing) -> "Layout":
+        layout = Layout(self.structure, trained, self.groups, packing)
+        if packing.dtype is not None:
+            layout.vectors  # noqa: B018 - raises here and not at the first use where the dtype cannot hold a slot
+        return layout
 
     def diff(self, other: "Layout") -> str:
         """What differs between two layouts, in words, one line each; empty when they are equal."""
@@ -234,7 +246,7 @@ class Layout:
             lines.append("their ties have other transforms")
         for name, here, there in zip(Packing._fields, self.packing, other.packing, strict=True):
             if here != there:
-                lines.append(f"raveled with {name}={here} in the first, {name}={there} in the second")
+                lines.append(f"raveled with {name}={here!r} in the first, {name}={there!r} in the second")
         return "\n".join(lines)
 
     # -- As a value
@@ -258,7 +270,10 @@ class Layout:
         return Layout, (self.structure, self.trained, self.groups, self.packing)
 
     def __repr__(self) -> str:
-        return f"Layout({count(self.slots)}, {self.size} elements, {self.dtype}; {len(self.frozen)} frozen)"
+        options = "".join(f"; {option}" for option in self.packing.options())
+        names = f" ({first_few(self.paths)})" if self.slots else ""
+        frozen = f"{len(self.frozen)} frozen"
+        return f"Layout({count(self.slots)}{names}, {self.size} elements, {self.dtype}; {frozen}{options})"
 
     def __str__(self) -> str:
         paths, spec = self.structure.paths, self.structure.spec

@@ -1,8 +1,11 @@
 """Arrays that lie over several devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 try:
@@ -28,9 +31,64 @@ def replicated(array: Any) -> Any:
     return _reshard(array, sharding)
 
 
-def is_varying(tree: Any) -> bool:
-    """Whether any array of a tree differs from device to device by type, inside a `jax.shard_map`."""
-    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
-    # The name of it has changed with JAX 0.10.
-    kinds = [getattr(each, "manual_axis_type", None) for each in types]
-    return any(getattr(each, "vma", None) for each in types) or any(getattr(each, "varying", None) for each in kinds)
+def laid_as(array: Any, like: Any) -> Any:
+    """The array as another lies over the devices; if that is whole on each, as it is."""
+    if is_sharded(like):
+        return _reshard(array, jax.typeof(like).sharding)
+    sharding = None if isinstance(array, Tracer) else split(like)
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def split(array: Any) -> NamedSharding | None:
+    """How an array that is no tracer is split over devices; `None` if each has all of it."""
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
+
+
+def broadcast_as(array: Any, size: int, axis: Any) -> Any:
+    """A stack of `size` times the array, whose leading axis lies along an axis of the mesh; `None`: along none."""
+    if axis is None:
+        return jax.lax.broadcast(array, (size,))
+    sharding = jax.typeof(array).sharding
+    spec = PartitionSpec(axis, *sharding.spec)
+    return jax.lax.broadcast(array, (size,), out_sharding=NamedSharding(sharding.mesh, spec))
+
+
+def leading_axis(array: Any) -> Any:
+    """The axis of the mesh along which an array lies with its leading axis, by type; `None`: along none."""
+    return jax.typeof(array).sharding.spec[0]
+
+
+def split_over(array: Any) -> int:
+    """Into how many parts the leading axis of an array is split by type."""
+    sharding = jax.typeof(array).sharding
+    axes = sharding.spec[0] or ()
+    return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
+
+
+def in_shard_map() -> bool:
+    """Whether this is inside of a `jax.shard_map`."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """The axes of the mesh along which an array differs from device to device by type, inside of a `jax.shard_map`."""
+    kind = getattr(aval, "manual_axis_type", None)  # `vma` before JAX 0.10
+    return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
+
+
+def varying_alike(arrays: Sequence[Any], *axes: frozenset[str]) -> list[Any]:
+    """The arrays as the types that vary along all of the axes along which any does, and along further ones."""
+    if not in_shard_map():
+        return list(arrays)
+    found = [varying(jax.typeof(array)) for array in arrays]
+    union = frozenset[str]().union(*found, *axes)
+    return [_vary(array, union - its) for array, its in zip(arrays, found, strict=True)]
+
+
+def _vary(array: Any, axes: frozenset[str]) -> Any:
+    if not axes:
+        return array
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, tuple(axes), to="varying")
+    return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - JAX 0.6

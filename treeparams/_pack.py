@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._describe import in_columns
+from ._describe import count_of, in_columns
 from ._structure import common_dtype
 
 
@@ -36,7 +36,7 @@ class Vector(NamedTuple):
 class Packing(NamedTuple):
     """How slots are put into vectors; the options of `tp.ravel`."""
 
-    dtype: Any = None
+    dtype: str | None = None  # by name, since `np.dtype("float64") == None` is true
     dtype_groups: bool = False
     bucket: int | None = None
     pad_to: int = 1
@@ -46,27 +46,32 @@ class Packing(NamedTuple):
         """Whether there is one vector, in place of a tuple of them."""
         return not self.dtype_groups and self.bucket is None
 
-    def checked(self) -> "Packing":
-        """The packing with JAX's dtype.
+    @property
+    def is_complex(self) -> bool:
+        """Whether a complex dtype is asked for."""
+        return self.dtype is not None and is_complex(jnp.dtype(self.dtype))
+
+    def changed(self, dtype: Any, dtype_groups: bool, bucket: Any, pad_to: Any) -> "Packing":
+        """The packing with the options that are given; those at their defaults stay as they are.
 
         Raises:
             ValueError: options that exclude each other or are out of range.
             TypeError: the dtype is not floating.
         """
-        if self.dtype_groups and self.dtype is not None:
-            raise ValueError(
-                f"dtype_groups=True keeps every dtype, so it does not go with dtype={jnp.dtype(self.dtype)}; give one"
-            )
-        if not _is_count(self.pad_to) or self.pad_to < 1:
-            raise ValueError(f"pad_to must be a positive number of elements, got {self.pad_to!r}")
-        if self.bucket is not None and (not _is_count(self.bucket) or self.bucket < 0):
-            raise ValueError(f"bucket must be a number of elements or None, got {self.bucket!r}")
-        if self.dtype is None:
-            return self
-        dtype = jax.dtypes.canonicalize_dtype(self.dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
-        return self._replace(dtype=dtype)
+        new = Packing(
+            self.dtype if dtype is None else _floating(dtype),
+            dtype_groups or self.dtype_groups,
+            self.bucket if bucket is None else count_of("bucket", bucket, "elements", 0),
+            count_of("pad_to", pad_to, "elements") if pad_to != ONE.pad_to else self.pad_to,
+        )
+        if new.dtype_groups and new.dtype is not None:
+            raise ValueError(f"dtype_groups=True keeps every dtype, so it does not go with dtype={new.dtype}; give one")
+        return new
+
+    def options(self) -> list[str]:
+        """What was asked for, as it is written in a call."""
+        fields = zip(self._fields, self, ONE, strict=True)
+        return [f"{name}={value!r}" for name, value, unset in fields if value != unset]
 
     def key(self, slot: Slot) -> Hashable:
         """What slots that share a vector have in common."""
@@ -133,20 +138,22 @@ def is_complex(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def _dtype(slots: Sequence[Slot], asked: Any) -> Any:
+def _dtype(slots: Sequence[Slot], asked: str | None) -> Any:
     if asked is None:
         return common_dtype(slot.dtype for slot in slots if slot.size)
-    complex_ones = [slot for slot in slots if is_complex(slot.dtype)]
-    if complex_ones and not is_complex(asked):
-        slot = complex_ones[0]
+    dtype = jnp.dtype(asked)
+    slot = next((slot for slot in slots if is_complex(slot.dtype)), None)
+    if slot is not None and not is_complex(dtype):
         raise TypeError(f"{slot.path!r} is {slot.dtype}, which a vector of {asked} cannot hold")
-    if is_complex(asked) and not complex_ones:
-        raise TypeError(f"no parameter is complex, so the vector cannot be {asked}")
-    return asked
+    # A vector in which nothing is complex, beside one in which something is: both have the same precision.
+    return dtype if slot is not None else jnp.finfo(dtype).dtype
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _floating(dtype: Any) -> str:
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
+    return dtype.name
 
 
 Slot.__module__ = "treeparams"

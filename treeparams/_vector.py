@@ -1,6 +1,7 @@
 """The vector form: all trained parameters in one contiguous vector, each tie once, and the way back."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.tree_util as jtu
@@ -10,7 +11,6 @@ from jaxtyping import Array, Inexact, PyTree
 from ._flat import as_given, as_vectors, leaves_of, vectors_into, vectors_of
 from ._layout import Layout
 from ._match import read_slots
-from ._pack import ONE, Packing
 from ._partition import Rest, rest_of, slots_of
 from ._project import slot_gradients
 from ._resolve import resolve
@@ -65,14 +65,15 @@ class Restructure:
             model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
                 type. At a tie the value at the slot's own path counts. What is frozen is ignored.
             into: a vector whose memory the result takes, and which is gone after (donated); `None`: new memory. It has
-                the dtype and length of the result. Inside of a trace memory is XLA's business, and it is ignored.
+                the dtype and length of the result, which lies over devices as it does. Inside of a trace it is ignored,
+                since memory is XLA's business there: donate it to `jax.jit`, with `keep_unused=True`.
 
         Returns:
             The vector or vectors, as `tp.ravel` gives them, in buffers of their own.
 
         Raises:
             ValueError: a slot is missing or has another shape; an entry stands where the model has no leaf; `into` has
-                another length or dtype.
+                another length or dtype, or is itself an entry.
             TypeError: an entry is no array, or complex where the slot is real.
         """
         return _write(self.layout, read_slots(self.layout, model, exact_shapes=True), into)
@@ -158,8 +159,8 @@ def ravel(
     dtype: Any = None,
     *,
     dtype_groups: bool = False,
-    bucket: int | None = None,
-    pad_to: int = 1,
+    bucket: SupportsIndex | None = None,
+    pad_to: SupportsIndex = 1,
 ) -> tuple[Inexact[Array, " n"] | Any, Restructure]:
     """The trained parameters of a model as one contiguous vector, and the way back.
 
@@ -203,13 +204,12 @@ def ravel(
         TypeError: `dtype` is not floating, or real where a slot is complex; as `tp.layout`.
     """
     resolved = resolve(model, trainable)
-    packing = Packing(dtype, dtype_groups, bucket, pad_to)
-    if packing != ONE:
-        resolved = resolved._replace(layout=resolved.layout.packed(packing))
+    packing = resolved.layout.packing.changed(dtype, dtype_groups, bucket, pad_to)
+    resolved = resolved._replace(layout=resolved.layout.packed(packing))
     return _write(resolved.layout, slots_of(resolved), None), Restructure(rest_of(resolved))
 
 
-def _write(layout: Layout, arrays: Any, into: Any) -> Any:
+def _write(layout: Layout, arrays: Sequence[Any], into: Any) -> Any:
     if into is None:
         return as_given(layout, vectors_of(layout, arrays))
     buffers = as_vectors(layout, unwrapped(layout, into))
@@ -220,4 +220,10 @@ def _write(layout: Layout, arrays: Any, into: Any) -> Any:
             )
     if any(isinstance(array, Tracer) for array in (*arrays, *buffers)):
         return as_given(layout, vectors_of(layout, arrays))
+    taken = {id(buffer) for buffer in buffers}
+    if len(taken) < len(buffers):
+        raise ValueError("into= has one vector twice; each needs memory of its own")
+    for slot, array in zip(layout.slots, arrays, strict=True):
+        if id(array) in taken:
+            raise ValueError(f"into= is also the array at {slot.path!r}; its memory cannot be read and taken at once")
     return as_given(layout, vectors_into(layout, arrays, buffers))

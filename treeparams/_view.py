@@ -1,7 +1,7 @@
 """Names over a vector: its parts as a mapping from paths to arrays, and changes of parts that give a new vector."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
 from ._cut import cut, join
+from ._describe import first_few
 from ._flat import as_given, pieces_of
 from ._groups import Alias
 from ._layout import Layout
-from ._mesh import replicated
+from ._mesh import laid_as, replicated
 from ._pack import Slot, is_complex
-from ._select import Where
+from ._select import Where, select
 
 
 class View(Mapping[str, Any]):
@@ -50,9 +51,12 @@ class View(Mapping[str, Any]):
         self._inside = frozenset(self.chosen)
         self.vectors = vectors
         # Inside of a trace all is cut at once, since the transpose of many single slices would be slow; XLA drops what
-        # nobody reads. Not at the first read: that may be in an inner trace, which the pieces would not outlive.
+        # nobody reads. Not at the first read: that may be in an inner trace, which the pieces would not outlive. JAX
+        # also makes views of stacks, of one number for each vector or of nothing at all; those have no parts.
         is_traced = any(isinstance(vector, Tracer) for vector in vectors)
-        self._pieces = pieces_of(layout, vectors) if is_traced else None
+        shapes = [getattr(vector, "shape", None) for vector in vectors]
+        self._has_parts = shapes == [(vector.length,) for vector in layout.vectors]
+        self._pieces = pieces_of(layout, vectors) if is_traced and self._has_parts else None
 
     @property
     def vector(self) -> Inexact[Array, " n"] | Any:
@@ -65,12 +69,11 @@ class View(Mapping[str, Any]):
         return At(self)
 
     def __getitem__(self, where: Where) -> Any:
-        if not (isinstance(where, str) and where in self.layout.structure.index):
-            return View(self.layout, self.vectors, self.select(where))
-        slot = self._slot(where)
-        part = self._part(slot)
-        alias = self._alias(slot, where)
-        return alias.fill(part, self.layout.structure.spec(self.layout.positions[slot])) if alias else part
+        if self._is_path(where):
+            slot = self._slot(where)
+            part, alias = self._part(slot), self._alias(slot, where)
+            return alias.fill(part, self.layout.structure.spec(self.layout.positions[slot])) if alias else part
+        return View(self.layout, self.vectors, self.select(where))
 
     def __iter__(self) -> Iterator[str]:
         return (self.layout.slots[i].path for i in self.chosen)
@@ -82,8 +85,14 @@ class View(Mapping[str, Any]):
         leaf = self.layout.structure.index.get(path) if isinstance(path, str) else None
         return self.layout.by_leaf.get(leaf) in self._inside if leaf is not None else False
 
+    def __eq__(self, other: object) -> bool:
+        return self is other  # whether all is equal is a question for the vectors, as it is for arrays
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __repr__(self) -> str:
-        return f"View({list(self)!r:.100})"
+        return f"View({first_few(list(map(repr, self)))})"
 
     def select(self, where: Where) -> tuple[int, ...]:
         """The slots of this view that `where` selects, as positions.
@@ -91,12 +100,8 @@ class View(Mapping[str, Any]):
         Raises:
             KeyError: there are none.
         """
-        if isinstance(where, str) and where in self.layout.structure.index:
-            slot = self._slot(where)
-            if self._alias(slot, where):
-                source = self.layout.slots[slot].path
-                raise KeyError(f"{where!r} is computed from {source!r}; change it there")
-            return (slot,)
+        if self._is_path(where):
+            return (self._slot(where),)
         try:
             found = [i for i in self.layout.chosen(where) if i in self._inside]
         except ValueError as error:
@@ -104,6 +109,36 @@ class View(Mapping[str, Any]):
         if not found:
             raise KeyError(f"{where!r} selects nothing of this part of the view, which has {list(self)}")
         return tuple(found)
+
+    def to_change(self, where: Where) -> tuple[int, ...]:
+        """The same, for writing.
+
+        Raises:
+            KeyError: there are none, or `where` selects one only where it is transformed.
+            ValueError: the vectors are not such as the layout describes.
+        """
+        self._check()
+        slots, layout = self.select(where), self.layout
+        leaves = {layout.structure.index[where]} if self._is_path(where) else select(layout.structure, where)
+        for i in slots:
+            transformed = {alias.leaf for alias in layout.aliases[i] if alias.chain}
+            its = [leaf for leaf in sorted(leaves) if layout.by_leaf.get(leaf) == i]
+            if transformed.issuperset(its):
+                path, source = layout.structure.paths[its[0]], layout.slots[i].path
+                raise KeyError(f"{path!r} is computed from {source!r}; change it there")
+        return slots
+
+    def _is_path(self, where: Where) -> TypeGuard[str]:
+        return isinstance(where, str) and where in self.layout.structure.index
+
+    def _check(self) -> None:
+        if not self._has_parts:
+            expected = " and ".join(f"({vector.length},)" for vector in self.layout.vectors)
+            shapes = [str(getattr(vector, "shape", "none")) for vector in self.vectors]
+            raise ValueError(
+                f"the parts of a view are those of vectors of shape {expected}, this one has {' and '.join(shapes)}; "
+                "read views of a stack of vectors in jax.vmap"
+            )
 
     def _slot(self, path: str) -> int:
         self.layout[path]  # raises where there is no slot
@@ -120,6 +155,7 @@ class View(Mapping[str, Any]):
     def _part(self, i: int) -> Any:
         if self._pieces is not None:
             return self._pieces[i]
+        self._check()
         slot = self.layout.slots[i]
         # With the offset as an operand one compiled slice serves all parts of one size.
         vector = replicated(jnp.asarray(self.vectors[slot.vector]))
@@ -142,14 +178,15 @@ class At:
         self.view = view
 
     def __getitem__(self, where: Where) -> "Change":
-        return Change(self.view, self.view.select(where))
+        return Change(self.view, self.view.to_change(where))
 
 
 class Change(NamedTuple):
     """`view.at[where]`; waits for how it is to be changed.
 
-    Each method takes a number, for all elements; an array, for one parameter in its shape, for several as one vector in
-    the order of the view; or a mapping with an array for each path, such as a view. It returns the whole new vector.
+    Each method takes a number, for all elements; an array, for one parameter in its shape or flat, for several as one
+    vector in the order of the view; or a mapping with an array for each path, such as a view. It returns the whole new
+    vector.
     """
 
     view: View
@@ -191,8 +228,8 @@ def _replaced(vector: Any, parts: Sequence[tuple[Slot, Any]], change: Callable[[
     shapes.append((vector.shape[0] - at,))
     pieces = cut(replicated(vector), tuple(shapes))
     for i, new in news.items():
-        pieces[i] = change(pieces[i], new)
-    return join(pieces, tuple(shapes), vector.shape[0])
+        pieces[i] = change(pieces[i], replicated(new))
+    return laid_as(join(pieces, tuple(shapes), vector.shape[0]), vector)
 
 
 def _values(layout: Layout, slots: Sequence[Slot], value: Any) -> list[jax.Array]:
@@ -201,9 +238,9 @@ def _values(layout: Layout, slots: Sequence[Slot], value: Any) -> list[jax.Array
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):
             raise ValueError(f"expected values at {paths}, got them at {list(value)}")
-        values = [_fitting(slot, jnp.asarray(value[slot.path]), slot.shape) for slot in slots]
+        values = [_fitting(slot, jnp.asarray(value[slot.path])) for slot in slots]
     elif len(slots) == 1:
-        values = [_fitting(slots[0], jnp.asarray(value), slots[0].shape)]
+        values = [_fitting(slots[0], jnp.asarray(value))]
     else:
         whole = jnp.asarray(value)
         size = sum(slot.size for slot in slots)
@@ -212,16 +249,16 @@ def _values(layout: Layout, slots: Sequence[Slot], value: Any) -> list[jax.Array
                 f"expected a number, a mapping from paths to arrays, or a vector of the {size} elements selected, got "
                 f"shape {whole.shape}"
             )
-        values = cut(whole, tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
+        values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
     for slot, new in zip(slots, values, strict=True):
         if is_complex(new.dtype) and not is_complex(layout.vectors[slot.vector].dtype):
             raise TypeError(f"{slot.path!r} lies in a vector of {layout.vectors[slot.vector].dtype}, got {new.dtype}")
     return values
 
 
-def _fitting(slot: Slot, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    if value.ndim and value.shape != shape:
-        raise ValueError(f"expected a number or shape {shape} at {slot.path!r}, got shape {value.shape}")
+def _fitting(slot: Slot, value: jax.Array) -> jax.Array:
+    if value.ndim and value.shape not in (slot.shape, (slot.size,)):
+        raise ValueError(f"expected a number or shape {slot.shape} at {slot.path!r}, got shape {value.shape}")
     return value
 
 
