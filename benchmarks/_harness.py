@@ -16,6 +16,8 @@ import numpy as np
 
 _BATCH = 0.3e-3  # seconds; what is faster is called several times in a row, or other cases' cold caches would count
 
+_SLOW = 50e-3
+
 
 class Scale(NamedTuple):
     """How much to run."""
@@ -38,6 +40,7 @@ class Case(NamedTuple):
     call: Callable[..., Any]
     prepare: Callable[[], Any] | None = None  # off the clock, before each call, which gets its result
     rounds: int = _MOST_ROUNDS  # at most
+    in_a_row: int = 1  # calls, in each round, but for slow ones, which find no caches of their own anyway
 
 
 class Timing(NamedTuple):
@@ -51,7 +54,7 @@ def interleave(cases: Mapping[str, Case], scale: Scale) -> dict[str, Timing]:
     """Times the cases in turn: A B C A B C ..."""
     firsts = {name: _clock(case, 1) for name, case in cases.items()}
     warm = {name: _clock(case, 1) for name, case in cases.items()}
-    repeats = {name: 1 if case.prepare else max(1, round(_BATCH / warm[name])) for name, case in cases.items()}
+    repeats = {name: 1 if case.prepare else _repeats(case, warm[name]) for name, case in cases.items()}
     per_round = sum(warm[name] * repeats[name] for name in cases)
     rounds = int(min(max(scale.seconds / per_round, scale.rounds), _MOST_ROUNDS))
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -65,6 +68,22 @@ def interleave(cases: Mapping[str, Case], scale: Scale) -> dict[str, Timing]:
     finally:
         gc.enable()
     return {name: Timing(firsts[name], statistics.median(samples[name])) for name in cases}
+
+
+def _repeats(case: Case, seconds: float) -> int:
+    return max(1, round(_BATCH / seconds), min(case.in_a_row, round(_SLOW / seconds)))
+
+
+def there_and_back(calls: Mapping[str, Callable[[], Any]], scale: Scale, in_a_row: int = 1) -> dict[str, float]:
+    """The median time of each call, made in turn and then in the reverse order.
+
+    Of the two medians of a call the lower counts: what was called before it leaves caches and memory in disorder, a
+    tree with its many results more than a vector.
+    """
+    there = {name: Case(call, in_a_row=in_a_row) for name, call in calls.items()}
+    back = {f"{name}, back": case for name, case in reversed(there.items())}
+    found = interleave(there | back, scale)
+    return {name: min(found[name].median, found[f"{name}, back"].median) for name in calls}
 
 
 def _clock(case: Case, repeats: int) -> float:

@@ -1,6 +1,5 @@
 """Steps that are called over and over, and models with which that leads somewhere."""
 
-import gc
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from ._models import Net, net, nnx_net
+from ._programs import unburdened
 
 WIDTH = 8
 
@@ -33,13 +33,10 @@ class Loop:
 
     def build(self) -> float:
         """Seconds for tracing, lowering and compiling, of which the first call finds the result."""
-        gc.collect()
-        gc.freeze()  # what earlier programs left is not to be searched through again and again
-        start = time.perf_counter()
-        self.lower(self.state, *self.args).compile()
-        seconds = time.perf_counter() - start
-        gc.unfreeze()
-        return seconds
+        with unburdened():
+            start = time.perf_counter()
+            self.lower(self.state, *self.args).compile()
+            return time.perf_counter() - start
 
 
 def check_losses(loops: Mapping[str, Loop]) -> None:

@@ -17,10 +17,10 @@ import optax
 
 import treeparams as tp
 
-from ._harness import Scale, Table, as_ratios, in_time, verdict
+from ._harness import Scale, Table, as_ratios, in_time, there_and_back, verdict
 from ._models import Net, net
 from ._programs import Program, in_bytes, rows
-from .restructure import built, medians
+from .restructure import built
 
 _TREE, _FLAT, _BUCKETS = "tree", "flat", "buckets"
 _BUCKET = 2**14
@@ -59,7 +59,7 @@ def _measured(
     functions = {name: (_step(form.loss), (form.params, _OPTIMISER.init(form.params))) for name, form in forms.items()}
     programs = built(functions, patience, donate=(0, 1))
     calls = {name: _training(programs[name], *args) for name, (_, args) in functions.items()}
-    return programs, medians(calls, scale)
+    return programs, there_and_back(calls, scale)
 
 
 def _forms(model: list[Net], bucket: int) -> dict[str, Form]:

@@ -3,8 +3,7 @@
 Each layer has a weight of 16x16 and a bias of 16, the batch is 8, the loss is the sum of squares of what comes out. The
 yardstick takes the arrays of the model as they are. The `restructure` of `tp.ravel` cuts the vector with one kernel for
 all leaves of a shape, the unraveling function of `ravel_pytree` with one each: it is `jax.lax.split` and a reshape.
-Every program is built from nothing; those of the tree and of `restructure` up to three times, in turn, for as long as
-that takes a few seconds, and the median counts.
+Every program is built from nothing; those of the tree and of `restructure` three times, in turn, and the median counts.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Case, Scale, Sweep, Table, Timing, as_ratios, interleave, verdict
+from ._harness import Scale, Sweep, Table, Timing, as_ratios, there_and_back, verdict
 from ._models import net
 from ._programs import Program, build, in_bytes, in_millions, rows, until_done
 
@@ -41,7 +40,7 @@ def run(scale: Scale) -> Iterator[Table]:
     for size in (4, 16) if scale.is_smoke else _SIZES:
         functions = {name: each for name, each in _gradients(size).items() if size <= _LARGEST.get(name, size)}
         own = {name: functions.pop(name) for name in (_TREE, _TP)}
-        programs[size] = built(own, 0 if scale.is_smoke else 8) | built(functions, 0)
+        programs[size] = built(own, 0 if scale.is_smoke else 30) | built(functions, 0)
         times[size] = timed(programs[size], own | functions, scale)
     yield _build_table(programs)
     yield _run_table(times)
@@ -64,19 +63,9 @@ def built(functions: Mapping[str, Function], patience: float, donate: Sequence[i
 
 def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:
     """The run time of each program."""
-    return medians({name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale)
-
-
-def medians(calls: Mapping[str, Callable[[], Any]], scale: Scale) -> dict[str, float]:
-    """The median time of each call, made in turn and then in the reverse order.
-
-    Of the two medians of a call the lower counts: what was called before it leaves caches and memory in disorder, a
-    tree with its many results more than a vector.
-    """
-    there = {name: Case(call) for name, call in calls.items()}
-    back = {f"{name}, back": case for name, case in reversed(there.items())}
-    found = interleave(there | back, scale)
-    return {name: min(found[name].median, found[f"{name}, back"].median) for name in calls}
+    return there_and_back(
+        {name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale
+    )
 
 
 def _gradients(leaves: int) -> dict[str, Function]:

@@ -13,7 +13,7 @@ import pytest
 
 from treeparams._cut import cut, join
 
-MANY = ((2, 2), (2,), ()) * 12 + ((3, 1), (0,), (2, 0))  # shapes that repeat, and some that stand once
+MANY = ((2, 2), (2,), ()) * 16 + ((3, 1), (0,), (2, 0))  # shapes that repeat, and some that stand once
 SIZE = sum(map(math.prod, MANY))
 SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=30).map(tuple)
 

@@ -24,9 +24,10 @@ from ._mesh import broadcast_as, leading_axis, varying_alike
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# A shape that stands at fewer places than this is cut at constant offsets. For a net of 6 or 10 leaves the conditional
-# below takes as long as the kernels that it saves; from 20 leaves on it saves build time and costs no run time.
-_FEW = 8
+# A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
+# takes as long as the kernels that it saves, and in a Hessian over 18 leaves it costs a quarter of the run time; from
+# some 30 leaves on it saves build time and costs nothing.
+_FEW = 16
 
 
 def cut(vector: jax.Array, shapes: Shapes) -> list[jax.Array]:
@@ -89,13 +90,6 @@ def _add_each(vector: jax.Array, arrays: Sequence[jax.Array], *, shapes: Shapes)
 # -- How it is done ----------------------------------------------------------------------------------------------------
 
 
-def _cut(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
-    # Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
-    return jax.lax.platform_dependent(
-        vector, cpu=functools.partial(_cut_dynamically, shapes=shapes), default=functools.partial(_split, shapes=shapes)
-    )
-
-
 def _split(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
     sizes = [math.prod(shape) for shape in shapes]
     rest = vector.shape[-1] - sum(sizes)
@@ -103,19 +97,21 @@ def _split(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
     return [piece.reshape(vector.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False)]
 
 
-def _cut_dynamically(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
+def _cut_at_run_time(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
     sizes = [math.prod(shape) for shape in shapes]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     counts = collections.Counter(shapes)
     often = [i for i, shape in enumerate(shapes) if counts[shape] >= _FEW]
     hidden = dict(zip(often, _hidden([starts[i] for i in often]), strict=True))
+    batch = vector.shape[:-1]
+    zeros = [np.uint32(0)] * len(batch)
     pieces = []
     for i, (shape, size, start) in enumerate(zip(shapes, sizes, starts, strict=True)):
         if i in hidden:
-            piece = jax.lax.dynamic_slice_in_dim(vector, hidden[i], size, axis=vector.ndim - 1)
+            piece = jax.lax.dynamic_slice(vector, [*zeros, hidden[i]], [*batch, size])
         else:
-            piece = jax.lax.slice_in_dim(vector, start, start + size, axis=vector.ndim - 1)
-        pieces.append(piece.reshape(vector.shape[:-1] + shape))
+            piece = jax.lax.slice_in_dim(vector, start, start + size, axis=len(batch))
+        pieces.append(jax.lax.reshape(piece, batch + shape))
     return pieces
 
 
@@ -128,29 +124,37 @@ def _hidden(offsets: Sequence[int]) -> Sequence[jax.Array]:
     if not offsets:
         return []
     always = jax.lax.optimization_barrier(jnp.bool_(True))
-    # Unsigned, or JAX would add code for negative offsets.
+    # Unsigned, or JAX would add code for negative offsets. The other branch, never taken, has a number of its own for
+    # each too: XLA would make copies of one that comes several times.
     return jax.lax.cond(
-        always, lambda: [jnp.uint32(offset) for offset in offsets], lambda: [jnp.uint32(0)] * len(offsets)
+        always, lambda: [np.uint32(offset) for offset in offsets], lambda: [np.uint32(offset + 1) for offset in offsets]
     )
 
 
 def _join(*arrays: jax.Array, shapes: Shapes, length: int) -> jax.Array:
     batch = arrays[0].shape[: arrays[0].ndim - len(shapes[0])]
     sizes = [math.prod(shape) for shape in shapes]
-    pieces = [array.reshape((*batch, size)) for array, size in zip(arrays, sizes, strict=True)]
+    pieces = [jax.lax.reshape(array, (*batch, size)) for array, size in zip(arrays, sizes, strict=True)]
     if length > sum(sizes):
         pieces.append(jnp.zeros((*batch, length - sum(sizes)), arrays[0].dtype))
-    return jnp.concatenate(pieces, axis=-1)
+    return jax.lax.concatenate(pieces, len(batch))
 
 
 # -- As primitives -----------------------------------------------------------------------------------------------------
 
 cut_p = jax.extend.core.Primitive("cut")
 cut_p.multiple_results = True
-cut_p.def_impl(jax.jit(_cut, static_argnames="shapes"))
+_cut_compiled = jax.jit(cut_p.bind, static_argnames="shapes")
 
 join_p = jax.extend.core.Primitive("join")
 join_p.def_impl(jax.jit(_join, static_argnames=("shapes", "length")))
+
+
+@cut_p.def_impl
+def _cut_now(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
+    # With `jax.disable_jit` the compiled one would come back here.
+    is_eager = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    return (_split if is_eager else _cut_compiled)(vector, shapes=shapes)
 
 
 @cut_p.def_abstract_eval
@@ -202,5 +206,7 @@ ad.deflinear2(cut_p, _transpose_cut)
 ad.deflinear2(join_p, _transpose_join)
 batching.primitive_batchers[cut_p] = _batch_cut
 batching.primitive_batchers[join_p] = _batch_join
-mlir.register_lowering(cut_p, mlir.lower_fun(_cut, multiple_results=True))
+mlir.register_lowering(cut_p, mlir.lower_fun(_split, multiple_results=True))
+# Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
+mlir.register_lowering(cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
 mlir.register_lowering(join_p, mlir.lower_fun(_join, multiple_results=False))
