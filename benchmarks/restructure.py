@@ -152,13 +152,15 @@ def _cost_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
 
 def _derivatives(leaves: int, scale: Scale) -> Table:
     losses = {name: each for name, each in _losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
-    cells = []
+    cells, targets = [], []
     for what, (derivative, arguments) in _DERIVATIVES.items():
         functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in losses.items()}
         programs = built(functions, 0 if scale.is_smoke else 1)
         times = timed(programs, functions, scale)
         cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
-    return Table(f"Other derivatives at {leaves} leaves", ["", *losses], cells)
+        ratio = times[_TP] / times[_RAVEL]
+        targets.append(verdict(f"run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
+    return Table(f"Other derivatives at {leaves} leaves", ["", *losses], cells, targets)
 
 
 def _square(tree: Any) -> jax.Array:
