@@ -26,7 +26,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # takes as long as the kernels that it saves, and in a Hessian over 18 leaves it costs a quarter of the run time; from
-# some 30 leaves on it saves build time and costs nothing.
+# some 30 leaves on it saves up to nine tenths of the build, for about 0.13 us of run time per leaf. One hidden offset
+# for 2, 8 or 16 leaves, and constant distances from it, did not stand out of the noise.
 _FEW = 16
 
 
