@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._harness import Case, Scale, as_ratios, in_time, interleave
+from ._harness import Scale, as_ratios, in_time, there_and_back
+
+Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
 
 class Program(NamedTuple):
@@ -40,10 +42,24 @@ def build(f: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Prog
     return Program(compiled, seconds, compiled.cost_analysis()["flops"], memory.temp_size_in_bytes)
 
 
-def run_times(programs: Mapping[str, Program], args: Mapping[str, Sequence[Any]], scale: Scale) -> dict[str, float]:
-    """The median run time of each program, all in turn."""
-    cases = {name: Case(until_done(program.call, args[name])) for name, program in programs.items()}
-    return {name: timing.median for name, timing in interleave(cases, scale).items()}
+def built(functions: Mapping[str, Function], patience: float, donate: Sequence[int] = ()) -> dict[str, Program]:
+    """Each program as built in median time, of three rounds or as many as begin within these seconds."""
+    found: dict[str, list[Program]] = {name: [] for name in functions}
+    stop = time.perf_counter() + patience
+    for done in range(3):
+        if done and time.perf_counter() >= stop:
+            break
+        for name, (f, args) in functions.items():
+            found[name].append(build(f, *args, donate=donate))
+    ordered = {name: sorted(programs, key=lambda program: program.build) for name, programs in found.items()}
+    return {name: programs[(len(programs) - 1) // 2] for name, programs in ordered.items()}
+
+
+def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:
+    """The run time of each program, all in turn."""
+    return there_and_back(
+        {name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale
+    )
 
 
 def rows(programs: Iterable[Program], times: Iterable[float]) -> list[list[str]]:

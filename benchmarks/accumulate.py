@@ -21,7 +21,7 @@ import treeparams as tp
 
 from ._harness import Case, Scale, Table, as_ratios, in_time, interleave, sweep, verdict
 from ._models import Net
-from ._programs import build, in_bytes, rows, run_times
+from ._programs import build, in_bytes, rows, timed
 from ._steps import Loop, model
 
 _NUMPY, _ADD, _SCALED, _EMA = "numpy", "sum + gradient", "sum + c * gradient", "tp.ema"
@@ -93,7 +93,7 @@ def _in_pieces(leaves: int, examples: int, scale: Scale) -> Table:
     }
     programs = {name: build(f, *args) for name, (f, args) in functions.items()}
     _check_gradients({name: programs[name].call(*args) for name, (_, args) in functions.items()}, restructure)
-    times = run_times(programs, {name: args for name, (_, args) in functions.items()}, scale)
+    times = timed(programs, functions, scale)
     cells = [row for row in rows(programs.values(), times.values()) if row[0] != "operations"]
     title = f"{_PIECES} pieces of a batch of {examples}; value and gradient of a net of {leaves} leaves"
     return Table(title, ["", *programs], cells)

@@ -17,6 +17,7 @@ import treeparams as tp
 
 from ._harness import Scale, Table, sweep
 from ._models import arrays, net
+from ._programs import until_done
 from ._steps import Loop
 
 _HAND, _TP, _OPTAX = "by hand", "treeparams", "optax"
@@ -38,35 +39,34 @@ def run(scale: Scale) -> Iterator[Table]:
     yield found.firsts("The first call of the same", targets, [name for name in found.names if name != _OPTAX])
 
 
+def _by_hand(average: Any, params: Any) -> Any:
+    return jax.tree.map(lambda old, new: old + (1 - _DECAY) * (new - old), average, params)
+
+
+def _with_tp(average: Any, params: Any) -> Any:
+    return tp.ema(average, params, decay=_DECAY)
+
+
 def _averages(leaves: int, wrap: Callable[[Callable], Callable]) -> Mapping[str, Callable]:
     average, model = net(leaves), net(leaves)
 
-    def by_hand(average: Any, model: Any) -> Any:
-        return jax.tree.map(lambda old, new: old + (1 - _DECAY) * (new - old), average, model)
-
     functions = {
-        _HAND: wrap(by_hand),
-        _TP: wrap(lambda average, model: tp.ema(average, model, decay=_DECAY)),
+        _HAND: wrap(_by_hand),
+        _TP: wrap(_with_tp),
         _OPTAX: wrap(lambda average, model: optax.incremental_update(model, average, 1 - _DECAY)),
     }
-    return {name: _until_done(f, average, model) for name, f in functions.items()}
+    return {name: until_done(f, (average, model)) for name, f in functions.items()}
 
 
 def _donated(leaves: int) -> Mapping[str, Loop]:
     tree = arrays(leaves)
     vector, _ = tp.ravel(tree)
 
-    def by_hand(average: Any, params: Any) -> Any:
-        return jax.tree.map(lambda old, new: old + (1 - _DECAY) * (new - old), average, params)
-
-    def with_tp(average: Any, params: Any) -> Any:
-        return tp.ema(average, params, decay=_DECAY)
-
     return {
-        _VECTOR: _loop(with_tp, vector),
-        f"{_HAND}, vector": _loop(by_hand, vector),
-        f"{_TP}, tree": _loop(with_tp, tree),
-        f"{_HAND}, tree": _loop(by_hand, tree),
+        _VECTOR: _loop(_with_tp, vector),
+        f"{_HAND}, vector": _loop(_by_hand, vector),
+        f"{_TP}, tree": _loop(_with_tp, tree),
+        f"{_HAND}, tree": _loop(_by_hand, tree),
     }
 
 
@@ -92,9 +92,5 @@ def _norms(leaves: int) -> Mapping[str, Callable]:
     }
     tree = net(leaves)
     vector, _ = tp.ravel(tree)
-    norms = {name: _until_done(f, tree) for name, f in functions.items()}
-    return norms | {_VECTOR: _until_done(tp.global_norm, vector)}
-
-
-def _until_done(f: Callable, *args: Any) -> Callable:
-    return lambda: jax.block_until_ready(f(*args))
+    norms = {name: until_done(f, (tree,)) for name, f in functions.items()}
+    return norms | {_VECTOR: until_done(tp.global_norm, (vector,))}

@@ -18,8 +18,7 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 
 from ._harness import Scale, Table, there_and_back, verdict
-from ._programs import rows, until_done
-from .restructure import Function, built
+from ._programs import Function, built, rows, until_done
 
 _EQX, _TP, _RAVEL = "eqx.filter_hessian", "restructure", "ravel_pytree"
 _PRODUCTS = "products"

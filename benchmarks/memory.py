@@ -19,8 +19,7 @@ import treeparams as tp
 
 from ._harness import Scale, Table, as_ratios, in_time, there_and_back, verdict
 from ._models import Net, net
-from ._programs import Program, in_bytes, rows
-from .restructure import built
+from ._programs import Program, built, in_bytes, rows
 
 _TREE, _FLAT, _BUCKETS = "tree", "flat", "buckets"
 _BUCKET = 2**14

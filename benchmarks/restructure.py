@@ -7,7 +7,6 @@ Every program is built from nothing; those of the tree and of `restructure` thre
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,9 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, Timing, as_ratios, there_and_back, verdict
+from ._harness import Scale, Sweep, Table, Timing, as_ratios, verdict
 from ._models import net
-from ._programs import Program, build, in_bytes, in_millions, rows, until_done
+from ._programs import Function, Program, built, in_bytes, in_millions, rows, timed
 
 _TREE, _TP, _RAVEL, _SPLIT, _SLICES = "tree", "restructure", "ravel_pytree", "lax.split", "static slices"
 _WIDTH, _BATCH = 16, 8
@@ -30,8 +29,6 @@ _NOTES = [
     f"{_SPLIT} was not run above 100 leaves: it is the program of {_RAVEL}.",
     f"{_SLICES} were not run above 100 leaves: the transpose of each is an addition of two whole vectors.",
 ]
-
-Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -46,26 +43,6 @@ def run(scale: Scale) -> Iterator[Table]:
     yield _run_table(times)
     yield _cost_table(programs)
     yield _derivatives(4 if scale.is_smoke else 200, scale)
-
-
-def built(functions: Mapping[str, Function], patience: float, donate: Sequence[int] = ()) -> dict[str, Program]:
-    """Each program as built in median time, of three rounds or as many as begin within these seconds."""
-    found: dict[str, list[Program]] = {name: [] for name in functions}
-    stop = time.perf_counter() + patience
-    for done in range(3):
-        if done and time.perf_counter() >= stop:
-            break
-        for name, (f, args) in functions.items():
-            found[name].append(build(f, *args, donate=donate))
-    ordered = {name: sorted(programs, key=lambda program: program.build) for name, programs in found.items()}
-    return {name: programs[(len(programs) - 1) // 2] for name, programs in ordered.items()}
-
-
-def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:
-    """The run time of each program."""
-    return there_and_back(
-        {name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale
-    )
 
 
 def _gradients(leaves: int) -> dict[str, Function]:

@@ -119,11 +119,13 @@ class View(Mapping[str, Any]):
         """
         self._check()
         slots, layout = self.select(where), self.layout
+        computed = {i: {alias.leaf for alias in layout.aliases[i] if alias.chain} for i in slots}
+        if not any(computed.values()):
+            return slots
         leaves = {layout.structure.index[where]} if self._is_path(where) else select(layout.structure, where)
         for i in slots:
-            transformed = {alias.leaf for alias in layout.aliases[i] if alias.chain}
             its = [leaf for leaf in sorted(leaves) if layout.by_leaf.get(leaf) == i]
-            if transformed.issuperset(its):
+            if computed[i].issuperset(its):
                 path, source = layout.structure.paths[its[0]], layout.slots[i].path
                 raise KeyError(f"{path!r} is computed from {source!r}; change it there")
         return slots
