@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._match import read_slots
@@ -93,6 +94,40 @@ def step_size(decay: Any) -> Any:
     if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
         raise ValueError(f"decay must be between 0 and 1, got {decay}")
     return 1 - decay
+
+
+def as_decay(decay: Any) -> Any:
+    """The decay of an average that is carried along: a Python float, or a function of the count.
+
+    Raises:
+        ValueError: it is not in [0, 1].
+        TypeError: it is traced.
+    """
+    if isinstance(decay, Tracer):
+        raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
+    if callable(decay):
+        return decay
+    step_size(decay)
+    return float(decay)
+
+
+def next_step(decay: Any, count: Any, weight: Any, *, debias: bool, warmup: bool) -> tuple[Any, Any]:
+    """How far the average moves, and how much of it then comes from updates.
+
+    Args:
+        decay: from `as_decay`.
+        count: of the updates so far.
+        weight: how much of the average comes from them.
+        debias: whether the values at the start have no weight.
+        warmup: whether the decay starts low.
+    """
+    decay = decay(count) if callable(decay) else decay
+    step = step_size(jnp.minimum(decay, (1 + count) / (10 + count)) if warmup else decay)
+    weight = jnp.asarray(weight + step * (1 - weight), jnp.float32)
+    if debias:
+        # The same as dividing by the weight at the end, but the shadow is itself the average at any time.
+        step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
+    return step, weight
 
 
 @jax.jit

@@ -6,10 +6,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._average import Buffers, copy, copy_leaf, lerp, next_buffers, step_size, widened
+from ._average import Buffers, as_decay, copy, copy_leaf, lerp, next_buffers, next_step, widened
 from ._declare import field
 from ._match import read_slots
 from ._partition import Rest, split
@@ -70,11 +69,7 @@ class Ema(eqx.Module):
         Raises:
             ValueError: `decay` is not in [0, 1]; as `tp.layout`.
         """
-        if isinstance(decay, Tracer):
-            raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
-        if not callable(decay):
-            step_size(decay)
-            decay = float(decay)
+        decay = as_decay(decay)
         slots, rest = split(model, trainable)
         self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in slots]
         self.rest = Rest(tuple(map(copy_leaf, rest.frozen)), rest.fixed)
@@ -98,22 +93,12 @@ class Ema(eqx.Module):
             ValueError: the model lacks an array of the average, or has another shape there.
             TypeError: the model is complex where the average is real.
         """
-        step = self._step()
-        weight = self.weight + step * (1 - self.weight)
-        if self.debias:
-            # The same as dividing by the weight at the end, but the shadow is itself the average at any time.
-            step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
+        step, weight = next_step(self.decay, self.count, self.weight, debias=self.debias, warmup=self.warmup)
         news = read_slots(self.rest.layout, model, exact_shapes=True)
         shadow = lerp(self.shadow, news, step)
         rest = Rest(tuple(next_buffers(self.rest, model, step, self.buffers)), self.rest.fixed)
-        changed = shadow, rest, self.count + 1, jnp.asarray(weight, jnp.float32)
+        changed = shadow, rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
-
-    def _step(self) -> Any:
-        decay = self.decay(self.count) if callable(self.decay) else self.decay
-        if self.warmup:
-            decay = jnp.minimum(decay, (1 + self.count) / (10 + self.count))
-        return step_size(decay)
 
     @property
     def average(self) -> PyTree:

@@ -310,19 +310,20 @@ class Layout:
         return {group.source: group.aliases for group in self.groups}
 
     @functools.cached_property
-    def _distinct(self) -> tuple[int, ...]:
+    def distinct(self) -> tuple[int, ...]:
+        """The leaf of each parameter, trained or frozen, ties once."""
         aliases = {alias.leaf for group in self.groups for alias in group.aliases}
         return tuple(i for i in self.structure.parameters if i not in aliases)
 
     @functools.cached_property
     def positions(self) -> tuple[int, ...]:
         """The leaf of each slot."""
-        return tuple(i for i in self._distinct if self.trained[i])
+        return tuple(i for i in self.distinct if self.trained[i])
 
     @functools.cached_property
     def frozen(self) -> tuple[int, ...]:
         """The leaf of each frozen parameter, ties once."""
-        return tuple(i for i in self._distinct if not self.trained[i])
+        return tuple(i for i in self.distinct if not self.trained[i])
 
     @functools.cached_property
     def aliases(self) -> tuple[tuple[Alias, ...], ...]:

@@ -123,6 +123,21 @@ def resolve(model: PyTree, trainable: Any) -> Resolved:
     return Resolved(leaves, treedef, structure, _layout(structure, trainable, None, None, None))
 
 
+def retrained(known: Layout, trainable: Any) -> Layout:
+    """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them.
+
+    Raises:
+        ValueError: a `Layout` of other models or other ties; as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    if not isinstance(trainable, Layout):
+        trained = settle(known.structure, known.groups, choose(known.structure, trainable))
+        return Layout(known.structure, trained, known.groups, known.packing)
+    if trainable.structure != known.structure or trainable.groups != known.groups:
+        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{known.diff(trainable)}")
+    return trainable
+
+
 def _layout(structure: Structure, trainable: Any, freeze: Any, thaw: Any, ties: Given | None) -> Layout:
     stated = (trainable, freeze, thaw)
     if ties is not None or not all(map(_is_constant, stated)):

@@ -63,7 +63,7 @@ def choose(structure: Structure, trainable: Any) -> Choice:
         selected = select(structure, each)
         if selected <= frozen:
             raise ValueError(
-                f"{_name(each)} selects only leaves that are declared frozen ({_some(structure, selected)}); "
+                f"{name_of(each)} selects only leaves that are declared frozen ({_some(structure, selected)}); "
                 "to train them all the same, write thaw=... in place of trainable=..."
             )
         choice = choice.after(Word(0, selected, False), True)
@@ -164,8 +164,8 @@ def _select_one(structure: Structure, where: Any, among: Collection[int], kind: 
         return found
     if selected:
         why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
-        raise ValueError(f"{_name(where)} selects no {kind}, only {_some(structure, selected)}{why}")
-    raise ValueError(f"{_name(where)} selects nothing{_hint(structure, where)}")
+        raise ValueError(f"{name_of(where)} selects no {kind}, only {_some(structure, selected)}{why}")
+    raise ValueError(f"{name_of(where)} selects nothing{_hint(structure, where)}")
 
 
 def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
@@ -201,7 +201,7 @@ def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[i
     for leaf in jtu.tree_leaves(where(jtu.tree_unflatten(structure.treedef, places))):
         if id(leaf) not in index:
             raise ValueError(
-                f"{_name(where)} must return nodes of the model it is given, as for eqx.tree_at; got {describe(leaf)}"
+                f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at; got {describe(leaf)}"
             )
         yield index[id(leaf)]
 
@@ -223,7 +223,8 @@ def _kind(structure: Structure, i: int) -> str:
     return f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
 
 
-def _name(where: Any) -> str:
+def name_of(where: Any) -> str:
+    """What a `where` is called in messages."""
     return repr(
         getattr(where, "pattern", where)
         if isinstance(where, (str, re.Pattern))

@@ -1,0 +1,57 @@
+"""apply_updates: the step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._match import per_slot
+from .._pack import is_complex
+from .._partition import rest_of, slots_of
+from .._resolve import resolve
+from .._structure import common_dtype
+from ._state import only
+
+
+def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTree:
+    """The model after the step: each trained parameter plus its update, in its own dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import optim
+    >>> shared = jnp.ones(2, jnp.bfloat16)
+    >>> model = optim.apply_updates({"a": shared, "b": shared, "n": 3}, {"a": jnp.ones(2), "b": None, "n": None})
+    >>> model["a"].dtype, model["a"] is model["b"], model["n"]
+    (dtype(bfloat16), True, 3)
+
+    **Inside `jax.jit` arrays no longer tell what is tied**: pass `state.layout`, or another `Layout` made outside, as
+    `trainable`. Ties that a class declares are known anyway.
+
+    Args:
+        model: any pytree.
+        updates: what `update` of a transformation returned; `None` or nothing at a path is no step.
+        trainable: what may move: `None` (all that has an update), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        The model, with one array at all paths of a tie, and what has no update as it was, the same object.
+
+    Raises:
+        ValueError: an update at a path that the model has not, at several paths of one tie, or of another shape; as `tp.layout`.
+        TypeError: a complex update of a real parameter; as `tp.layout`.
+    """
+    resolved = resolve(model, trainable)
+    if trainable is None:  # what has an update moves, also where a class declares it frozen and a layout thawed it
+        resolved = resolved._replace(layout=only(resolved.layout, resolved.layout.distinct))
+    steps = per_slot(resolved.layout, updates, None, exact_shapes=True)
+    slots = zip(resolved.layout.paths, slots_of(resolved), steps, strict=True)
+    return rest_of(resolved).fill([moved(*slot) for slot in slots])
+
+
+def moved(path: str, leaf: Any, step: Any) -> Any:
+    """A parameter after a step, in its own dtype."""
+    if step is None:
+        return leaf
+    if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):
+        raise TypeError(f"expected a real update at {path!r}, where the parameter is {leaf.dtype}, got {step.dtype}")
+    dtype = common_dtype([jnp.asarray(leaf).dtype, jnp.asarray(step).dtype])
+    return jax.lax.convert_element_type(jnp.asarray(leaf, dtype) + jnp.asarray(step, dtype), leaf.dtype)

@@ -1,0 +1,202 @@
+"""What a transformation sees of a model - a canonical tree, or one vector - and how its state is divided by leaves.
+
+Optax does not say which part of a state belongs to which parameter. It is found by asking: `init` of other parameters,
+evaluated for shapes alone, has another state, and the paths in it (or, of a vector, the axes that grow) tell.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._flat import as_given, as_vectors, leaves_of, vectors_of
+from .._layout import Layout
+from .._match import per_slot
+from .._pack import Slot
+from .._project import slot_gradients
+from ._context import within
+from ._state import only
+
+
+class Part(NamedTuple):
+    """A state, and the layout of the parameters it is of."""
+
+    layout: Layout
+    state: PyTree
+
+
+class Form(Protocol):
+    """What a transformation is given in place of a model, for the slots of a layout."""
+
+    is_vector: bool
+
+    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
+        """One gradient per slot; `None` where there is none and the form has room for it."""
+        ...
+
+    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
+        """What the transformation sees of one value per slot."""
+        ...
+
+    def read(self, layout: Layout, seen: PyTree) -> list[Any]:
+        """One value per slot, from what the transformation returns."""
+        ...
+
+    def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
+        """The state of the slots of `to`, each from the first part that has it; what is of no slot from the first."""
+        ...
+
+
+class Tree:
+    """The canonical tree."""
+
+    is_vector = False
+
+    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
+        """One gradient per slot; `None` where there is none."""
+        return slot_gradients(layout, grads, None)
+
+    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
+        """The canonical tree of one value per slot."""
+        return layout.canonical(values, treedef)
+
+    def read(self, layout: Layout, seen: PyTree) -> list[Any]:
+        """One value per slot, `None` where the tree has none."""
+        return per_slot(layout, seen, "first", exact_shapes=True)
+
+    def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
+        """The state of the slots of `to`; leaves are told by their paths in the state.
+
+        Raises:
+            ValueError: the state is not kept leaf by leaf.
+        """
+        if parts[0].layout.positions == to.positions:
+            return parts[0].state
+        leaves, treedef = jtu.tree_flatten_with_path(shapes_of(tx, self, to))
+        known: dict[Any, Any] = {}
+        for part in reversed(parts):
+            known |= _by_path(part.state)
+        if not (all(map(self._is_by_leaf, [tx] * len(parts), parts, [to] * len(parts))) and _fit(leaves, known)):
+            raise ValueError(
+                "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: "
+                'give all of them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
+            )
+        return jtu.tree_unflatten(treedef, [known[path] for path, _ in leaves])
+
+    def _is_by_leaf(self, tx: Any, part: Part, to: Layout) -> bool:
+        # A state kept as a list of leaves would have the same paths for other leaves. But then the states of two
+        # complementary choices have fewer paths together than the state of all.
+        here = set(part.layout.positions)
+        inside, outside = here & set(to.positions), here - set(to.positions)
+        if not inside or not outside:
+            return True
+        halves = [_by_path(shapes_of(tx, self, only(part.layout, half))) for half in (inside, outside)]
+        return set(halves[0]) | set(halves[1]) == set(_by_path(part.state))
+
+
+class Flat:
+    """One vector, or as many as the layout says (`tp.ravel`)."""
+
+    is_vector = True
+
+    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
+        """One gradient per slot, in the vector's dtype, zeros where there is none."""
+        return slot_gradients(layout, grads, "zeros", [layout.vectors[slot.vector].dtype for slot in layout.slots])
+
+    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> Any:
+        """The vector of one value per slot."""
+        return as_given(layout, vectors_of(layout, values))
+
+    def read(self, layout: Layout, seen: Any) -> list[Any]:
+        """One value per slot, in the slot's dtype."""
+        return leaves_of(layout, as_vectors(layout, seen))
+
+    def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
+        """The state of the slots of `to`, cut out of the vectors in the states and joined again."""
+        if parts[0].layout.positions == to.positions:
+            return parts[0].state
+        shapes, treedef = jtu.tree_flatten(shapes_of(tx, self, to))
+        grown = jtu.tree_leaves(shapes_of(tx, self, to, longer=True))
+        states = [jtu.tree_leaves(part.state) for part in parts]
+        places = [{slot.path: slot for slot in part.layout.slots} for part in parts]
+        joined = [_joined(to, places, *each) for each in zip(shapes, grown, zip(*states, strict=True), strict=True)]
+        return jtu.tree_unflatten(treedef, joined)
+
+
+def shapes_of(tx: Any, form: Form, layout: Layout, longer: bool = False) -> PyTree:
+    """The shapes and dtypes of a fresh state.
+
+    Args:
+        tx: the transformation.
+        form: what it sees.
+        layout: of what trains.
+        longer: whether each vector is longer than it is, by one more than its number, to tell which axes are its.
+    """
+    like = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+    seen = jax.eval_shape(lambda values: form.show(layout, values, None), like)
+    if longer:
+        vectors, treedef = jtu.tree_flatten(seen)
+        vectors = [jax.ShapeDtypeStruct((v.shape[0] + 1 + i,), v.dtype) for i, v in enumerate(vectors)]
+        seen = jtu.tree_unflatten(treedef, vectors)
+    with within(layout, form.is_vector):
+        return jax.eval_shape(tx.init, seen)
+
+
+def owners(tx: Any, form: Form, layout: Layout) -> list[int | None]:
+    """Whose each leaf of a state is, as the number of a slot; `None` is of no slot, such as a count.
+
+    Raises:
+        ValueError: the state is not kept leaf by leaf.
+    """
+    paths = list(_by_path(shapes_of(tx, form, layout)))
+    count = len(layout.positions)
+    # Each slot is known by its number in binary: a leaf of the state is there where init is given the slots that have
+    # a digit, or those that have it not. So a few questions do for thousands of slots.
+    numbers = dict.fromkeys(paths, 0)
+    shared = set(paths)
+    for digit in range((count - 1).bit_length()):
+        ones, zeros = (
+            set(
+                _by_path(
+                    shapes_of(
+                        tx, form, only(layout, [p for i, p in enumerate(layout.positions) if (i >> digit & 1) == one])
+                    )
+                )
+            )
+            for one in (1, 0)
+        )
+        if ones | zeros != set(paths):
+            raise ValueError("the state of the transformation is not kept leaf by leaf; give every leaf a gradient")
+        shared &= ones & zeros
+        for path in ones - zeros:
+            numbers[path] |= 1 << digit
+    if count == 1:
+        shared = set()  # all is held or goes on as one
+    return [None if path in shared else numbers[path] for path in paths]
+
+
+def _by_path(state: PyTree) -> dict[Any, Any]:
+    return dict(jtu.tree_flatten_with_path(state)[0])
+
+
+def _fit(leaves: Sequence[tuple[Any, Any]], known: dict[Any, Any]) -> bool:
+    return all(path in known and jnp.shape(known[path]) == shape.shape for path, shape in leaves)
+
+
+def _joined(to: Layout, places: Sequence[Mapping[str, Slot]], shape: Any, grown: Any, leaves: Sequence[Any]) -> Any:
+    axes = [axis for axis, size in enumerate(shape.shape) if grown.shape[axis] != size]
+    if not axes:
+        return leaves[0]
+    (axis,) = axes
+    vector = to.vectors[grown.shape[axis] - shape.shape[axis] - 1]
+    pieces = []
+    for i in vector.slots:
+        path = to.slots[i].path
+        leaf, slot = next((leaf, known[path]) for leaf, known in zip(leaves, places, strict=True) if path in known)
+        pieces.append(jax.lax.slice_in_dim(leaf, slot.offset, slot.offset + slot.size, axis=axis))
+    padding = list(shape.shape)
+    padding[axis] = vector.length - vector.size
+    return jnp.concatenate([*pieces, jnp.zeros(padding, shape.dtype)], axis)

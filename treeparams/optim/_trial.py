@@ -1,0 +1,118 @@
+"""Whether a rule is the same on one vector as on the leaves in it: found by trying."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._resolve import layout
+from ._context import within
+from ._state import extended, is_placeholder, settled, steady
+
+# What rules look at: rank, the sizes of axes (128 is where adafactor begins to factorise), the norm of a leaf. The
+# second leaf has larger gradients, so that what is relative to a leaf shows.
+_SHAPES = ((128, 128), (3,))
+_FACTORS = (1.0, 30.0)
+_STEPS = 3
+# Thresholds are passed at one scale or another.
+_SCALES = (1e-3, 1.0, 1e3)
+# Trials run in float64: where leaves are coupled, sums in another order differ by far less than this, and a small weight
+# decay of some leaves by more. Some rules count in float32 whatever they are given.
+_TOLERANCE = 1e-6
+# Its place in JAX has changed.
+_enable_x64: Any = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64")  # noqa: B009
+
+
+def blind(tx: Any, extra: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, whose `init` fails if it treats leaves apart and leaves joined differently.
+
+    Args:
+        tx: the transformation.
+        extra: arguments of its `update`, beside those that the trial knows.
+    """
+    tx = extended(tx)
+    tried = functools.cache(lambda: _try(tx, extra))
+
+    def init(params: Any) -> Any:
+        if not is_placeholder(params):
+            tried()
+        return tx.init(params)
+
+    return optax.GradientTransformationExtraArgs(init, tx.update)
+
+
+def _try(tx: Any, extra: Mapping[str, Any]) -> None:
+    try:
+        with jax.ensure_compile_time_eval(), _enable_x64(True):
+            apart, joined = jax.device_get(jax.jit(lambda: (_trial(tx, extra, False), _trial(tx, extra, True)))())
+    except Exception as error:
+        raise ValueError(
+            "optim.flat tries the transformation on two small leaves, apart and joined to one vector, and it fails "
+            f"there ({type(error).__name__}: {_first_line(error)}). Use optim.trainable; if it needs further extra "
+            "arguments, give flat examples of them (trial={...}); if this is inside of jit, call init outside"
+        ) from error
+    for shape, one, other in zip(_SHAPES, apart, joined, strict=True):
+        if not _agree(one, other):
+            raise ValueError(
+                "the transformation looks at the shapes of leaves: on two small leaves, apart and joined to one vector, "
+                f"its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the largest). "
+                "Use optim.trainable for it"
+            )
+
+
+def _trial(tx: Any, extra: Mapping[str, Any], joined: bool) -> list[jax.Array]:
+    """The updates of each leaf, over scales and steps."""
+    return jax.lax.map(lambda scale: _descent(tx, extra, joined, scale), jnp.asarray(_SCALES))
+
+
+def _descent(tx: Any, extra: Mapping[str, Any], joined: bool, scale: jax.Array) -> list[jax.Array]:
+    starts, centres, curvatures = ([jnp.asarray(each) for each in _random(seed)] for seed in range(3))
+
+    def loss(params: Any, **_: Any) -> jax.Array:
+        leaves = _apart(params) if joined else params
+        terms = zip(leaves, centres, curvatures, _FACTORS, strict=True)
+        return scale * sum(factor * jnp.sum(h * h * (p - c) ** 2) for p, c, h, factor in terms)
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        value, grad = jax.value_and_grad(loss)(params)
+        known = {"value": value, "grad": grad, "value_fn": loss}
+        updates, after = tx.update(grad, state, params, **(known | dict(extra)))
+        params = jax.tree.map(jnp.add, params, updates)
+        return (params, steady(after, state)), (_apart(updates) if joined else updates)
+
+    params = jnp.concatenate([start.reshape(-1) for start in starts]) if joined else starts
+    with within(layout(starts), joined):
+        return jax.lax.scan(step, (params, settled(tx.init(params))), length=_STEPS)[1]
+
+
+def _random(seed: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [factor * generator.normal(size=shape) for shape, factor in zip(_SHAPES, _FACTORS, strict=True)]
+
+
+def _apart(vector: jax.Array) -> list[jax.Array]:
+    sizes = [math.prod(shape) for shape in _SHAPES]
+    pieces = jnp.split(vector, [sizes[0]])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, _SHAPES, strict=True)]
+
+
+def _agree(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.array_equal(np.isnan(one), np.isnan(other)) and _difference(one, other) <= _TOLERANCE
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference at any scale and step, relative to the largest update there."""
+    axes = tuple(range(2, one.ndim))
+    largest = np.nanmax(np.abs(one), axes)
+    return float(np.nanmax(np.nanmax(np.abs(one - other), axes) / np.where(largest > 0, largest, 1)))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,198 @@
+"""An Optax transformation run over the trained parameters of a whole model."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from .._layout import Layout
+from .._pack import is_complex
+from .._partition import rest_of, slots_of
+from .._resolve import Resolved, resolve
+from ._context import around, collecting, given, is_collecting, within
+from ._forms import Form, Part, Tree
+from ._state import (
+    ANY,
+    Positions,
+    Roles,
+    TrainableState,
+    extended,
+    in_own_buffers,
+    is_placeholder,
+    only,
+    settled,
+    steady,
+)
+
+
+class Whole:
+    """A transformation, what it sees of a model, and which leaves it trains."""
+
+    def __init__(self, tx: Any, form: Form, trainable: Any, takes_none: bool = False) -> None:
+        self.tx = extended(tx)
+        self.form = form
+        self.trainable = trainable
+        self.takes_none = takes_none  # whether `tx` itself knows what a missing gradient means
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """As Optax knows it."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: PyTree) -> Any:
+        """A fresh state."""
+        if is_collecting():
+            return Collected(self, params)
+        if is_placeholder(params):
+            with within(None, self.form.is_vector):
+                return TrainableState(ANY, (self.tx.init(params),), ())
+        return self.start(given(params, self.trainable))
+
+    def start(self, resolved: Resolved) -> TrainableState:
+        """A fresh state of what is trained."""
+        layout = resolved.layout
+        if not layout.positions:
+            warnings.warn(f"nothing is trained, so no update will change the model: {layout!r}", stacklevel=4)
+            return TrainableState(Roles(layout, (), ()), (), ())
+        runs = (self.fresh(resolved, layout.positions),)
+        return in_own_buffers(TrainableState(Roles(layout, (layout.positions,), ()), runs, ()), resolved.leaves)
+
+    def fresh(self, resolved: Resolved, positions: Positions) -> PyTree:
+        """A fresh state of the transformation itself, for some parameters."""
+        layout = only(resolved.layout, positions)
+        seen = self.form.show(layout, slots_of(resolved._replace(layout=layout)), resolved.treedef)
+        with within(layout, self.form.is_vector):
+            return settled(self.tx.init(seen))
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, TrainableState]:
+        """One step: the canonical tree of updates, and the next state."""
+        if params is None:
+            raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
+        resolved = resolve(params, state.layout)
+        gradients = self.gradients(resolved.layout, updates)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None or self.takes_none]
+        call = _Call(self, resolved, gradients, present, extra)
+        parts = [Part(each, run) for each, run in zip(state.roles.layouts, state.runs, strict=True)]
+        steps, runs = [None] * len(gradients), []
+        for number, part in enumerate(parts):
+            runs.append(call.run([part, *parts[:number], *parts[number + 1 :]], steps))
+        return resolved.layout.canonical(steps, resolved.treedef), state._replace(runs=tuple(runs))
+
+    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
+        """One gradient per slot, as Optax's rules take them."""
+        return [_conjugated(gradient) for gradient in self.form.gradients(layout, grads)]
+
+
+class Collected:
+    """Stands for the state of a transformation, and says which one it is."""
+
+    def __init__(self, whole: Whole, params: PyTree) -> None:
+        self.whole = whole
+        self.params = params
+
+
+def collected_in(tx: Any, model: PyTree) -> list[Collected]:
+    """The transformations over models in a chain or wrapper of Optax.
+
+    Raises:
+        TypeError: there are none.
+    """
+    return [node for node in jax.tree.leaves(skeleton(tx, model), is_leaf=is_collected) if is_collected(node)]
+
+
+def skeleton(tx: Any, model: PyTree) -> PyTree:
+    """What `init` returns, with a `Collected` in place of each `TrainableState`.
+
+    Raises:
+        TypeError: there are none.
+    """
+    with collecting():
+        found = tx.init(model)
+    if not any(map(is_collected, jax.tree.leaves(found, is_leaf=is_collected))):
+        raise TypeError("expected a transformation with optim.trainable, flat, groups or accumulate in it, got none")
+    return found
+
+
+def is_collected(node: Any) -> bool:
+    """Whether a node of a state stands for a transformation."""
+    return isinstance(node, Collected)
+
+
+def standing(element: Any, trainable: Any, takes_none: bool = False) -> optax.GradientTransformationExtraArgs:
+    """An element of chains over canonical trees, which alone is a transformation over models."""
+    alone = Whole(optax.GradientTransformationExtraArgs(element.init, element.update), Tree(), trainable, takes_none)
+
+    def init(params: PyTree) -> PyTree:
+        return (alone if around() is None else element).init(params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        return (alone if around() is None else element).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Call:
+    """What the transformation is given in one call, the same for each history."""
+
+    def __init__(
+        self, whole: Whole, resolved: Resolved, gradients: list[Any], present: list[int], extra: dict[str, Any]
+    ) -> None:
+        self.whole, self.resolved, self.layout, self.present = whole, resolved, resolved.layout, present
+        self.seen = only(self.layout, [self.layout.positions[i] for i in present])
+        self.is_partial = len(present) < len(gradients)
+        self.gradients, self.params = self._show(gradients), self._show(slots_of(resolved))
+        self.extra = {name: self._argument(name, value) for name, value in extra.items()}
+
+    def run(self, parts: list[Part], steps: list[Any]) -> PyTree:
+        """Runs the history of the first part, with the leaves of the others beside it; its next state.
+
+        A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
+        gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
+        """
+        form, tx, part = self.whole.form, self.whole.tx, parts[0]
+        own = set(part.layout.positions) & set(self.seen.positions)
+        if not own:
+            return part.state
+        before = form.regroup(tx, parts, self.seen)
+        with within(self.layout, form.is_vector, self.is_partial):
+            updates, after = tx.update(self.gradients, before, self.params, **self.extra)
+        for i, step in zip(self.present, form.read(self.seen, updates), strict=True):
+            if self.layout.positions[i] in own:
+                steps[i] = step
+        return form.regroup(tx, [Part(self.seen, steady(after, before)), part], part.layout)
+
+    def _show(self, values: Sequence[Any]) -> PyTree:
+        return self.whole.form.show(self.seen, [values[i] for i in self.present], self.resolved.treedef)
+
+    def _argument(self, name: str, value: Any) -> Any:
+        """An argument as the transformation understands it: line searches take a gradient, and the loss itself."""
+        if name == "grad":
+            return self._show(self.whole.gradients(self.layout, value))
+        return self._loss(value) if name == "value_fn" else value
+
+    def _loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        for slot in self.layout.slots:
+            if is_complex(slot.dtype):
+                raise TypeError(
+                    "Optax's line searches do not descend along complex parameters, "
+                    f"and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as two real parameters"
+                )
+        rest, values = rest_of(self.resolved), slots_of(self.resolved)
+
+        @functools.wraps(loss)  # Optax looks at the names of its arguments
+        def of_what_is_seen(seen: PyTree, *args: Any, **kwargs: Any) -> Any:
+            found = dict(zip(self.present, self.whole.form.read(self.seen, seen), strict=True))
+            return loss(rest.fill([found.get(i, value) for i, value in enumerate(values)]), *args, **kwargs)
+
+        return of_what_is_seen
+
+
+def _conjugated(gradient: Any) -> Any:
+    # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax's rules take.
+    return jnp.conj(gradient) if gradient is not None and jnp.iscomplexobj(gradient) else gradient
