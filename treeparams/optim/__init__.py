@@ -1,4 +1,6 @@
-"""Optax over models with frozen and tied parameters. The files, from the ground up:
+"""Optax over models with frozen and tied parameters.
+
+The files, from the ground up:
 
     _context     what stands around an element of a chain
     _state       TrainableState; what is static in it

@@ -109,8 +109,8 @@ class _Accumulate:
         above = around()
         if above is not None and above.is_partial:
             raise ValueError(
-                "some leaves have no gradient in this call, and a chain around optim.accumulate leaves these out; write "
-                "optim.accumulate(optax.chain(...), every), with nothing but optim.groups around it"
+                "some leaves have no gradient in this call, and a chain around optim.accumulate leaves these out; "
+                "write optim.accumulate(optax.chain(...), every), with nothing but optim.groups around it"
             )
         return _Call(self, given(params, None), updates, state, extra).taken()
 

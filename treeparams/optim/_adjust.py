@@ -52,9 +52,10 @@ def adjust(state: PyTree, group: Any = None, **hyperparams: Any) -> PyTree:
     unknown = [name for name in hyperparams if name not in found]
     if unknown:
         there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there are none"
+        where = "the state" if group is None else f"the state of group {group!r}"
         raise ValueError(
-            f"no hyperparameter {unknown[0]!r} in the state{f' of group {group!r}' if group is not None else ''}; {there}. "
-            "Only what optax.inject_hyperparams keeps can be adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
+            f"no hyperparameter {unknown[0]!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
+            "adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
         )
     return state
 

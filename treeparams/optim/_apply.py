@@ -36,7 +36,8 @@ def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTr
         The model, with one array at all paths of a tie, and what has no update as it was, the same object.
 
     Raises:
-        ValueError: an update at a path that the model has not, at several paths of one tie, or of another shape; as `tp.layout`.
+        ValueError: an update at a path that the model has not, at several paths of one tie, or of another shape; as
+            `tp.layout`.
         TypeError: a complex update of a real parameter; as `tp.layout`.
     """
     resolved = resolve(model, trainable)

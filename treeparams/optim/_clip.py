@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._norm import global_norm
@@ -65,7 +66,7 @@ def clip_by_global_norm(
     """
     if nonfinite not in ("propagate", "zero"):
         raise ValueError(f'nonfinite must be "propagate" or "zero", got {nonfinite!r}')
-    if not isinstance(max_norm, jax.core.Tracer) and not max_norm > 0:
+    if not isinstance(max_norm, Tracer) and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def init(params: PyTree) -> ClipState:

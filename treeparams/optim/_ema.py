@@ -51,8 +51,8 @@ def ema(
     >>> state[-1].average["w"], optim.as_ema(state, model, 0.5).average["steps"]
     (Array([0.5, 0.5], dtype=float32), Array(3, dtype=int32, weak_type=True))
 
-    After `optim.trainable` in a chain it averages all parameters at every step, those without a gradient too. Within it,
-    what is frozen or has no gradient keeps its average, as it does its other state.
+    After `optim.trainable` in a chain it averages all parameters at every step, those without a gradient too. Within
+    it, what is frozen or has no gradient keeps its average, as it does its other state.
 
     Args:
         decay: the weight of the average in each step, in [0, 1]; or a function from the number of steps so far to it,

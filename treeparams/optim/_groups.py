@@ -119,7 +119,8 @@ class _Groups:
     def _divided(self, params: PyTree) -> tuple[Resolved, Sequence[Any], list[dict[int, None]]]:
         """What is given, one array per slot, and the slots of each group."""
         above = around()
-        assert above is not None and above.layout is not None  # `standing` sees to it
+        assert above is not None  # `standing` sees to it
+        assert above.layout is not None
         if above.is_vector:
             raise ValueError(
                 "optim.groups divides leaves, and inside of optim.flat there is one vector; put flat into it"

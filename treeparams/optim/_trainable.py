@@ -24,8 +24,8 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
     >>> trained.layers[0].weight is mlp.layers[0].weight, state.layout.paths
     (True, ('layers.1.weight', 'layers.1.bias'))
 
-    **What trains is what the state says**: `init` fixes it, `optim.set_trainable` changes it, and `update` knows the ties
-    from it, also inside `jax.jit`, where arrays no longer tell.
+    **What trains is what the state says**: `init` fixes it, `optim.set_trainable` changes it, and `update` knows the
+    ties from it, also inside `jax.jit`, where arrays no longer tell.
 
     **`None` is not zero.** A leaf without a gradient in this call takes no step and its moments stay as they are; rules
     that couple leaves (a global norm, L-BFGS, a line search) run over the leaves that have one. Step counts are kept
@@ -41,8 +41,8 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
 
     Returns:
         A transformation. `init(model)` takes the model itself and returns a `TrainableState`, which shares no buffer
-        with it; it warns if nothing is trained. `update(grads, state, model, **extra)` takes a gradient in any form that
-        `tp.project` takes and returns the canonical tree of updates, `None` where nothing moves and at aliases: pass it
+        with it; it warns if nothing is trained. `update(grads, state, model, **extra)` takes a gradient in any form
+        that `tp.project` takes and returns the canonical tree of updates, `None` where nothing moves and at aliases: pass it
         to `optim.apply_updates`. Of the extra arguments, `grad` may be in any form too and `value_fn` is the loss of
         the model; others are passed on.
 

@@ -22,11 +22,11 @@ _FACTORS = (1.0, 30.0)
 _STEPS = 3
 # Thresholds are passed at one scale or another.
 _SCALES = (1e-3, 1.0, 1e3)
-# Trials run in float64: where leaves are coupled, sums in another order differ by far less than this, and a small weight
-# decay of some leaves by more. Some rules count in float32 whatever they are given.
+# Trials run in float64: where leaves are coupled, sums in another order differ by far less than this, and a small
+# weight decay of some leaves by more. Some rules count in float32 whatever they are given.
 _TOLERANCE = 1e-6
 # Its place in JAX has changed.
-_enable_x64: Any = getattr(jax, "enable_x64", None) or getattr(jax.experimental, "enable_x64")  # noqa: B009
+_enable_x64: Any = getattr(jax, "enable_x64", getattr(jax.experimental, "enable_x64", None))
 
 
 def blind(tx: Any, extra: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
@@ -60,8 +60,8 @@ def _try(tx: Any, extra: Mapping[str, Any]) -> None:
     for shape, one, other in zip(_SHAPES, apart, joined, strict=True):
         if not _agree(one, other):
             raise ValueError(
-                "the transformation looks at the shapes of leaves: on two small leaves, apart and joined to one vector, "
-                f"its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the largest). "
+                "the transformation looks at the shapes of leaves: on two small leaves, apart and joined to one "
+                f"vector, its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the largest). "
                 "Use optim.trainable for it"
             )
 

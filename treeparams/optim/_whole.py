@@ -68,9 +68,7 @@ class Whole:
         with within(layout, self.form.is_vector):
             return settled(self.tx.init(seen))
 
-    def update(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, TrainableState]:
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         """One step: the canonical tree of updates, and the next state."""
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
