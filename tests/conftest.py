@@ -24,6 +24,13 @@ def _forget_compiled_programs():
 
 
 @pytest.fixture
+def standard_promotion():
+    """As most users have it; rules of Optax multiply floats by integer counts."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def without_type_checks():
     """As users run the library: without it, the run-time checks of the annotations come before our own errors."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -5,7 +5,7 @@ evaluated for shapes alone, has another state, and the paths in it (or, of a vec
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +26,6 @@ class Part(NamedTuple):
 
     layout: Layout
     state: PyTree
-
-
-class Form(Protocol):
-    """What a transformation is given in place of a model, for the slots of a layout."""
-
-    is_vector: bool
-
-    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
-        """One gradient per slot; `None` where there is none and the form has room for it."""
-        ...
-
-    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
-        """What the transformation sees of one value per slot."""
-        ...
-
-    def read(self, layout: Layout, seen: PyTree) -> list[Any]:
-        """One value per slot, from what the transformation returns."""
-        ...
-
-    def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
-        """The state of the slots of `to`, each from the first part that has it; what is of no slot from the first."""
-        ...
 
 
 class Tree:
@@ -124,6 +102,10 @@ class Flat:
         places = [{slot.path: slot for slot in part.layout.slots} for part in parts]
         joined = [_joined(to, places, *each) for each in zip(shapes, grown, zip(*states, strict=True), strict=True)]
         return jtu.tree_unflatten(treedef, joined)
+
+
+Form = Tree | Flat
+"""What a transformation is given in place of a model, for the slots of a layout."""
 
 
 def shapes_of(tx: Any, form: Form, layout: Layout, longer: bool = False) -> PyTree:

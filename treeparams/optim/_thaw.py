@@ -39,8 +39,8 @@ def set_trainable(tx: Any, state: PyTree, model: PyTree, trainable: Any = None, 
     {'x': Array([ 0.7, -1. ], dtype=float32), 'y': Array([ -17., -196.], dtype=float32)}
 
     Call it between steps, outside of `jax.jit`; a jitted step is traced once more. A leaf that is frozen takes its
-    state with it, bit for bit and with its step count. Thawed, it goes on **with its own count**, as if the steps in between
-    had not happened for it, also in schedules within `tx`; who wants to follow the clock sets the rate with
+    state with it, bit for bit and with its step count. Thawed, it goes on **with its own count**, as if the steps in
+    between had not happened for it, also in schedules within `tx`; who wants to follow the clock sets the rate with
     `optim.adjust`. A leaf that is trained for the first time starts fresh, at count zero. Leaves with equal histories
     share one run of `tx`; each further history is one more.
 

@@ -49,7 +49,7 @@ def blind(tx: Any, extra: Mapping[str, Any]) -> optax.GradientTransformationExtr
 
 def _try(tx: Any, extra: Mapping[str, Any]) -> None:
     try:
-        with jax.ensure_compile_time_eval(), _enable_x64(True):
+        with jax.ensure_compile_time_eval(), _enable_x64(True), jax.numpy_dtype_promotion("standard"):
             apart, joined = jax.device_get(jax.jit(lambda: (_trial(tx, extra, False), _trial(tx, extra, True)))())
     except Exception as error:
         raise ValueError(
@@ -61,8 +61,8 @@ def _try(tx: Any, extra: Mapping[str, Any]) -> None:
         if not _agree(one, other):
             raise ValueError(
                 "the transformation looks at the shapes of leaves: on two small leaves, apart and joined to one "
-                f"vector, its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the largest). "
-                "Use optim.trainable for it"
+                f"vector, its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the "
+                "largest). Use optim.trainable for it"
             )
 
 

@@ -1,0 +1,666 @@
+"""Optax over whole models: the laws of `optim.trainable`, over the zoo and around and within Optax's own wrappers."""
+
+import functools
+import pickle
+
+import chex
+import equinox as eqx
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from . import zoo
+from .zoo import ZOO, Specimen, assert_close, assert_same
+
+RULES = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(0.1),
+    "adafactor": optax.adafactor(0.1),
+    "clipped": optax.chain(optim.clip_by_global_norm(0.5), optax.adam(0.1)),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
+specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules promote
+
+
+def conjugated(tree):
+    return jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, tree)
+
+
+def mlp(depth=1):
+    return eqx.nn.MLP(3, 1, 4, depth, key=jax.random.key(0))
+
+
+DATA = jnp.linspace(-1, 1, 15).reshape(5, 3)
+
+
+def fit(model):
+    return jnp.mean((jax.vmap(model)(DATA) - jnp.sum(DATA, 1, keepdims=True)) ** 2)
+
+
+def descend(tx, state, model, steps, grad=None, **extra):
+    grad = tp.grad(fit) if grad is None else grad
+    for _ in range(steps):
+        updates, state = tx.update(grad(model), state, model, **extra)
+        model = optim.apply_updates(model, updates)
+    return model, state
+
+
+# -- The same as Optax by hand ---------------------------------------------------------------------------------------
+
+
+@rules
+@specimens
+def test_equals_optax_on_the_canonical_tree(specimen: Specimen, rule):
+    current = specimen.make()
+    layout = specimen.layout(current)
+    params, rest = tp.partition(current, layout)
+    tx = optim.trainable(rule, layout)
+    state, by_hand = tx.init(current), rule.init(params)
+    for _ in range(3):
+        grads = tp.grad(zoo.loss, layout)(current)
+        updates, state = tx.update(grads, state, current)
+        steps, by_hand = rule.update(conjugated(grads), by_hand, params)
+        assert_close(updates, steps, 1e-6)
+        current = optim.apply_updates(current, updates, layout)
+        params = optax.apply_updates(params, steps)
+    assert_same(current, tp.combine(params, rest))
+    frozen = zip(rest.frozen, tp.partition(current, layout)[1].frozen, strict=True)
+    assert all(new is old for old, new in frozen)  # the very same objects
+
+
+@hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+@hypothesis.given(zoo.models(floating=True))
+def test_equals_plain_optax_where_all_is_trained_and_nothing_tied(model):
+    hypothesis.assume(jax.tree.leaves(model))
+    layout = tp.layout(tp.copy(model), thaw="**")
+    rule, grads = optax.adam(0.1), jax.tree.map(jnp.sin, model)
+    tx = optim.trainable(rule, layout)
+    model = jax.tree.map(jnp.copy, model)
+    updates, state = tx.update(grads, tx.init(model), model)
+    steps, plain = rule.update(grads, rule.init(model), model)
+    assert_close(updates, steps)
+    assert_close(jax.tree.leaves(state), jax.tree.leaves(plain))
+
+
+@specimens
+def test_the_same_in_jit_and_scan(specimen: Specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    tx = optim.trainable(optax.adam(0.1), layout)
+    params, rest = tp.partition(model, layout)
+
+    def step(carry, _):
+        params, state = carry
+        model = tp.combine(params, rest)
+        updates, state = tx.update(tp.grad(zoo.loss, layout)(model), state, model)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = (params, tx.init(model))
+    eager, _ = step(start, None)
+    eager, _ = step(eager, None)
+    scanned, _ = jax.lax.scan(step, start, length=2)
+    assert jax.tree.structure(scanned) == jax.tree.structure(start)
+    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(eager), strict=True):
+        zoo.assert_close(a, b, 1e-2 if a.dtype in (jnp.bfloat16, jnp.float16) else 1e-5)
+
+
+def test_over_an_ensemble_by_vmap():
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key))(jax.random.split(jax.random.key(0), 3))
+    tx = optim.trainable(optax.adam(0.1))
+    arrays, static = eqx.partition(models, eqx.is_array)
+
+    def train(arrays):
+        model = eqx.combine(arrays, static)
+        model, state = descend(tx, tx.init(model), model, 2)
+        return eqx.filter(model, eqx.is_array), state
+
+    together, states = jax.vmap(train)(arrays)
+    for i in range(3):
+        member = functools.partial(jax.tree.map, lambda x, i=i: x[i])
+        alone = train(member(arrays))
+        assert_close((member(together), member(states)), alone)
+
+
+# -- Ties ------------------------------------------------------------------------------------------------------------
+
+
+def tied():
+    t = jnp.array([1.0, 2.0])
+    return {"t": [t, t], "copy": [jnp.array([1.0, 2.0]), jnp.array([1.0, 2.0])]}
+
+
+three, five, seven = (jnp.full(2, x) for x in (3.0, 5.0, 7.0))
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+@pytest.mark.parametrize(
+    ("grads", "tie"),
+    [
+        (([three, jnp.full(2, 10.0) + seven]), [-1.0, 0.0]),
+        (([three, None]), [0.7, 1.7]),
+        (([None, five + jnp.full(2, 2.0)]), [0.3, 1.3]),
+    ],
+)
+def test_a_tie_stays_one_array_and_gets_the_sum(form, grads, tie):
+    model, tx = tied(), form(optax.sgd(0.1, momentum=0.9))
+    updates, _ = tx.update({"t": grads, "copy": [None, five]}, tx.init(model), model)
+    model = optim.apply_updates(model, updates)
+    assert model["t"][0] is model["t"][1]
+    np.testing.assert_allclose(model["t"][0], tie, rtol=1e-6)
+    np.testing.assert_allclose(model["copy"][1], [0.5, 1.5], rtol=1e-6)
+    assert updates["t"][1] is None
+
+
+def test_a_tie_at_two_depths_from_fresh_states():
+    t = jnp.array([1.0, 2.0])
+    model = (t, (t, jnp.array([1.0, 2.0])))
+    tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
+
+    def after(grads):
+        return optim.apply_updates(model, tx.update(grads, tx.init(model), model)[0])
+
+    first, (second, copy) = after((three / 3, (9 * three / 3, seven)))
+    np.testing.assert_allclose(first, [0.0, 1.0], atol=1e-6)
+    assert first is second
+    np.testing.assert_allclose(copy, [0.3, 1.3], rtol=1e-6)
+    first, (second, copy) = after((three, None))
+    np.testing.assert_allclose(first, [0.7, 1.7], rtol=1e-6)
+    assert first is second
+    assert copy is model[1][1]
+    first, (second, copy) = after((None, (seven, five)))
+    np.testing.assert_allclose(second, [0.3, 1.3], rtol=1e-6)
+    np.testing.assert_allclose(copy, [0.5, 1.5], rtol=1e-6)
+    assert first is second
+
+
+def test_plain_jit_knows_the_ties_from_the_state():
+    model, tx = tied(), optim.trainable(optax.sgd(0.1))
+    state = tx.init(model)
+
+    @jax.jit
+    def step(model, state, grads):
+        updates, state = tx.update(grads, state, model)
+        return optim.apply_updates(model, updates, state.layout), state
+
+    got, state = step(model, state, {"t": [three, seven], "copy": [None, None]})
+    np.testing.assert_allclose(got["t"][0], [0.0, 1.0], atol=1e-6)
+    np.testing.assert_array_equal(got["t"][0], got["t"][1])
+
+
+def test_a_declared_tie_with_a_transform():
+    codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
+    layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
+    tx = optim.trainable(optax.sgd(1.0), layout)
+    updates, _ = tx.update({"encoder": None, "decoder": jnp.arange(6.0).reshape(3, 2)}, tx.init(codec), codec)
+    codec = optim.apply_updates(codec, updates, layout)
+    np.testing.assert_array_equal(codec["encoder"], 1 - jnp.arange(6.0).reshape(3, 2).T)
+    np.testing.assert_array_equal(codec["decoder"], codec["encoder"].T)
+
+
+# -- Gradients in any form -------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_every_maker_are_the_same_step():
+    model = {"mlp": mlp(), "steps": jnp.array(3), "flag": True}
+    loss = lambda model: fit(model["mlp"])
+    tx = optim.trainable(optax.adam(0.1), "mlp.layers.1")
+    state = tx.init(model)
+    want, _ = tx.update(tp.grad(loss, "mlp.layers.1")(model), state, model)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    slot = tp.grad(loss)(model)
+    forms = {
+        "equinox": eqx.filter_grad(loss)(model),
+        "jax, integers as float0": jax.grad(lambda a: loss(eqx.combine(a, static)), allow_int=True)(arrays),
+        "masked": eqx.tree_at(lambda t: t["mlp"].layers[0], slot, optax.MaskedNode()),
+        "by path": {
+            "mlp": {"layers": {1: {"weight": slot["mlp"].layers[1].weight, "bias": slot["mlp"].layers[1].bias}}}
+        },
+    }
+    for got in (tx.update(grads, state, model)[0] for grads in forms.values()):
+        assert_same(got, want)
+    assert got["mlp"].layers[0].weight is None
+    assert got["steps"] is None
+
+
+@pytest.mark.parametrize("missing", [None, optax.MaskedNode(), np.zeros(2, jax.dtypes.float0)])
+def test_none_is_not_zero(missing):
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optim.trainable(optax.adam(0.1))
+    updates, state = tx.update(model, tx.init(model), model)
+    model = optim.apply_updates(model, updates)
+    updates, after = tx.update({"a": jnp.zeros(2), "b": missing}, state, model)
+    moments, before = after.runs[0][0], state.runs[0][0]
+    np.testing.assert_allclose(moments.mu["a"], 0.09, rtol=1e-6)
+    np.testing.assert_allclose(moments.nu["a"], 0.000999, rtol=1e-6)
+    np.testing.assert_allclose(before.mu["b"], 0.1, rtol=1e-6)
+    assert updates["b"] is None
+    assert optim.apply_updates(model, updates)["b"] is model["b"]
+    assert_same((moments.mu["b"], moments.nu["b"]), (before.mu["b"], before.nu["b"]))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    updates, unmoved = tx.update({"a": None, "b": missing}, after, model)
+    assert jax.tree.leaves(updates) == []
+    assert_same(unmoved, after)
+
+
+@rules
+def test_a_missing_branch_is_as_if_the_leaf_were_not_there(rule):
+    both = {"a": jnp.array([[3.0, 4.0], [1.0, 2.0]]), "b": jnp.array([2.0])}
+    tx, alone = optim.trainable(rule), optim.trainable(rule)
+    state, single = tx.init(both), alone.init({"a": both["a"]})
+    for _ in range(3):
+        updates, state = tx.update({"a": both["a"]}, state, both)
+        want, single = alone.update({"a": both["a"]}, single, {"a": both["a"]})
+        np.testing.assert_array_equal(updates["a"], want["a"])  # a norm runs over what has a gradient
+
+
+def test_partial_gradients_with_lbfgs_and_its_line_search():
+    def loss(model):
+        return jnp.sum((model["a"] - 3) ** 2) + jnp.sum((model["b"] - 1) ** 4)
+
+    both, tx = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, optim.trainable(optax.lbfgs())
+    single, alone = {"a": jnp.zeros(2)}, optim.trainable(optax.lbfgs())
+    lone = lambda model: loss(model | {"b": jnp.zeros(3)})
+    state, states = tx.init(both), alone.init(single)
+    for _ in range(3):
+        grads = {"a": jax.grad(loss)(both)["a"]}
+        updates, state = tx.update(grads, state, both, value=loss(both), grad=grads, value_fn=loss)
+        both = optim.apply_updates(both, updates)
+        grads = jax.grad(lone)(single)
+        updates, states = alone.update(grads, states, single, value=lone(single), grad=grads, value_fn=lone)
+        single = optim.apply_updates(single, updates)
+    np.testing.assert_allclose(both["a"], single["a"])
+    np.testing.assert_allclose(both["a"], 3, rtol=1e-3)
+    np.testing.assert_array_equal(both["b"], 0)
+
+
+def test_a_state_kept_as_a_list_is_refused_for_some_leaves_only():
+    listed = optax.GradientTransformation(
+        lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)], lambda u, s, p=None: (u, s)
+    )
+    joined = optax.flatten(optax.adam(0.1))
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    for tx in map(optim.trainable, (listed, joined)):
+        state = tx.init(model)
+        _, state = tx.update(model, state, model)
+        with pytest.raises(ValueError, match=r'not kept leaf by leaf.*missing="zeros"'):
+            tx.update({"a": jnp.ones(2)}, state, model)
+        tx.update(tp.project(model, {"a": jnp.ones(2)}, missing="zeros"), state, model)
+
+
+# -- Complex ---------------------------------------------------------------------------------------------------------
+
+
+def test_complex_parameters_descend():
+    target = jnp.array([1 + 2j, -1 - 1j], jnp.complex64)
+    loss = lambda model: jnp.sum(jnp.abs(model["w"] - target) ** 2)
+    for form in (optim.trainable, optim.flat):
+        model, tx = {"w": jnp.zeros(2, jnp.complex64)}, form(optax.sgd(0.1))
+        model, _ = descend(tx, tx.init(model), model, 40, jax.grad(loss))
+        assert loss(model) < 1e-4
+        assert model["w"].dtype == jnp.complex64
+
+
+def test_a_line_search_along_complex_parameters_is_refused():
+    model, tx = {"w": jnp.zeros(2, jnp.complex64)}, optim.trainable(optax.lbfgs())
+    with pytest.raises(TypeError, match="'w' is complex64; keep its real and imaginary parts as two real parameters"):
+        tx.update(model, tx.init(model), model, value=0.0, grad=model, value_fn=lambda model: 0.0)
+
+
+# -- Around Optax, and within it -------------------------------------------------------------------------------------
+
+AROUND = {
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.01),
+    "schedule": optax.adam(optax.linear_schedule(0.1, 0.01, 5)),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.01), 2),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.01), 3),
+    "masked": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "partition": optax.partition(
+        {"a": optax.sgd(0.1), "b": optax.adam(0.1)},
+        lambda params: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", params),
+    ),
+    "lbfgs": optax.lbfgs(),
+    "backtracking": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_around_any_transformation_on_the_raw_model(name):
+    rule, model = AROUND[name], mlp()
+    tx = optim.trainable(rule, "layers.1")
+    params, rest = tp.partition(model, "layers.1")
+    by_hand = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
+    by_hand = optax.with_extra_args_support(by_hand)
+    state, plain = tx.init(model), by_hand.init(params)
+    on_params = lambda params: fit(tp.combine(params, rest))
+    for _ in range(4):
+        value, grads = eqx.filter_value_and_grad(fit)(model)
+        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=fit)
+        model = optim.apply_updates(model, updates)
+        value, grads = jax.value_and_grad(on_params)(params)
+        steps, plain = by_hand.update(grads, plain, params, value=value, grad=grads, value_fn=on_params)
+        params = optax.apply_updates(params, steps)
+    assert_close(tp.partition(model, "layers.1")[0], params)
+    assert_close(jax.tree.leaves(state), jax.tree.leaves(plain))
+
+
+WITHIN = {
+    "inject_hyperparams": lambda make, params: optax.inject_hyperparams(make)(0.1),
+    "MultiSteps": lambda make, params: optax.MultiSteps(make(0.1), 2),
+    "masked": lambda make, params: optax.masked(make(0.1), lambda _: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "partition": lambda make, params: optax.partition(
+        {"a": make(0.1), "b": optax.adam(0.1)}, lambda _: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
+    ),
+    "apply_if_finite": lambda make, params: optax.apply_if_finite(make(0.1), 3),
+    "named_chain": lambda make, params: optax.named_chain(("clip", optax.clip(0.5)), ("adam", make(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_within_optax_on_the_parameters(name, form):
+    params, rest = tp.partition(mlp())
+    grads = jax.grad(lambda params: fit(tp.combine(params, rest)))(params)
+    ours = WITHIN[name](lambda rate: form(optax.adam(rate)), params)
+    plain = WITHIN[name](optax.adam, params)
+
+    @jax.jit
+    def run(grads, params, state, other):
+        for _ in range(3):
+            got, state = ours.update(grads, state, params)
+            want, other = plain.update(grads, other, params)
+        return got, want, state
+
+    state = ours.init(params)
+    got, want, after = run(grads, params, state, plain.init(params))
+    assert_close(got, want, 1e-6)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_value_and_grad_from_state():
+    params, rest = tp.partition(mlp())
+    loss = lambda params: fit(tp.combine(params, rest))
+    tx = optim.trainable(optax.lbfgs())
+    state = tx.init(params)
+    for _ in range(15):
+        value, grads = optax.value_and_grad_from_state(loss)(params, state=state)
+        updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+        params = optax.apply_updates(params, updates)
+    assert loss(params) < 1e-2
+
+
+def test_the_line_search_passes_further_arguments_to_the_loss():
+    loss = lambda model, x: jnp.sum((model["w"] * x - 1) ** 2)
+    model, tx, x = {"w": jnp.zeros(2), "n": 3}, optim.trainable(optax.lbfgs()), jnp.array([1.0, 2.0])
+    state = tx.init(model)
+    for _ in range(10):
+        value, grads = tp.value_and_grad(loss)(model, x)
+        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss, x=x)
+        model = optim.apply_updates(model, updates)
+    np.testing.assert_allclose(model["w"], [1.0, 0.5], rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_map_params(form):
+    model = mlp()
+    tx = form(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1), optim.ema(0.9)))
+    state = tx.init(model)
+    seven = optax.tree_utils.tree_map_params(tx, lambda x: jnp.full_like(x, 7), state)
+    want = 3 * len(tp.layout(model).slots) if form is optim.trainable else 3
+    sevens = [leaf for leaf in jax.tree.leaves(seven) if leaf.size and (np.asarray(leaf) == 7).all()]
+    assert len(sevens) == want
+    counts = optax.tree_utils.tree_map_params(tx, lambda x: None, state, transform_non_params=lambda x: x + 1)
+    assert sorted(int(x) for x in jax.tree.leaves(counts)) == [1, 1, 1, 1, 1]
+
+
+def test_map_params_of_several_histories_is_an_error():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optim.trainable(optax.adam(0.1), "a")
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    with pytest.raises(ValueError, match="takes a state with one history"):
+        optax.tree_utils.tree_map_params(tx, lambda x: x, state)
+
+
+# -- What the state is -----------------------------------------------------------------------------------------------
+
+
+def test_what_trains_is_what_the_state_says():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optim.trainable(optax.sgd(1.0), "a")
+    state = tx.init(model)
+    assert state.layout.paths == ("a",)
+    other = optim.trainable(optax.sgd(1.0), "b")
+    updates, _ = other.update(model, state, model)
+    assert updates["b"] is None
+    np.testing.assert_array_equal(updates["a"], -1)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtypes_never_drift(form, dtype):
+    with zoo.enable_x64(True):
+        model = {"low": jnp.ones(3, dtype), "single": jnp.ones(2, jnp.float32)}
+        tx = form(optax.chain(optax.clip(10.0), optax.adamw(optax.constant_schedule(1e-3))))
+        state = tx.init(model)
+        start = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), (model, state))
+
+        @jax.jit
+        def step(model, state):
+            grads = jax.tree.map(lambda x: jnp.sin(jnp.asarray(x, jnp.float64)), model)
+            updates, state = tx.update(grads, state, model)
+            return optim.apply_updates(model, updates), state
+
+        for _ in range(100):
+            model, state = step(model, state)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), (model, state)) == start
+        assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_frozen_leaves_never_move_nor_decay(form):
+    model = {"w": jnp.ones(2), "frozen": jnp.full(2, 1 / 3)}
+    tx = form(optax.adamw(0.1, weight_decay=0.5), "w")
+    state = tx.init(model)
+
+    @jax.jit
+    def run(model, state):
+        def step(carry, _):
+            model, state = carry
+            updates, state = tx.update(model, state, model)
+            return (optim.apply_updates(model, updates), state), None
+
+        return jax.lax.scan(step, (model, state), length=1000)[0]
+
+    after, _ = run(model, state)
+    assert np.asarray(after["frozen"]).tobytes() == np.asarray(model["frozen"]).tobytes()
+    assert not np.allclose(after["w"], model["w"])
+
+
+TRANSFORMATIONS = {
+    "trainable": lambda: optim.trainable(optax.adam(0.1)),
+    "flat": lambda: optim.flat(optax.adam(0.1)),
+    "groups": lambda: optim.groups({"**.bias": optax.sgd(0.1), "**": optax.adam(0.1)}),
+    "accumulate": lambda: optim.accumulate(optax.adam(0.1), 3),
+    "clip and ema": lambda: optax.chain(
+        optim.clip_by_global_norm(0.5), optim.trainable(optax.adam(0.1)), optim.ema(0.9)
+    ),
+    "lbfgs": lambda: optim.trainable(optax.lbfgs()),
+    "schedule-free": lambda: optim.trainable(optax.contrib.schedule_free_sgd(0.1)),
+    "hyperparameters": lambda: optim.trainable(optax.inject_hyperparams(optax.adam)(0.1)),
+}
+transformations = pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
+
+
+@transformations
+def test_one_trace_and_donation_over_100_steps(make):
+    tx, model = make(), mlp()
+    model = eqx.tree_at(lambda m: m.layers[1].bias, model, replace=jnp.zeros(1), is_leaf=lambda x: x is None)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    arrays = tp.copy(arrays)
+    state = tx.init(eqx.combine(arrays, static))
+    chex.clear_trace_counter()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @chex.assert_max_traces(n=1)
+    def step(arrays, state):
+        model = eqx.combine(arrays, static)
+        value, grads = tp.value_and_grad(fit)(model)
+        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=fit)
+        return eqx.filter(optim.apply_updates(model, updates), eqx.is_array), state
+
+    before = fit(model)
+    for _ in range(100):
+        arrays, state = step(arrays, state)
+    assert fit(eqx.combine(arrays, static)) < before
+
+
+@transformations
+def test_checkpoints_by_pickle_and_by_orbax(make, tmp_path):
+    tx, model = make(), mlp()
+    extra = {"value": fit(model), "grad": tp.grad(fit)(model), "value_fn": fit}
+    _, state = tx.update(extra["grad"], tx.init(model), model, **extra)
+    restored = {"pickle": pickle.loads(pickle.dumps(state))}
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored["orbax"] = checkpointer.restore(tmp_path / "state", tx.init(model))
+    want, _ = tx.update(extra["grad"], state, model, **extra)
+    for each in restored.values():
+        assert_same(each, state, identity=False)
+        assert_same(tx.update(extra["grad"], each, model, **extra)[0], want)
+
+
+def test_init_shares_no_buffer_with_the_model_and_has_none_twice():
+    model = {"w": jnp.ones(2)}
+    for rule in (optax.lbfgs(), optax.contrib.schedule_free_sgd(0.1), optax.lookahead(optax.sgd(0.1), 2, 0.5)):
+        if isinstance(rule, optax.GradientTransformation):
+            state = optim.trainable(rule).init(model)
+            leaves = [leaf for leaf in jax.tree.leaves((model, state)) if isinstance(leaf, jax.Array)]
+            pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+            assert len(set(pointers)) == len(pointers)
+
+
+# -- What it costs ---------------------------------------------------------------------------------------------------
+
+
+def cost(f, *args):
+    analysis = jax.jit(f).lower(*args).compile().cost_analysis()
+    return (analysis[0] if isinstance(analysis, list) else analysis)["flops"], analysis["bytes accessed"]
+
+
+def test_costs_what_optax_costs_by_hand():
+    model = eqx.nn.MLP(16, 16, 32, 4, key=jax.random.key(0))
+    params, rest = tp.partition(model)
+    x, rule = jnp.ones((8, 16)), optax.adamw(0.1)
+    tx = optim.trainable(rule, rest.layout)
+    loss = lambda model: jnp.sum(jax.vmap(model)(x) ** 2)
+
+    def ours(params, state):
+        model = tp.combine(params, rest)
+        updates, state = tx.update(tp.grad(loss, rest.layout)(model), state, model)
+        return tp.partition(optim.apply_updates(model, updates, rest.layout), rest.layout)[0], state
+
+    def by_hand(params, state):
+        grads = jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    got, want = cost(ours, params, tx.init(model)), cost(by_hand, params, rule.init(params))
+    assert got[0] <= 1.005 * want[0]
+    assert got[1] <= 1.005 * want[1]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_norm_does_not_bring_the_backward_pass_of_what_is_frozen_back(inside):
+    model = eqx.nn.MLP(64, 64, 256, 6, key=jax.random.key(0))
+    params, rest = tp.partition(model)  # jax.grad of everything; XLA drops what nobody needs
+    x = jnp.ones((128, 64))
+    clip, last = optim.clip_by_global_norm(1.0, "layers.6"), "layers.6"
+    tx = (
+        optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), last)
+        if inside
+        else optax.chain(clip, optim.trainable(optax.sgd(0.1), last))
+    )
+
+    def step(params, state):
+        grads = jax.grad(lambda params: jnp.mean(jax.vmap(tp.combine(params, rest))(x) ** 2))(params)
+        model = tp.combine(params, rest)
+        updates, state = tx.update(grads, state, model)
+        return tp.partition(optim.apply_updates(model, updates))[0], state
+
+    flops, _ = cost(step, params, tx.init(model))
+    assert 90e6 < flops < 100e6  # 97 MFLOP; with the whole backward pass 275
+
+
+# -- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_errors():
+    model = {"w": jnp.ones(2), "b": jnp.ones(1)}
+    tx = optim.trainable(optax.sgd(0.1))
+    state = tx.init(model)
+    with pytest.raises(ValueError, match=r"expected the model as the third argument.*tx.update\(grads, state, model\)"):
+        tx.update(model, state)
+    with pytest.raises(ValueError, match="entry at 'ww', where the model has no leaf.*'w'"):
+        tx.update({"ww": jnp.ones(2)}, state, model)
+    with pytest.raises(ValueError, match="at 'w', got .* of shape"):
+        tx.update({"w": jnp.ones(3)}, state, model)
+    with pytest.raises(ValueError, match="the model does not fit the layout"):
+        tx.update({"w": jnp.ones(3)}, state, {"w": jnp.ones(3), "b": jnp.ones(1)})
+    with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
+        optim.trainable(optax.adam)
+    with pytest.raises(TypeError, match="expected a real update at 'w'"):
+        optim.apply_updates(model, {"w": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
+        optim.apply_updates(model, {"x": jnp.ones(2)})
+    shared = jnp.ones(2)
+    with pytest.raises(ValueError, match="which are one parameter"):
+        optim.apply_updates({"a": shared, "b": shared}, {"a": shared, "b": shared})
+
+
+def test_a_rule_that_changes_its_state_is_refused():
+    model = {"w": jnp.ones(2)}
+    for change, match in ((lambda s: (s,), "structure of its state"), (lambda s: s[:1], "shape of its state at")):
+        rule = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda u, s, p=None, c=change: (u, c(s)))
+        tx = optim.trainable(rule)
+        with pytest.raises(ValueError, match=match):
+            tx.update(model, tx.init(model), model)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+@pytest.mark.parametrize("name", ["nothing trained", "all frozen"])
+def test_nothing_trained_warns_and_changes_nothing(form, name):
+    model = ZOO[name].make()
+    tx = form(optax.adam(0.1), ZOO[name].layout(model))
+    with pytest.warns(UserWarning, match="nothing is trained"):
+        state = tx.init(model)
+    updates, after = tx.update(model if name != "nothing trained" else {}, state, model)
+    assert jax.tree.leaves(updates) == []
+    assert_same(after, state)
+    assert_same(optim.apply_updates(model, updates), model)
+
+
+def test_apply_updates_follows_the_updates_where_a_layout_thawed_a_frozen_field():
+    model = zoo.Norm(jnp.ones(2), jnp.ones(2))
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(100.0), optax.sgd(1.0)), tp.layout(model, thaw="mean"))
+    updates, _ = tx.update({"scale": jnp.ones(2), "mean": jnp.full(2, 2.0)}, tx.init(model), model)
+    model = optim.apply_updates(model, updates)
+    np.testing.assert_array_equal(model.mean, -1.0)
+    np.testing.assert_array_equal(model.scale, 0.0)
+
+
+@specimens
+def test_apply_updates_keeps_what_has_no_update(specimen: Specimen):
+    model = specimen.make()
+    same = optim.apply_updates(model, tp.project(model, {}, specimen.layout(model)))
+    assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(model), strict=True))
