@@ -611,9 +611,9 @@ def test_errors():
     state = tx.init(model)
     with pytest.raises(ValueError, match=r"expected the model as the third argument.*tx.update\(grads, state, model\)"):
         tx.update(model, state)
-    with pytest.raises(ValueError, match="entry at 'ww', where the model has no leaf.*'w'"):
+    with pytest.raises(ValueError, match=r"entry at 'ww', where the model has no leaf.*'w'"):
         tx.update({"ww": jnp.ones(2)}, state, model)
-    with pytest.raises(ValueError, match="at 'w', got .* of shape"):
+    with pytest.raises(ValueError, match=r"at 'w', got .* of shape"):
         tx.update({"w": jnp.ones(3)}, state, model)
     with pytest.raises(ValueError, match="the model does not fit the layout"):
         tx.update({"w": jnp.ones(3)}, state, {"w": jnp.ones(3), "b": jnp.ones(1)})

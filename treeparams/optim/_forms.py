@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from .._flat import as_given, as_vectors, leaves_of, vectors_of
 from .._layout import Layout
 from .._match import per_slot
-from .._pack import Slot
+from .._pack import Slot, Vector
 from .._project import slot_gradients
 from ._context import within
 from ._state import only
@@ -97,11 +97,18 @@ class Flat:
         if parts[0].layout.positions == to.positions:
             return parts[0].state
         shapes, treedef = jtu.tree_flatten(shapes_of(tx, self, to))
-        grown = jtu.tree_leaves(shapes_of(tx, self, to, longer=True))
         states = [jtu.tree_leaves(part.state) for part in parts]
         places = [{slot.path: slot for slot in part.layout.slots} for part in parts]
-        joined = [_joined(to, places, *each) for each in zip(shapes, grown, zip(*states, strict=True), strict=True)]
-        return jtu.tree_unflatten(treedef, joined)
+        leaves = list(shapes)
+        kinds = [_kinds(tx, self, layout) for layout in (to, *(part.layout for part in parts))]
+        for (axis, here), *there in zip(*kinds, strict=True):
+            if axis is None:
+                leaves[here[0]] = states[0][there[0][1][0]]
+                continue
+            found = [[state[i] for i in indices] for state, (_, indices) in zip(states, there, strict=True)]
+            for i, vector in zip(here, to.vectors, strict=True):
+                leaves[i] = _joined(to, vector, axis, shapes[i], list(zip(found, places, strict=True)))
+        return jtu.tree_unflatten(treedef, leaves)
 
 
 Form = Tree | Flat
@@ -168,17 +175,32 @@ def _fit(leaves: Sequence[tuple[Any, Any]], known: dict[Any, Any]) -> bool:
     return all(path in known and jnp.shape(known[path]) == shape.shape for path, shape in leaves)
 
 
-def _joined(to: Layout, places: Sequence[Mapping[str, Slot]], shape: Any, grown: Any, leaves: Sequence[Any]) -> Any:
-    axes = [axis for axis, size in enumerate(shape.shape) if grown.shape[axis] != size]
-    if not axes:
-        return leaves[0]
-    (axis,) = axes
-    vector = to.vectors[grown.shape[axis] - shape.shape[axis] - 1]
+def _kinds(tx: Any, form: Form, layout: Layout) -> list[tuple[int | None, list[int]]]:
+    """What a state over vectors is made of, in order: single leaves, and leaves that are one for each vector.
+
+    Returns:
+        For each the axis along the vectors, `None` of what is of none, and the positions of its leaves.
+    """
+    kinds: list[tuple[int | None, list[int]]] = []
+    shapes = (jtu.tree_leaves(shapes_of(tx, form, layout, longer)) for longer in (False, True))
+    for i, (shape, grown) in enumerate(zip(*shapes, strict=True)):
+        axes = [axis for axis, size in enumerate(shape.shape) if grown.shape[axis] != size]
+        if not axes:
+            kinds.append((None, [i]))
+        elif grown.shape[axes[0]] - shape.shape[axes[0]] == 1:  # of the first vector
+            kinds.append((axes[0], [i]))
+        else:
+            kinds[-1][1].append(i)
+    return kinds
+
+
+def _joined(to: Layout, vector: Vector, axis: int, shape: Any, found: Sequence[tuple[Any, Mapping[str, Slot]]]) -> Any:
     pieces = []
     for i in vector.slots:
         path = to.slots[i].path
-        leaf, slot = next((leaf, known[path]) for leaf, known in zip(leaves, places, strict=True) if path in known)
-        pieces.append(jax.lax.slice_in_dim(leaf, slot.offset, slot.offset + slot.size, axis=axis))
+        leaves, slot = next((leaves, slots[path]) for leaves, slots in found if path in slots)
+        pieces.append(jax.lax.slice_in_dim(leaves[slot.vector], slot.offset, slot.offset + slot.size, axis=axis))
     padding = list(shape.shape)
     padding[axis] = vector.length - vector.size
-    return jnp.concatenate([*pieces, jnp.zeros(padding, shape.dtype)], axis)
+    pieces.append(jnp.zeros(padding, shape.dtype))
+    return jnp.concatenate([piece.astype(shape.dtype) for piece in pieces], axis)

@@ -50,7 +50,7 @@ def blind(tx: Any, extra: Mapping[str, Any]) -> optax.GradientTransformationExtr
 def _try(tx: Any, extra: Mapping[str, Any]) -> None:
     try:
         with jax.ensure_compile_time_eval(), _enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            apart, joined = jax.device_get(jax.jit(lambda: (_trial(tx, extra, False), _trial(tx, extra, True)))())
+            joined, apart = jax.device_get(jax.jit(lambda: (_trial(tx, extra, True), _trial(tx, extra, False)))())
     except Exception as error:
         raise ValueError(
             "optim.flat tries the transformation on two small leaves, apart and joined to one vector, and it fails "
