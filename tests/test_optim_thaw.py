@@ -1,0 +1,363 @@
+"""Freeze and thaw in training: nothing that was learned about a leaf is lost, and no leaf follows another's clock."""
+
+import chex
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from .test_optim import cost, fit, mlp
+from .zoo import assert_close, assert_same
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+
+
+def _grads(model, time):
+    return jax.tree.map(lambda x: jnp.sin(x + time), model)
+
+
+def _steps(tx, state, model, times):
+    for time in times:
+        updates, state = tx.update(_grads(model, time), state, model)
+        model = optim.apply_updates(model, updates)
+    return model, state
+
+
+def _pair():
+    return {"a": jnp.array([1.0, 2.0]), "b": jnp.array([[3.0], [4.0]])}
+
+
+RULES = {
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(0.1),
+    "schedule": optax.adamw(optax.exponential_decay(0.1, 1, 0.9)),
+    "chain": optax.chain(optax.clip(0.5), optax.scale_by_adam(), optax.scale_by_learning_rate(0.1)),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "average": optax.chain(optax.adam(0.1), optim.ema(0.9)),
+    "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 10)),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+# -- What a frozen leaf's steps are ----------------------------------------------------------------------------------
+
+
+@forms
+@rules
+def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, rule):
+    model, tx = _pair(), form(rule)
+    model, state = _steps(tx, tx.init(model), model, range(4))
+    state = optim.set_trainable(tx, state, model, "a")
+    before = model["b"]
+    step = lambda time, carry: _steps(tx, carry[1], carry[0], [time])
+    model, state = jax.lax.fori_loop(0, 50, step, (model, state))
+    assert np.asarray(model["b"]).tobytes() == np.asarray(before).tobytes()
+    state = optim.set_trainable(tx, state, model)
+    model, state = _steps(tx, state, model, range(4))
+    alone = {"b": _pair()["b"]}  # a model that has the other leaf alone
+    alone_state = form(rule).init(alone)
+    alone, alone_state = _steps(form(rule), alone_state, alone, [*range(4), *range(4)])
+    np.testing.assert_allclose(model["b"], alone["b"], rtol=1e-6)
+    assert len(state.runs) == (1 if rule is RULES["sgd"] else 2)  # without a count there is nothing to tell them by
+    assert state.held == ()
+
+
+@forms
+def test_the_case_of_two_rates(form):
+    model = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([3.0, 4.0])}
+    grads = {"x": jnp.array([1.0, 10.0]), "y": jnp.array([100.0, 1000.0])}
+    tx = form(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), "x")
+    updates, state = tx.update(grads, tx.init(model), model)
+    model = optim.apply_updates(model, updates)
+    np.testing.assert_allclose(model["x"], [0.9, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(model["y"], [3.0, 4.0])
+    state = optim.set_trainable(tx, optim.adjust(state, learning_rate=0.2), model)
+    model = optim.apply_updates(model, tx.update(grads, state, model)[0])
+    np.testing.assert_allclose(model["x"], [0.7, -1.0], rtol=1e-6)
+    np.testing.assert_allclose(model["y"], [-17.0, -196.0], rtol=1e-6)
+
+
+@forms
+def test_a_leaf_trained_for_the_first_time_starts_fresh(form):
+    model, tx = _pair(), form(optax.adam(0.1), "a")
+    model, state = _steps(tx, tx.init(model), model, range(20))
+    state = optim.set_trainable(tx, state, model)
+    updates, _ = tx.update({"a": jnp.ones(2), "b": jnp.ones((2, 1))}, state, model)
+    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-5)  # and not three times the rate
+
+
+@forms
+def test_held_state_is_held_bit_for_bit(form):
+    model, tx = _pair(), form(optax.adam(0.1))
+    model, state = _steps(tx, tx.init(model), model, range(3))
+    frozen = optim.set_trainable(tx, state, model, "a")
+    assert [leaf.size for leaf in jax.tree.leaves(frozen.held)] == [1, 2, 2]
+    _, later = _steps(tx, frozen, model, range(5))
+    assert_same(later.held, frozen.held)
+    moments = frozen.held[0][0]
+    before = state.runs[0][0]
+    take = (lambda tree: tree[2:]) if form is optim.flat else (lambda tree: tree["b"])
+    there = (lambda tree: tree) if form is optim.flat else (lambda tree: tree["b"])
+    for name in ("mu", "nu"):
+        np.testing.assert_array_equal(there(getattr(moments, name)), take(getattr(before, name)))
+    assert int(moments.count) == 3
+
+
+@forms
+@rules
+def test_freezing_and_thawing_without_a_step_between_changes_nothing(form, rule):
+    model, tx = _pair(), form(rule)
+    model, state = _steps(tx, tx.init(model), model, range(3))
+    for choice in ("a", "b", None, "a", None):
+        there = optim.set_trainable(tx, state, model, choice)
+    back = optim.set_trainable(tx, there, model)
+    assert_same(back, state)
+
+
+def test_leaves_with_one_history_share_one_run():
+    model = {name: jnp.ones(2) for name in "abcd"}
+    tx = optim.trainable(optax.adam(0.1), ("a", "b"))
+    model, state = _steps(tx, tx.init(model), model, range(2))
+    state = optim.set_trainable(tx, state, model)  # c and d begin together
+    assert [len(run) for run in state.roles.runs] == [2, 2]
+    model, state = _steps(tx, state, model, range(2))
+    state = optim.set_trainable(tx, state, model, ("a", "c"))
+    assert [len(run) for run in state.roles.runs] == [1, 1]
+    assert [len(held) for held in state.roles.held] == [1, 1]
+    state = optim.set_trainable(tx, state, model)
+    assert [len(run) for run in state.roles.runs] == [2, 2]
+
+
+@forms
+def test_rules_that_couple_leaves_see_all_histories(form):
+    model = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    clipped = optax.chain(optim.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-0.1))
+    tx = form(clipped, "a")
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    assert len(state.runs) == 2
+    _, state = tx.update({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, state, model)
+    assert [float(run[0].norm) for run in state.runs] == [5.0, 5.0]
+    moments = [jax.tree.leaves(run[1].mu)[0] for run in state.runs]
+    np.testing.assert_allclose(jnp.concatenate(moments), [0.06, 0.08], rtol=1e-6)
+
+
+@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
+def test_any_sequence_of_choices_is_each_leafs_own_run(stages):
+    with jax.numpy_dtype_promotion("standard"):
+        start = {"a": jnp.array([1.0]), "b": jnp.array([2.0, 3.0]), "c": jnp.array(4.0)}
+        rule = optax.adam(optax.linear_schedule(0.1, 0.01, 8))
+        gradient = lambda leaf: jnp.cos(3 * leaf)
+        tx = optim.trainable(rule, "a")
+        model, state = start, tx.init(start)
+        for names, steps in stages:
+            state = optim.set_trainable(tx, state, model, sorted(names))
+            for _ in range(steps):
+                updates, state = tx.update(jax.tree.map(gradient, model), state, model)
+                model = optim.apply_updates(model, updates)
+        for name, leaf in start.items():
+            alone = rule.init(leaf)
+            for _ in range(sum(steps for names, steps in stages if name in names)):
+                update, alone = rule.update(gradient(leaf), alone, leaf)
+                leaf = leaf + update
+            np.testing.assert_allclose(model[name], leaf, rtol=1e-5)
+
+
+# -- What it costs ---------------------------------------------------------------------------------------------------
+
+
+def test_one_retrace_per_change_and_none_of_a_known_choice():
+    model, tx = mlp(), optim.trainable(optax.adam(0.1))
+    state = tx.init(model)
+    chex.clear_trace_counter()
+
+    @eqx.filter_jit
+    @chex.assert_max_traces(n=3)
+    def step(model, state):
+        updates, state = tx.update(tp.grad(fit, state.layout)(model), state, model)
+        return optim.apply_updates(model, updates), state
+
+    for choice in (None, "layers.1", None):
+        state = optim.set_trainable(tx, state, model, choice)
+        for _ in range(3):
+            model, state = step(model, state)
+
+
+def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
+    model = eqx.nn.MLP(32, 32, 64, 4, key=jax.random.key(0))
+    last = tp.layout(model, "layers.4")
+    x = jnp.ones((16, 32))
+
+    def flops(state):
+        params, rest = tp.partition(model, state.layout)
+
+        def step(params, rest, state):
+            model = tp.combine(params, rest)
+            grads = tp.grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2), state.layout)(model)
+            updates, state = tx.update(grads, state, model)
+            return tp.partition(optim.apply_updates(model, updates, state.layout), state.layout)[0], state
+
+        return cost(step, params, rest, state)[0]
+
+    tx = optim.trainable(optax.adam(0.1))
+    frozen = optim.set_trainable(tx, tx.init(model), model, last)
+    from_start = optim.trainable(optax.adam(0.1), last).init(model)
+    assert flops(frozen) == flops(from_start)
+    assert flops(frozen) < 0.5 * flops(tx.init(model))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 4  # a second count
+
+
+def test_two_histories_cost_as_much_work_as_one():
+    model = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64))}
+    tx = optim.trainable(optax.adam(0.1), "a")
+    _, state = tx.update(model, tx.init(model), model)
+    both = optim.set_trainable(tx, state, model)
+    together = optim.trainable(optax.adam(0.1)).init(model)
+    update = lambda state: cost(lambda m, s: tx.update(m, s, m), model, state)[0]
+    assert update(both) < 1.01 * update(together)
+
+
+def test_the_state_can_be_donated_after_a_change():
+    model, tx = mlp(), optim.trainable(optax.adam(0.1))
+    state = optim.set_trainable(tx, tx.init(model), model, "layers.0")
+    arrays = eqx.filter(model, eqx.is_array)
+    static = eqx.filter(model, eqx.is_array, inverse=True)
+    step = jax.jit(lambda state, arrays: tx.update(arrays, state, eqx.combine(arrays, static))[1], donate_argnums=0)
+    state = step(state, arrays)
+    state = step(optim.set_trainable(tx, state, model), arrays)
+    assert len(state.runs) == 2
+
+
+# -- Through Optax's wrappers ----------------------------------------------------------------------------------------
+
+
+def test_everything_else_in_a_chain_is_as_it_was():
+    model = _pair()
+    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.adam(0.1)), optim.ema(0.9))
+    model, state = _steps(tx, tx.init(model), model, range(3))
+    changed = optim.set_trainable(tx, state, model, "b")
+    assert_same((changed[0], changed[2]), (state[0], state[2]))
+    assert changed[1].layout.paths == ("b",)
+    _, changed = _steps(tx, changed, model, range(3))
+    assert int(changed[2].count) == 6
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.named_chain(("all", tx)),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(1.0),
+    ],
+)
+def test_through_wrappers(wrap):
+    model = _pair()
+    ours = optim.trainable(optax.adam(0.1))
+    plain, wrapped = ours, wrap(ours)
+    states = plain.init(model), wrapped.init(model)
+    for tx, state in ((plain, states[0]), (wrapped, states[1])):
+        got, state = _steps(tx, state, model, range(2))
+        state = optim.set_trainable(tx, state, got, "a")
+        if tx is plain:
+            want, _ = _steps(tx, state, got, range(1, 2))
+        elif not isinstance(tx, optax.MultiSteps) and not hasattr(state, "notfinite_count"):
+            # These two return the structure of the gradient they are given.
+            assert_close(_steps(tx, state, got, range(1, 2))[0], want)
+        assert optax.tree_utils.tree_get_all_with_path(state, "count")
+
+
+def test_groups_and_accumulation():
+    model = _pair()
+    tx = optim.groups({"a": optim.accumulate(optax.adam(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)})
+    model, state = _steps(tx, tx.init(model), model, range(3))
+    state = optim.set_trainable(tx, state, model, "b")
+    state = optim.adjust(state, "**", learning_rate=0.5)
+    before = model["a"]
+    model, state = _steps(tx, state, model, range(3))
+    assert model["a"] is before
+    state = optim.set_trainable(tx, state, model)
+    updates, state = tx.update({"a": jnp.ones(2), "b": jnp.ones((2, 1))}, state, model)
+    np.testing.assert_allclose(updates["b"], -0.5)
+    assert float(jnp.max(updates["a"])) < 0  # the second of its two calls
+
+
+# -- Ties, errors ----------------------------------------------------------------------------------------------------
+
+
+def test_ties_are_those_of_the_state():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "c": jnp.ones(1)}
+    tx = optim.trainable(optax.sgd(0.1))
+    state = tx.init(model)
+    parted = jax.jit(lambda model: model)(model)  # the tie is lost here
+    parted = {name: jnp.copy(leaf) for name, leaf in parted.items()}
+    state = optim.set_trainable(tx, state, parted, "c")
+    state = optim.set_trainable(tx, state, parted)
+    assert state.layout.ties == {"a": ("b",)}
+    with pytest.raises(ValueError, match=r"same models and ties; they differ:\n(.*\n)*'a' is tied to"):
+        optim.set_trainable(tx, state, parted, tp.layout(parted, "c"))
+    with pytest.raises(ValueError, match="'a' is trained and 'b' is frozen, but they are one array"):
+        optim.set_trainable(tx, state, model, "a")
+
+
+def test_thawing_what_a_class_declares_frozen():
+    class Model(eqx.Module):
+        weight: jax.Array
+        mean: jax.Array = tp.field(trainable=False)
+
+    model, tx = Model(jnp.ones(1), jnp.ones(1)), optim.trainable(optax.sgd(1.0))
+    state = tx.init(model)
+    with pytest.raises(ValueError, match="declared frozen"):
+        optim.set_trainable(tx, state, model, "mean")
+    state = optim.set_trainable(tx, state, model, state.layout.thaw("mean"))
+    updates, _ = tx.update({"mean": jnp.ones(1)}, state, model)
+    np.testing.assert_array_equal(optim.apply_updates(model, updates).mean, 0)
+
+
+def test_lbfgs_refuses_the_change_unless_reset():
+    loss = lambda model: jnp.sum((model["a"] - 1) ** 2) + jnp.sum((model["b"] - 1) ** 2)
+    for form in (optim.trainable, optim.flat):
+        model, tx = _pair(), form(optax.lbfgs())
+        state = tx.init(model)
+        grads = jax.grad(loss)(model)
+        _, state = tx.update(grads, state, model, value=loss(model), grad=grads, value_fn=loss)
+        with pytest.raises(ValueError, match=r"L-BFGS remembers steps of all trained leaves.*reset=True"):
+            optim.set_trainable(tx, state, model, "a")
+        assert_same(optim.set_trainable(tx, state, model), state)  # no change
+        fresh = optim.set_trainable(tx, state, model, "a", reset=True)
+        assert_same(fresh, form(optax.lbfgs(), "a").init(model))
+
+
+def test_errors():
+    model, tx = _pair(), optim.trainable(optax.adam(0.1))
+    state = tx.init(model)
+    with pytest.raises(ValueError, match=r"between steps, outside of jax.jit"):
+        jax.jit(lambda state: optim.set_trainable(tx, state, model, "a"))(state)
+    with pytest.raises(TypeError, match=r"expected a transformation with optim.trainable.* in it"):
+        optim.set_trainable(optax.adam(0.1), optax.adam(0.1).init(model), model, "a")
+    with pytest.raises(ValueError, match="made by another transformation"):
+        optim.set_trainable(optax.chain(tx), optax.chain(optax.sgd(0.1)).init(model), model, "a")
+    with pytest.raises(ValueError, match="the model does not fit the layout"):
+        optim.set_trainable(tx, state, {"a": jnp.ones(3)}, "a")
+    with pytest.raises(ValueError, match="'x' selects nothing"):
+        optim.set_trainable(tx, state, model, "x")
+
+
+def test_freezing_all_and_thawing_again():
+    model, tx = _pair(), optim.trainable(optax.adam(0.1))
+    model, state = _steps(tx, tx.init(model), model, range(2))
+    none = optim.set_trainable(tx, state, model, jax.tree.map(lambda _: False, model))
+    same, none = _steps(tx, none, model, range(2))
+    assert_same(same, model)
+    assert_same(optim.set_trainable(tx, none, model), state)
