@@ -1,4 +1,4 @@
-"""groups, report and adjust: a transformation for each part of a model, which leaf goes where, and the rates of each."""
+"""groups, report and adjust: a transformation for each part of a model, and the rates of each."""
 
 import pickle
 import re

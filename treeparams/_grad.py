@@ -55,7 +55,7 @@ def value_and_grad(
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         slots, rest = split(model, trainable)
         if not slots:
-            warnings.warn(_nothing_trained(rest.layout), stacklevel=2)
+            warnings.warn(nothing_trained(rest.layout), stacklevel=2)
 
         def of_slots(slots: tuple[Any, ...]) -> Any:
             return f(rest.fill(slots), *args, **kwargs)
@@ -97,7 +97,8 @@ def grad(f: Callable[..., Any], trainable: Any = None, has_aux: bool = False) ->
     return gradient
 
 
-def _nothing_trained(layout: Layout) -> str:
+def nothing_trained(layout: Layout) -> str:
+    """Says so, and why."""
     frozen = [layout.structure.paths[i] for i in layout.structure.parameters]
     if not frozen:
         return "nothing is trained: the model has no floating or complex arrays"

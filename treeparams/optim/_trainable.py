@@ -41,10 +41,13 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
 
     Returns:
         A transformation. `init(model)` takes the model itself and returns a `TrainableState`, which shares no buffer
-        with it; it warns if nothing is trained. `update(grads, state, model, **extra)` takes a gradient in any form
+        with it. `update(grads, state, model, **extra)` takes a gradient in any form
         that `tp.project` takes and returns the canonical tree of updates, `None` where nothing moves and at aliases:
         pass it to `optim.apply_updates`. Of the extra arguments, `grad` may be in any form too and `value_fn` is the
         loss of the model; others are passed on.
+
+    Warns:
+        UserWarning: `init`: nothing is trained, so `update` will change nothing.
 
     Raises:
         TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: as `tp.project`, and for a line search

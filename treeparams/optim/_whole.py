@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from .._grad import nothing_trained
 from .._layout import Layout
 from .._pack import is_complex
 from .._partition import rest_of, slots_of
@@ -56,7 +57,7 @@ class Whole:
         """A fresh state of what is trained."""
         layout = resolved.layout
         if not layout.positions:
-            warnings.warn(f"nothing is trained, so no update will change the model: {layout!r}", stacklevel=4)
+            warnings.warn(nothing_trained(layout), UserWarning, stacklevel=4)
             return TrainableState(Roles(layout, (), ()), (), ())
         runs = (self.fresh(resolved, layout.positions),)
         return in_own_buffers(TrainableState(Roles(layout, (layout.positions,), ()), runs, ()), resolved.leaves)
