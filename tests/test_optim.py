@@ -324,7 +324,7 @@ AROUND = {
     "MultiSteps": optax.MultiSteps(optax.adam(0.01), 2),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.01), 3),
     "masked": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-    "partition": optax.partition(
+    "partition": optax.multi_transform(
         {"a": optax.sgd(0.1), "b": optax.adam(0.1)},
         lambda params: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", params),
     ),
@@ -357,7 +357,7 @@ WITHIN = {
     "inject_hyperparams": lambda make, params: optax.inject_hyperparams(make)(0.1),
     "MultiSteps": lambda make, params: optax.MultiSteps(make(0.1), 2),
     "masked": lambda make, params: optax.masked(make(0.1), lambda _: jax.tree.map(lambda x: x.ndim > 1, params)),
-    "partition": lambda make, params: optax.partition(
+    "partition": lambda make, params: optax.multi_transform(
         {"a": make(0.1), "b": optax.adam(0.1)}, lambda _: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
     ),
     "apply_if_finite": lambda make, params: optax.apply_if_finite(make(0.1), 3),
@@ -390,22 +390,32 @@ def test_value_and_grad_from_state():
     params, rest = tp.partition(mlp())
     loss = lambda params: fit(tp.combine(params, rest))
     tx = optim.trainable(optax.lbfgs())
-    state = tx.init(params)
-    for _ in range(15):
+
+    @jax.jit
+    def step(params, state):
         value, grads = optax.value_and_grad_from_state(loss)(params, state=state)
         updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(15):
+        params, state = step(params, state)
     assert loss(params) < 1e-2
 
 
 def test_the_line_search_passes_further_arguments_to_the_loss():
     loss = lambda model, x: jnp.sum((model["w"] * x - 1) ** 2)
     model, tx, x = {"w": jnp.zeros(2), "n": 3}, optim.trainable(optax.lbfgs()), jnp.array([1.0, 2.0])
-    state = tx.init(model)
-    for _ in range(10):
+
+    @eqx.filter_jit
+    def step(model, state):
         value, grads = tp.value_and_grad(loss)(model, x)
         updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss, x=x)
-        model = optim.apply_updates(model, updates)
+        return optim.apply_updates(model, updates), state
+
+    state = tx.init(model)
+    for _ in range(10):
+        model, state = step(model, state)
     np.testing.assert_allclose(model["w"], [1.0, 0.5], rtol=1e-3)
 
 
@@ -427,7 +437,7 @@ def test_map_params_of_several_histories_is_an_error():
     tx = optim.trainable(optax.adam(0.1), "a")
     _, state = tx.update(model, tx.init(model), model)
     state = optim.set_trainable(tx, state, model)
-    with pytest.raises(ValueError, match="takes a state with one history"):
+    with pytest.raises(ValueError, match=r"takes a state with one history|arity mismatch"):
         optax.tree_utils.tree_map_params(tx, lambda x: x, state)
 
 

@@ -149,14 +149,14 @@ AWARE = {
     "masked": lambda make: make(optax.adam(0.1), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
     "freeze": lambda make: make(lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
     "selective_transform": lambda make: make(optax.adam(0.1), freeze_mask={"a": True, "b": False, "c": [False]}),
-    "partition": lambda make: make(
+    "multi_transform": lambda make: make(
         {True: optax.sgd(0.1), False: optax.adam(0.1)}, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     ),
 }
 # Not transformations of gradients alone: a second kind of params, of update or of extra argument.
 OTHER = {
     "chain", "named_chain", "GradientTransformation", "GradientTransformationExtraArgs", "init_empty_state",
-    "lookahead", "multi_transform", "monitor", "measure_with_ema", "skip_large_updates", "skip_not_finite", "snapshot",
+    "lookahead", "maybe_update", "partition", "monitor", "measure_with_ema", "skip_large_updates", "skip_not_finite", "snapshot",
     "stateless",    "stateless_with_tree_map", "with_extra_args_support", "inject_stateful_hyperparams", "microbatch",
     "per_example_layer_norm_clip", "contrib.dpsgd", "contrib.differentially_private_aggregate", "contrib.sam",
     "contrib.sophia", "contrib.hutchinson_estimator_diag_hessian", "contrib.split_real_and_imaginary",

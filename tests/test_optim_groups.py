@@ -61,7 +61,7 @@ def test_equals_optax_partition():
     rules = {"w": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.9)}
     labels = lambda params: jax.tree.map(lambda x: "w" if x.ndim > 1 else "b", params)
     ours = optim.groups({"**.weight": rules["w"], "**": rules["b"]})
-    plain = optim.trainable(optax.partition(rules, labels))
+    plain = optim.trainable(optax.multi_transform(rules, labels))
     states = [ours.init(model), plain.init(model)]
     for _ in range(3):
         grads = tp.grad(fit)(model)

@@ -1,5 +1,6 @@
 """Whether a rule is the same on one vector as on the leaves in it: found by trying."""
 
+import concurrent.futures
 import functools
 import math
 from collections.abc import Mapping
@@ -49,8 +50,10 @@ def blind(tx: Any, extra: Mapping[str, Any]) -> optax.GradientTransformationExtr
 
 def _try(tx: Any, extra: Mapping[str, Any]) -> None:
     try:
-        with jax.ensure_compile_time_eval(), _enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            joined, apart = jax.device_get(jax.jit(lambda: (_trial(tx, extra, True), _trial(tx, extra, False)))())
+        # Where init is called within jax.jit, the trial must not become part of that program. What is traced is known
+        # by thread, so in a thread of its own it is not.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            joined, apart = pool.submit(_both, tx, extra).result()
     except Exception as error:
         raise ValueError(
             "optim.flat tries the transformation on two small leaves, apart and joined to one vector, and it fails "
@@ -64,6 +67,11 @@ def _try(tx: Any, extra: Mapping[str, Any]) -> None:
                 f"vector, its updates differ (of the leaf of shape {shape}, by {_difference(one, other):.1e} of the "
                 "largest). Use optim.trainable for it"
             )
+
+
+def _both(tx: Any, extra: Mapping[str, Any]) -> Any:
+    with _enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return jax.device_get(jax.jit(lambda: (_trial(tx, extra, True), _trial(tx, extra, False)))())
 
 
 def _trial(tx: Any, extra: Mapping[str, Any], joined: bool) -> list[jax.Array]:
