@@ -14,9 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 import treeparams as tp
+from treeparams import optim
 
 SOURCE = pathlib.Path(tp.__file__).parent
 PUBLIC = {name: value for name, value in vars(tp).items() if not name.startswith("_") and not inspect.ismodule(value)}
+
+
+OPTIM = {name: value for name, value in vars(optim).items() if not name.startswith("_") and not inspect.ismodule(value)}
 
 
 def test_the_public_names():
@@ -28,17 +32,27 @@ def test_the_public_names():
     assert tp.__version__ == importlib.metadata.version("treeparams")
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_public_function_shows_an_example_that_runs(name):
-    value = PUBLIC[name]
+def test_the_public_names_of_optim():
+    assert sorted(OPTIM) == [
+        "AccumulateState", "ClipState", "EmaState", "GroupsState", "Report", "TrainableState", "accumulate", "adjust",
+        "apply_updates", "as_ema", "clip_by_global_norm", "ema", "flat", "groups", "report", "set_trainable",
+        "trainable",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", [*PUBLIC.values(), *OPTIM.values()], ids=[*PUBLIC, *(f"optim.{name}" for name in OPTIM)]
+)
+def test_every_public_function_shows_an_example_that_runs(value):
     assert value.__doc__
     if inspect.isfunction(value):
         assert ">>>" in value.__doc__
 
 
-def test_the_map_of_the_files_is_complete():
-    listed = {line.split()[0] for line in tp.__doc__.splitlines() if line.startswith("    _")}
-    assert listed == {path.stem for path in SOURCE.glob("_*.py")} - {"__init__"}
+@pytest.mark.parametrize("package", [tp, optim])
+def test_the_map_of_the_files_is_complete(package):
+    listed = {line.split()[0] for line in package.__doc__.splitlines() if line.startswith("    _")}
+    assert listed == {path.stem for path in pathlib.Path(package.__file__).parent.glob("_*.py")} - {"__init__"}
 
 
 def _run(code):
@@ -64,7 +78,7 @@ print(json.dumps([sorted(new), same, jax._src.xla_bridge.backends_are_initialize
 def test_only_public_jax_is_used():
     found = [
         (path.name, node.attr)
-        for path in SOURCE.glob("*.py")
+        for path in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "_src"
     ]
@@ -80,3 +94,9 @@ def test_public_classes_pickle_under_the_public_name():
         again = pickle.loads(pickle.dumps(value))
         assert type(again) is type(value)
     assert jax.tree.structure(pickle.loads(pickle.dumps(tp.Ema(model, 0.9)))).num_leaves == 4
+
+
+def test_states_pickle_under_the_public_name():
+    for name, value in OPTIM.items():
+        if inspect.isclass(value):
+            assert (value.__module__, value.__qualname__) == ("treeparams.optim", name)

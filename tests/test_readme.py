@@ -5,9 +5,12 @@ import io
 import pathlib
 import re
 
+import pytest
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_code_runs_and_prints_what_is_shown():
     blocks = re.findall(r"```(\w*)\n(.*?)```", README.read_text(), re.S)
     code = [text for language, text in blocks if language == "python"]

@@ -31,6 +31,7 @@ only from those above it:
     _average     copy, ema
     _ties        tie, untie, ties
     _ema         Ema
+    optim        Optax over models; a module of its own, imported by name
 """
 
 from ._accumulate import accumulate as accumulate

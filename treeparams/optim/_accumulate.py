@@ -39,6 +39,9 @@ class AccumulateState(NamedTuple):
     calls: Int[Array, ""]
 
 
+AccumulateState.__module__ = "treeparams.optim"
+
+
 def accumulate(
     tx: Any, every: int, weights: Sequence[float] | str | None = None, trainable: Any = None
 ) -> optax.GradientTransformationExtraArgs:

@@ -26,6 +26,9 @@ class ClipState(NamedTuple):
     clipped: Int[Array, ""]
 
 
+ClipState.__module__ = "treeparams.optim"
+
+
 def clip_by_global_norm(
     max_norm: Any, trainable: Any = None, axis_name: Any = None, nonfinite: Literal["propagate", "zero"] = "propagate"
 ) -> optax.GradientTransformationExtraArgs:

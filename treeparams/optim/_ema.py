@@ -37,6 +37,9 @@ class EmaState(NamedTuple):
     weight: Float[Array, ""]
 
 
+EmaState.__module__ = "treeparams.optim"
+
+
 def ema(
     decay: float | Callable[[Any], Any], *, debias: bool = False, warmup: bool = False, trainable: Any = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -103,6 +106,14 @@ def as_ema(
     buffers: Buffers = "copy",
 ) -> Ema:
     """The average that `optim.ema` keeps in a state, as a `tp.Ema`: `.average` is a model, `.update` goes on.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"w": jnp.zeros(2, jnp.bfloat16)}
+    >>> tx = optim.trainable(optax.chain(optax.sgd(1.0), optim.ema(0.75)))
+    >>> updates, state = tx.update({"w": -jnp.ones(2, jnp.bfloat16)}, tx.init(model), model)
+    >>> optim.as_ema(state, model, 0.75).average
+    {'w': Array([0.25, 0.25], dtype=bfloat16)}
 
     Args:
         state: any state with an `EmaState` in it.

@@ -51,6 +51,9 @@ class GroupsState(NamedTuple):
     states: tuple[Any, ...]
 
 
+GroupsState.__module__ = "treeparams.optim"
+
+
 def groups(transformations: Mapping[Where, Any], trainable: Any = None) -> optax.GradientTransformationExtraArgs:
     """A transformation for each part of a model; the first that selects a leaf gets it.
 

@@ -31,6 +31,9 @@ class Report:
         return self._table
 
 
+Report.__module__ = "treeparams.optim"
+
+
 def report(tx: Any, model: PyTree) -> Report:
     """Shows which leaf goes to which group of a transformation, and what is frozen.
 

@@ -95,6 +95,9 @@ class TrainableState(NamedTuple):
         return self.roles.layout
 
 
+TrainableState.__module__ = "treeparams.optim"
+
+
 def only(layout: Layout, positions: Iterable[int]) -> Layout:
     """The layout in which these parameters are trained, whatever it says of them, with their ties."""
     sources = {alias.leaf: group.source for group in layout.groups for alias in group.aliases}

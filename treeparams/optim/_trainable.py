@@ -16,7 +16,7 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
     >>> mlp = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))  # with functions and integers in it
-    >>> tx = optim.trainable(optax.adamw(1e-2), "layers.1")
+    >>> tx = optim.trainable(optax.sgd(1e-2, momentum=0.9), "layers.1")
     >>> state = tx.init(mlp)
     >>> grads = eqx.filter_grad(lambda mlp: mlp(jnp.ones(2)) ** 2)(mlp)  # or tp.grad's, or a partial one
     >>> updates, state = tx.update(grads, state, mlp)
@@ -65,9 +65,9 @@ def flat(
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
     >>> model = {"a": jnp.ones(2), "b": jnp.ones((2, 2)), "steps": jnp.array(3)}
-    >>> tx = optim.flat(optax.adam(0.1))
+    >>> tx = optim.flat(optax.sgd(0.1, momentum=0.9))
     >>> state = tx.init(model)
-    >>> state.runs[0][0].mu.shape
+    >>> state.runs[0][0].trace.shape
     (6,)
     >>> updates, state = tx.update({"a": jnp.ones(2)}, state, model)
     >>> updates["a"].shape, updates["steps"]
