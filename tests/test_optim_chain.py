@@ -107,6 +107,14 @@ def test_apply_if_finite_holds_all_other_state():
     assert_same(after.runs[0].inner_state, state.runs[0].inner_state)
 
 
+def test_clipping_again_changes_nothing():
+    model = {"a": jnp.arange(1.0, 9.0), "b": jnp.full((3, 3), -0.1)}
+    tx = optim.clip_by_global_norm(0.7)
+    once, state = tx.update(model, tx.init(model), model)
+    again, _ = jax.lax.scan(lambda grads, _: (tx.update(grads, state, model)[0], None), once, length=10_000)
+    assert_close(again, once, 1e-6)
+
+
 def test_zero_gradients_stay_zero():
     model = {"a": jnp.zeros(2)}
     tx = optim.clip_by_global_norm(1.0)
@@ -272,6 +280,16 @@ def test_one_step_with_the_mean(rule, jit):
     assert_close(updates, want, 1e-6)
     assert_close(jax.tree.leaves(state.runs[0].inner), jax.tree.leaves(inner.runs[0]), 1e-6)
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.runs[0].total))
+
+
+def test_parts_of_a_batch_are_the_batch():
+    model = mlp()
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    parts = [jnp.linspace(-1, 1, 9).reshape(3, 3), jnp.linspace(0, 2, 3).reshape(1, 3), jnp.ones((2, 3))]
+    tx, once = optim.accumulate(optax.adam(0.1), 3, "size"), optim.trainable(optax.adam(0.1))
+    updates, _ = _calls(tx, model, [tp.grad(loss)(model, x) for x in parts], size=[len(x) for x in parts])
+    want, _ = once.update(tp.grad(loss)(model, jnp.concatenate(parts)), once.init(model), model)
+    assert_close(updates, want, 1e-4)
 
 
 def test_equals_optax_multisteps():

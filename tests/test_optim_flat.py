@@ -156,10 +156,11 @@ AWARE = {
 # Not transformations of gradients alone: a second kind of params, of update or of extra argument.
 OTHER = {
     "chain", "named_chain", "GradientTransformation", "GradientTransformationExtraArgs", "init_empty_state",
-    "lookahead", "maybe_update", "partition", "monitor", "measure_with_ema", "skip_large_updates", "skip_not_finite",
-    "snapshot", "stateless", "stateless_with_tree_map", "with_extra_args_support", "inject_stateful_hyperparams", "microbatch",
-    "per_example_layer_norm_clip", "contrib.dpsgd", "contrib.differentially_private_aggregate", "contrib.sam",
-    "contrib.sophia", "contrib.hutchinson_estimator_diag_hessian", "contrib.split_real_and_imaginary",
+    "lookahead", "maybe_update", "partition", "monitor", "measure_with_ema", "skip_large_updates",
+    "skip_not_finite", "snapshot", "stateless", "stateless_with_tree_map", "with_extra_args_support",
+    "inject_stateful_hyperparams", "microbatch", "per_example_layer_norm_clip", "contrib.dpsgd",
+    "contrib.differentially_private_aggregate", "contrib.sam", "contrib.sophia",
+    "contrib.hutchinson_estimator_diag_hessian", "contrib.split_real_and_imaginary",
 }  # fmt: skip
 
 
