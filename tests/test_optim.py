@@ -627,6 +627,8 @@ def test_errors():
         tx.update({"w": jnp.ones(3)}, state, model)
     with pytest.raises(ValueError, match="the model does not fit the layout"):
         tx.update({"w": jnp.ones(3)}, state, {"w": jnp.ones(3), "b": jnp.ones(1)})
+    with pytest.raises(TypeError, match="expected the state that init or the last update returned, got"):
+        tx.update(model, optax.sgd(0.1).init(model), model)
     with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
         optim.trainable(optax.adam)
     with pytest.raises(TypeError, match="expected a real update at 'w'"):

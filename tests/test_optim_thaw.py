@@ -122,6 +122,22 @@ def test_freezing_and_thawing_without_a_step_between_changes_nothing(form, rule)
     assert_same(back, state)
 
 
+@pytest.mark.parametrize("choice", ["low", "single"])
+def test_a_vector_of_mixed_dtypes_keeps_its_digits(choice):
+    model = {"low": jnp.full(3, 1 / 3, jnp.bfloat16), "single": jnp.full(2, 1 / 3)}
+    tx = optim.flat(optax.adam(0.1))
+    model, state = _steps(tx, tx.init(model), model, range(3))
+    there = optim.set_trainable(tx, state, model, choice)
+    assert_same(optim.set_trainable(tx, there, model), state)
+    _, later = _steps(tx, there, model, range(2))
+    like = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert like(later) == like(there)
+    both = optim.set_trainable(tx, later, model)
+    assert len(both.runs) == 2
+    _, after = _steps(tx, both, model, range(2))
+    assert like(after) == like(both)
+
+
 def test_leaves_with_one_history_share_one_run():
     model = {name: jnp.ones(2) for name in "abcd"}
     tx = optim.trainable(optax.adam(0.1), ("a", "b"))

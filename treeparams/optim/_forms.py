@@ -17,6 +17,7 @@ from .._layout import Layout
 from .._match import per_slot
 from .._pack import Slot, Vector
 from .._project import slot_gradients
+from .._structure import common_dtype
 from ._context import within
 from ._state import only
 
@@ -57,7 +58,7 @@ class Tree:
         known: dict[Any, Any] = {}
         for part in reversed(parts):
             known |= _by_path(part.state)
-        if not (all(map(self._is_by_leaf, [tx] * len(parts), parts, [to] * len(parts))) and _fit(leaves, known)):
+        if not (all(self._is_by_leaf(tx, part, to) for part in parts) and _fit(leaves, known)):
             raise ValueError(
                 "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: "
                 'give all of them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
@@ -71,8 +72,8 @@ class Tree:
         inside, outside = here & set(to.positions), here - set(to.positions)
         if not inside or not outside:
             return True
-        halves = [_by_path(shapes_of(tx, self, only(part.layout, half))) for half in (inside, outside)]
-        return set(halves[0]) | set(halves[1]) == set(_by_path(part.state))
+        paths = _paths(tx, self, only(part.layout, inside)) | _paths(tx, self, only(part.layout, outside))
+        return paths == set(_by_path(part.state))
 
 
 class Flat:
@@ -147,16 +148,8 @@ def owners(tx: Any, form: Form, layout: Layout) -> list[int | None]:
     numbers = dict.fromkeys(paths, 0)
     shared = set(paths)
     for digit in range((count - 1).bit_length()):
-        ones, zeros = (
-            set(
-                _by_path(
-                    shapes_of(
-                        tx, form, only(layout, [p for i, p in enumerate(layout.positions) if (i >> digit & 1) == one])
-                    )
-                )
-            )
-            for one in (1, 0)
-        )
+        divided = [[p for i, p in enumerate(layout.positions) if i >> digit & 1 == one] for one in (0, 1)]
+        zeros, ones = (_paths(tx, form, only(layout, positions)) for positions in divided)
         if ones | zeros != set(paths):
             raise ValueError("the state of the transformation is not kept leaf by leaf; give every leaf a gradient")
         shared &= ones & zeros
@@ -165,6 +158,10 @@ def owners(tx: Any, form: Form, layout: Layout) -> list[int | None]:
     if count == 1:
         shared = set()  # all is held or goes on as one
     return [None if path in shared else numbers[path] for path in paths]
+
+
+def _paths(tx: Any, form: Form, layout: Layout) -> set[Any]:
+    return set(_by_path(shapes_of(tx, form, layout)))
 
 
 def _by_path(state: PyTree) -> dict[Any, Any]:
@@ -200,7 +197,8 @@ def _joined(to: Layout, vector: Vector, axis: int, shape: Any, found: Sequence[t
         path = to.slots[i].path
         leaves, slot = next((leaves, slots[path]) for leaves, slots in found if path in slots)
         pieces.append(jax.lax.slice_in_dim(leaves[slot.vector], slot.offset, slot.offset + slot.size, axis=axis))
+    # A state of narrow leaves may have been that of a wider vector: it keeps its digits.
+    dtype = common_dtype(piece.dtype for piece in pieces) if pieces else shape.dtype
     padding = list(shape.shape)
     padding[axis] = vector.length - vector.size
-    pieces.append(jnp.zeros(padding, shape.dtype))
-    return jnp.concatenate([piece.astype(shape.dtype) for piece in pieces], axis)
+    return jnp.concatenate([*(piece.astype(dtype) for piece in pieces), jnp.zeros(padding, dtype)], axis)

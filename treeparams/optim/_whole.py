@@ -15,6 +15,7 @@ from .._layout import Layout
 from .._pack import is_complex
 from .._partition import rest_of, slots_of
 from .._resolve import Resolved, resolve
+from .._structure import describe
 from ._context import around, collecting, given, is_collecting, within
 from ._forms import Form, Part, Tree
 from ._state import (
@@ -73,6 +74,8 @@ class Whole:
         """One step: the canonical tree of updates, and the next state."""
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
+        if not isinstance(state, TrainableState):
+            raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         resolved = resolve(params, state.layout)
         gradients = self.gradients(resolved.layout, updates)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None or self.takes_none]
@@ -164,7 +167,7 @@ class _Call:
         for i, step in zip(self.present, form.read(self.seen, updates), strict=True):
             if self.layout.positions[i] in own:
                 steps[i] = step
-        return form.regroup(tx, [Part(self.seen, steady(after, before)), part], part.layout)
+        return steady(form.regroup(tx, [Part(self.seen, steady(after, before)), part], part.layout), part.state)
 
     def _show(self, values: Sequence[Any]) -> PyTree:
         return self.whole.form.show(self.seen, [values[i] for i in self.present], self.resolved.treedef)
