@@ -20,7 +20,6 @@ from . import zoo
 from .zoo import ZOO, Specimen, assert_close, assert_same
 
 RULES = {
-    "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adamw": optax.adamw(0.1),
     "adafactor": optax.adafactor(0.1),
@@ -58,7 +57,7 @@ def descend(tx, state, model, steps, grad=None, **extra):
 # -- The same as Optax by hand ---------------------------------------------------------------------------------------
 
 
-@rules
+@pytest.mark.parametrize("rule", [RULES["momentum"], RULES["clipped"]])
 @specimens
 def test_equals_optax_on_the_canonical_tree(specimen: Specimen, rule):
     current = specimen.make()
@@ -283,6 +282,27 @@ def test_partial_gradients_with_lbfgs_and_its_line_search():
     np.testing.assert_array_equal(both["b"], 0)
 
 
+@pytest.mark.parametrize("form", [{"a", "b"}, {"a"}, {"b"}])
+def test_lbfgs_converges_whichever_leaves_have_gradients(form):
+    key = jax.random.key(0)
+    factor = jax.random.normal(key, (6, 6))
+    matrix = factor @ factor.T + jnp.eye(6)
+    loss = lambda m: 0.5 * jnp.concatenate([m["a"], m["b"]]) @ matrix @ jnp.concatenate([m["a"], m["b"]])
+    model, tx = {"a": jnp.ones(3), "b": jnp.ones(3)}, optim.trainable(optax.lbfgs())
+    state = tx.init(model)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def step(model, state, names):
+        value, grads = jax.value_and_grad(loss)(model)
+        grads = {name: grads[name] for name in names}
+        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss)
+        return optim.apply_updates(model, updates), state
+
+    for i in range(60):
+        model, state = step(model, state, tuple(sorted((form, {"a"}, {"b", "a"}, {"b"})[i % 4])))
+    assert loss(model) < 1e-3
+
+
 def test_a_state_kept_as_a_list_is_refused_for_some_leaves_only():
     listed = optax.GradientTransformation(
         lambda params: [jnp.zeros_like(x) for x in jax.tree.leaves(params)], lambda u, s, p=None: (u, s)
@@ -308,6 +328,25 @@ def test_complex_parameters_descend():
         model, _ = descend(tx, tx.init(model), model, 40, jax.grad(loss))
         assert loss(model) < 1e-4
         assert model["w"].dtype == jnp.complex64
+
+
+NESTED = {
+    "groups of trainable": lambda: optim.groups({"**": optim.trainable(optax.sgd(0.1))}),
+    "groups of flat": lambda: optim.groups({"**": optim.flat(optax.sgd(0.1))}),
+    "trainable in trainable": lambda: optim.trainable(optim.trainable(optax.sgd(0.1))),
+    "accumulated": lambda: optim.accumulate(optim.flat(optax.sgd(0.1)), 1),
+    "in a chain": lambda: optim.trainable(
+        optax.chain(optim.clip_by_global_norm(10.0), optim.trainable(optax.sgd(0.1)))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED.keys())
+def test_complex_parameters_descend_however_deep(make):
+    loss = lambda model: jnp.sum(jnp.abs(model["w"] - (1 + 2j)) ** 2)
+    model, tx = {"w": jnp.zeros(2, jnp.complex64)}, make()
+    model, _ = descend(tx, tx.init(model), model, 40, jax.grad(loss))
+    assert loss(model) < 1e-4
 
 
 def test_a_line_search_along_complex_parameters_is_refused():
@@ -428,6 +467,9 @@ def test_map_params(form):
     want = 3 * len(tp.layout(model).slots) if form is optim.trainable else 3
     sevens = [leaf for leaf in jax.tree.leaves(seven) if leaf.size and (np.asarray(leaf) == 7).all()]
     assert len(sevens) == want
+    same = optax.tree_utils.tree_map_params(tx, lambda x: x, state)
+    assert_same(tx.update(tp.grad(fit)(model), same, model)[0], tx.update(tp.grad(fit)(model), state, model)[0])
+    assert optim.layout(same) == optim.layout(state)
     counts = optax.tree_utils.tree_map_params(tx, lambda x: None, state, transform_non_params=lambda x: x + 1)
     assert sorted(int(x) for x in jax.tree.leaves(counts)) == [1, 1, 1, 1, 1]
 
@@ -638,6 +680,28 @@ def test_errors():
     shared = jnp.ones(2)
     with pytest.raises(ValueError, match="which are one parameter"):
         optim.apply_updates({"a": shared, "b": shared}, {"a": shared, "b": shared})
+
+
+def test_two_transformations_in_a_chain_warn():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optax.chain(optim.trainable(optax.sgd(1.0), "a"), optim.trainable(optax.sgd(1.0), "b"))
+    with pytest.warns(UserWarning, match=r"none of the gradients is of a leaf that trains \(b\).*use optim.groups"):
+        tx.update(model, tx.init(model), model)
+
+
+def test_layout_of_a_state():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"**": optax.sgd(0.1)}, "b"))
+    assert optim.layout(tx.init(model)) == tp.layout(model, "b")
+    with pytest.raises(ValueError, match="there is no state of optim.trainable"):
+        optim.layout(optax.sgd(0.1).init(model))
+
+
+def test_numpy_leaves_of_double_precision():
+    model = {"w": np.ones(2)}
+    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
+    updates, _ = tx.update({"w": np.array([3.0, 4.0])}, tx.init(model), model)
+    np.testing.assert_allclose(optim.apply_updates(model, updates)["w"], [0.4, 0.2], rtol=1e-6)
 
 
 def test_a_rule_that_changes_its_state_is_refused():

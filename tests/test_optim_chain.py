@@ -150,6 +150,12 @@ def test_across_devices(spread):
 
 
 def test_errors_of_clip():
+    with pytest.raises(TypeError, match="max_norm is a number; for a schedule write"):
+        optim.clip_by_global_norm(optax.constant_schedule(1.0))
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0, "a"), optax.adam(0.1)))
+    with pytest.raises(ValueError, match="this clip leaves 'b' out, which trains in the transformation around it"):
+        tx.update(model, tx.init(model), model)
     with pytest.raises(ValueError, match="max_norm must be positive, got -1"):
         optim.clip_by_global_norm(-1)
     with pytest.raises(ValueError, match="max_norm must be positive, got nan"):
@@ -245,6 +251,10 @@ def test_errors_of_ema():
         optim.as_ema(optax.adam(0.1).init(model), model, 0.9)
     with pytest.raises(ValueError, match="an average for 'w', the model has no parameter there"):
         optim.as_ema(tx.init(model), {"v": jnp.ones(2)}, 0.9)
+    twice = optax.chain(optim.ema(0.9), optim.ema(0.99)).init(model)
+    with pytest.raises(ValueError, match="two averages of 'w'; pass the part of it that has the one you mean"):
+        optim.as_ema(twice, model, 0.9)
+    assert optim.as_ema(twice[1], model, 0.99).average["w"].shape == (2,)
     with pytest.raises(ValueError, match="decay must be between 0 and 1"):
         optim.ema(1.5)
 
@@ -361,6 +371,25 @@ def test_calls_without_weight_are_no_step():
     assert_same(after.runs[0].inner, state.runs[0].inner)
 
 
+def test_an_empty_batch_is_no_gradient():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = optim.accumulate(optax.adam(0.1), 2, "n")
+    _, state = _calls(tx, model, [model, model], n=[1, 1])
+    before = state.runs[0].inner
+    updates, state = tx.update({"a": jnp.full(1, jnp.nan), "b": jnp.ones(1)}, state, model, n=0)
+    updates, state = tx.update({"a": jnp.ones(1)}, state, model, n=4)
+    np.testing.assert_allclose(updates["a"], -0.1, rtol=1e-4)
+    np.testing.assert_array_equal(updates["b"], 0)  # its only call had no weight
+    assert_same(state.runs[0].inner[0].mu["b"], before[0].mu["b"])
+
+
+def test_gradients_wider_than_their_leaves_are_summed_as_they_are():
+    model = {"w": jnp.zeros(1, jnp.bfloat16)}
+    tx = optim.accumulate(optax.sgd(1.0), 2)
+    _, state = tx.update({"w": jnp.full(1, 1.001)}, tx.init(model), model)
+    np.testing.assert_allclose(state.runs[0].total["w"], 1.001)
+
+
 def test_the_sum_is_in_float32_and_stable_in_scan():
     model = {"w": jnp.zeros(1, jnp.bfloat16)}
     tx = optim.accumulate(optax.sgd(1.0), 512)
@@ -399,8 +428,11 @@ def test_errors_of_accumulate():
     tx = optim.accumulate(optax.sgd(1.0), 2, "n")
     with pytest.raises(ValueError, match=r"expected the weight of this call as n=\.\.\."):
         tx.update(model, tx.init(model), model)
+    for weight in (-1.0, float("nan"), jnp.ones(2)):
+        with pytest.raises(ValueError, match="the weight n must be a number that is not negative"):
+            tx.update(model, tx.init(model), model, n=weight)
     tx = optim.trainable(optax.chain(optim.accumulate(optax.adam(1.0), 2), optax.scale(1.0)))
-    with pytest.raises(ValueError, match=r"a chain around optim.accumulate leaves these out"):
+    with pytest.raises(ValueError, match=r"what stands around optim.accumulate leaves these out; let"):
         tx.update({"a": jnp.ones(1)}, tx.init(model), model)
 
 

@@ -274,6 +274,27 @@ def test_the_state_lies_as_the_layout_says(options):
     assert_close(tx.update(model, state, model)[0]["c"], plain.update(model, other, model)[0]["c"], 1e-6)
 
 
+def _but_biases(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "b" not in jax.tree_util.keystr(path), params)
+
+
+HIDDEN = {
+    "by name": optax.adamw(0.1, weight_decay=0.5, mask=_but_biases),
+    "by rank": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 2, params)),
+    "after some calls": optax.MultiSteps(optax.lamb(0.1), 10),
+    "after more calls": optim.accumulate(optax.lamb(0.1), 300),
+    "after a pause": optax.lamb(
+        optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [20])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_refuses_what_hides_that_it_looks_at_leaves(name):
+    with pytest.raises(ValueError, match=r"looks at the shapes of leaves|it has a mask of leaves"):
+        optim.flat(HIDDEN[name]).init(_model())
+
+
 def test_a_rule_that_needs_further_arguments():
     def update(updates, state, params=None, *, temperature, **_):
         return jax.tree.map(lambda u: u * temperature, updates), state

@@ -126,12 +126,34 @@ def test_a_field_that_a_layout_thawed_within_groups():
     assert (float(updates.mean[0]), float(updates.weight[0])) == (-2.0, -1.0)
 
 
+def test_a_line_search_within_a_group():
+    loss = lambda model: jnp.sum((model["a"] - 1) ** 2) + jnp.sum((model["b"] + 2) ** 2)
+    tx = optim.groups({"a": optax.lbfgs(), "**": optax.sgd(0.1)})
+    model = {"a": jnp.zeros(2), "b": jnp.zeros(1), "n": 3}
+
+    @eqx.filter_jit
+    def step(model, state):
+        value, grads = tp.value_and_grad(loss)(model)
+        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss)
+        return optim.apply_updates(model, updates), state
+
+    state = tx.init(model)
+    for _ in range(30):
+        model, state = step(model, state)
+    assert float(loss(model)) < 1e-3
+
+
 def test_errors_of_groups():
     model = _model()
     with pytest.raises(ValueError, match=r"trained, but in no group: 'a', 'b.v'. The groups are b.w; .*\"\*\*\""):
         optim.groups({"b.w": optax.sgd(1.0)}).init(model)
     with pytest.raises(ValueError, match="'bb' selects nothing; nearest: 'b'"):
         optim.groups({"bb": optax.sgd(1.0), "**": optax.sgd(1.0)}).init(model)
+    accumulating = optim.groups({"a": optim.accumulate(optax.sgd(1.0), 2), "**": optax.sgd(1.0)})
+    with pytest.raises(ValueError, match=r"in a group optim.accumulate does not see this"):
+        accumulating.update({"b": {"v": jnp.ones(1)}}, accumulating.init(model), model)
+    with pytest.raises(ValueError, match="two groups read alike"):
+        optim.groups({lambda m: m["a"]: optax.sgd(1.0), lambda m: m["b"]: optax.sgd(1.0)})
     with pytest.raises(TypeError, match="expected an Optax transformation, got"):
         optim.groups({"**": 0.1})
 
@@ -208,6 +230,14 @@ def test_adjust_reaches_what_is_held():
     state = optim.adjust(state, learning_rate=0.5)
     rates = [float(part.hyperparams["learning_rate"]) for part in (*state.runs, *state.held)]
     assert rates == [0.5, 0.5]
+
+
+def test_whole_numbers_are_not_rounded_in_silence():
+    model, tx = {"w": jnp.ones(1)}, optim.trainable(sgd(learning_rate=1))
+    state = tx.init(model)
+    with pytest.raises(ValueError, match=r"learning_rate is int32, which does not hold 0.5; write the number"):
+        optim.adjust(state, learning_rate=0.5)
+    np.testing.assert_array_equal(tx.update(model, optim.adjust(state, learning_rate=2), model)[0]["w"], -2)
 
 
 def test_errors_of_adjust():

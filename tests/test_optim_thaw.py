@@ -1,5 +1,7 @@
 """Freeze and thaw in training: nothing that was learned about a leaf is lost, and no leaf follows another's clock."""
 
+import pickle
+
 import chex
 import equinox as eqx
 import hypothesis
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 
 import treeparams as tp
@@ -353,6 +356,26 @@ def test_lbfgs_refuses_the_change_unless_reset():
         assert_same(optim.set_trainable(tx, state, model), state)  # no change
         fresh = optim.set_trainable(tx, state, model, "a", reset=True)
         assert_same(fresh, form(optax.lbfgs(), "a").init(model))
+
+
+def test_a_reset_keeps_the_hyperparameters():
+    model, tx = _pair(), optim.trainable(optax.inject_hyperparams(optax.adam)(0.1))
+    _, state = _steps(tx, optim.adjust(tx.init(model), learning_rate=0.5), model, range(2))
+    fresh = optim.set_trainable(tx, state, model, "a", reset=True)
+    want = optim.adjust(optim.trainable(optax.inject_hyperparams(optax.adam)(0.1), "a").init(model), learning_rate=0.5)
+    assert_same(fresh, want)
+
+
+def test_checkpoints_of_several_histories(tmp_path):
+    model, tx = _pair(), optim.trainable(optax.adam(0.1), "a")
+    model, state = _steps(tx, tx.init(model), model, range(2))
+    state = optim.set_trainable(tx, state, model)
+    kept = pickle.dumps(jax.eval_shape(lambda: state))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        assert_same(checkpointer.restore(tmp_path / "state", pickle.loads(kept)), state, identity=False)
+    assert_same(pickle.loads(pickle.dumps(state)), state, identity=False)
 
 
 def test_errors():

@@ -35,7 +35,7 @@ def test_the_public_names():
 def test_the_public_names_of_optim():
     assert sorted(OPTIM) == [
         "AccumulateState", "ClipState", "EmaState", "GroupsState", "Report", "TrainableState", "accumulate", "adjust",
-        "apply_updates", "as_ema", "clip_by_global_norm", "ema", "flat", "groups", "report", "set_trainable",
+        "apply_updates", "as_ema", "clip_by_global_norm", "ema", "flat", "groups", "layout", "report", "set_trainable",
         "trainable",
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ The files, from the ground up:
     _whole       one update over each history
     _trial       whether a rule is the same on a vector
     _trainable   trainable, flat
-    _apply       apply_updates
+    _apply       apply_updates, layout
     _thaw        set_trainable
     _groups      groups: a transformation for each part
     _report      report: which leaf goes where
@@ -22,7 +22,7 @@ This is the only part of the library that imports optax.
 
 from ._accumulate import AccumulateState as AccumulateState, accumulate as accumulate
 from ._adjust import adjust as adjust
-from ._apply import apply_updates as apply_updates
+from ._apply import apply_updates as apply_updates, layout as layout
 from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global_norm
 from ._ema import EmaState as EmaState, as_ema as as_ema, ema as ema
 from ._groups import GroupsState as GroupsState, groups as groups

@@ -62,8 +62,8 @@ def accumulate(
     Gradients are summed in at least float32. A leaf without a gradient in some of the calls counts as zero there; one
     that has none in all of them takes no step and keeps its moments.
 
-    It takes a whole model, as `optim.trainable` does, and stands around a chain, not in one, if gradients are partial:
-    `optim.accumulate(optax.chain(clip, adam), 4)`.
+    It takes a whole model, as `optim.trainable` does, and stands around a chain or `optim.groups`, not in one, if
+    gradients are partial: `optim.accumulate(optax.chain(clip, adam), 4)`.
 
     Args:
         tx: any Optax transformation or chain, as for `optim.trainable`.
@@ -103,7 +103,7 @@ class _Accumulate:
         resolved = given(params, None)
         show = lambda leaves: resolved.layout.canonical(list(leaves), resolved.treedef)
         slots = slots_of(resolved)
-        total = show(jnp.zeros(slot.shape, widened(slot.dtype)) for slot in slots)
+        total = show(jnp.zeros_like(slot, widened(slot.dtype)) for slot in slots)
         return AccumulateState(settled(self.tx.init(params)), total, show(jnp.zeros((), bool) for _ in slots), *zeros)
 
     def update(
@@ -112,10 +112,10 @@ class _Accumulate:
         above = around()
         if above is not None and above.is_partial:
             raise ValueError(
-                "some leaves have no gradient in this call, and a chain around optim.accumulate leaves these out; "
-                "write optim.accumulate(optax.chain(...), every), with nothing but optim.groups around it"
+                "some leaves have no gradient in this call, and what stands around optim.accumulate leaves these out; "
+                "let it stand outermost: optim.accumulate(optax.chain(...), every), or with optim.groups in it"
             )
-        return _Call(self, given(params, None), updates, state, extra).taken()
+        return _Round(self, given(params, None), updates, state, extra).taken()
 
     def weight(self, calls: Any, extra: dict[str, Any]) -> Any:
         """The weight of this call; takes it out of the extra arguments."""
@@ -127,10 +127,13 @@ class _Accumulate:
             raise ValueError(
                 f"expected the weight of this call as {self.weights}=..., got the extra arguments {sorted(extra)}"
             )
-        return jnp.asarray(extra.pop(self.weights), jnp.float32)
+        weight = extra.pop(self.weights)
+        if jnp.ndim(weight) or (not isinstance(weight, Tracer) and not 0 <= weight < math.inf):
+            raise ValueError(f"the weight {self.weights} must be a number that is not negative, got {weight}")
+        return jnp.asarray(weight, jnp.float32)
 
 
-class _Call:
+class _Round:
     """One call: adds, and every so often steps."""
 
     def __init__(
@@ -143,7 +146,7 @@ class _Call:
         self.has = [gradient is not None for gradient in self.gradients]
         totals, seen = (per_slot(self.layout, tree, "first") for tree in (state.total, state.seen))
         self.totals = [_plus(*each, weight) for each in zip(totals, self.gradients, strict=True)]
-        self.seen = [before | has for before, has in zip(seen, self.has, strict=True)]
+        self.seen = [before | (has & (weight > 0)) for before, has in zip(seen, self.has, strict=True)]
         self.may_be_void = isinstance(outer.weights, str)  # calls of no weight are as calls without gradients
         self.weight, self.calls, self.every = state.weight + weight, state.calls + 1, outer.every
 
@@ -172,21 +175,20 @@ class _Call:
         slots = self.layout.slots
         mean = [_mean(total, self.weight, slot.dtype) for total, slot in zip(self.totals, slots, strict=True)]
         found, inner = self.tx.update(self.show(mean), self.inner, self.params, **self.extra)
-        live = [seen & (self.weight > 0) for seen in self.seen] if self.may_be_void else self.seen
         updates = [
             jnp.zeros(slot.shape, slot.dtype) if each is None else jnp.where(flag, each, 0).astype(slot.dtype)
-            for slot, each, flag in zip(slots, per_slot(self.layout, found, "first"), live, strict=True)
+            for slot, each, flag in zip(slots, per_slot(self.layout, found, "first"), self.seen, strict=True)
         ]
-        inner = self.kept(steady(inner, self.inner), live)
+        inner = self.kept(steady(inner, self.inner))
         total, seen = (self.show([jnp.zeros_like(each) for each in gathered]) for gathered in (self.totals, self.seen))
         return updates, AccumulateState(inner, total, seen, jnp.zeros_like(self.weight), jnp.zeros_like(self.calls))
 
-    def kept(self, inner: PyTree, live: Sequence[Any]) -> PyTree:
+    def kept(self, inner: PyTree) -> PyTree:
         """The next state, with that of leaves without any gradient as it was."""
         if all(self.has) and not self.may_be_void:
             return inner
-        live = [*live, functools.reduce(jnp.logical_or, live)]  # the last is for what is of no leaf
-        flags = [live[-1 if i is None else i] for i in owners(self.tx, Tree(), self.layout)]
+        seen = [*self.seen, functools.reduce(jnp.logical_or, self.seen)]  # the last is for what is of no leaf
+        flags = [seen[-1 if i is None else i] for i in owners(self.tx, Tree(), self.layout)]
         leaves, treedef = jax.tree.flatten(inner)
         chosen = map(jnp.where, flags, leaves, jax.tree.leaves(self.inner))
         return jax.tree.unflatten(treedef, list(chosen))
@@ -195,7 +197,9 @@ class _Call:
 def _plus(total: jax.Array, gradient: Any, weight: jax.Array) -> jax.Array:
     if gradient is None:
         return total
-    return total + gradient.astype(total.dtype) * weight.astype(jnp.finfo(total.dtype).dtype)
+    # Of no weight: nothing is added, though the gradient of an empty batch may be NaN.
+    added = gradient.astype(total.dtype) * weight.astype(jnp.finfo(total.dtype).dtype)
+    return total + jnp.where(weight > 0, added, 0)
 
 
 def _mean(total: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:

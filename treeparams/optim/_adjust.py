@@ -66,6 +66,10 @@ def _set(node: Any, name: str, value: Any) -> Any:
     old = jnp.asarray(node.hyperparams[name])
     if jnp.shape(value) != old.shape:
         raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
+    if not jnp.issubdtype(old.dtype, jnp.inexact) and jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+        raise ValueError(
+            f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
+        )
     return jax.lax.full_like(old, value) if not old.shape else jnp.asarray(value, old.dtype)
 
 

@@ -1,4 +1,4 @@
-"""apply_updates: the step."""
+"""apply_updates: the step. layout: what a state trains."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._layout import Layout
 from .._match import per_slot
 from .._pack import is_complex
 from .._partition import rest_of, slots_of
 from .._resolve import resolve
 from .._structure import common_dtype
-from ._state import only
+from ._state import layout_in, only
 
 
 def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTree:
@@ -24,8 +25,9 @@ def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTr
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]
     (dtype(bfloat16), True, 3)
 
-    **Inside `jax.jit` arrays no longer tell what is tied**: pass `state.layout`, or another `Layout` made outside, as
-    `trainable`. Ties that a class declares are known anyway.
+    **Inside `jax.jit` arrays no longer tell what is tied**: pass `optim.layout(state)`, or a `Layout` made outside, as
+    `trainable`. It is needed outside too where ties were given to `tp.layout(..., ties=...)`. Ties that a class
+    declares are known anyway.
 
     Args:
         model: any pytree.
@@ -54,5 +56,30 @@ def moved(path: str, leaf: Any, step: Any) -> Any:
         return leaf
     if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):
         raise TypeError(f"expected a real update at {path!r}, where the parameter is {leaf.dtype}, got {step.dtype}")
-    dtype = common_dtype([jnp.asarray(leaf).dtype, jnp.asarray(step).dtype])
-    return jax.lax.convert_element_type(jnp.asarray(leaf, dtype) + jnp.asarray(step, dtype), leaf.dtype)
+    leaf, step = jnp.asarray(leaf), jnp.asarray(step)
+    dtype = common_dtype([leaf.dtype, step.dtype])
+    return jax.lax.convert_element_type(leaf.astype(dtype) + step.astype(dtype), leaf.dtype)
+
+
+def layout(state: PyTree) -> Layout:
+    """What trains, and what is tied, as a state knows it: a `Layout` for `trainable=` in all functions of this library.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(0.1), "a"))
+    >>> optim.layout(tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})).paths
+    ('a',)
+
+    Args:
+        state: of a chain or wrapper with `optim.trainable`, `flat`, `groups` or `accumulate` in it; the first counts.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: there is none in the state.
+    """
+    found = layout_in(state)
+    if found is None:
+        raise ValueError("there is no state of optim.trainable, flat, groups or accumulate in this one")
+    return found

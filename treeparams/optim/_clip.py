@@ -8,10 +8,11 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._layout import Layout
 from .._norm import global_norm
 from .._project import project
 from .._structure import is_array
-from ._context import given
+from ._context import around, given
 
 
 class ClipState(NamedTuple):
@@ -43,8 +44,10 @@ def clip_by_global_norm(
     >>> updates["a"], state[0].norm, state[0].clipped
     (Array([-0.6, -0.8], dtype=float32), Array(5., dtype=float32), Array(1, dtype=int32))
 
-    It may stand before or within `optim.trainable`. What is frozen is out of the norm and out of the result wherever
-    it stands, so that the backward pass of a frozen trunk does not come back for the sake of its norm.
+    It may stand before or within `optim.trainable`. Within, it follows what trains there. Before, it has its own
+    choice: give both the same `trainable`, for what a clip leaves out has no gradient after it. What is frozen is out
+    of the norm and out of the result wherever it stands, so that the backward pass of a frozen trunk does not come back
+    for the sake of its norm.
 
     **Inside `jax.jit` arrays no longer tell what is tied.** Within `optim.trainable` the clip knows; before it, pass a
     `Layout` as `trainable`.
@@ -65,20 +68,29 @@ def clip_by_global_norm(
 
     Raises:
         ValueError: `max_norm` is not positive; `nonfinite` is none of the two; `update`: as `tp.project`.
-        TypeError: `update`: as `tp.project`.
+        TypeError: `max_norm` is a schedule; `update`: as `tp.project`.
     """
     if nonfinite not in ("propagate", "zero"):
         raise ValueError(f'nonfinite must be "propagate" or "zero", got {nonfinite!r}')
+    if callable(max_norm):
+        raise TypeError(
+            "max_norm is a number; for a schedule write "
+            "optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
+        )
     if not isinstance(max_norm, Tracer) and not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def init(params: PyTree) -> ClipState:
-        wide = any(jnp.finfo(leaf.dtype).bits > 32 for leaf in jax.tree.leaves(params) if _is_inexact(leaf))
+        wide = any(
+            jnp.finfo(jax.dtypes.canonicalize_dtype(leaf.dtype)).bits > 32
+            for leaf in jax.tree.leaves(params)
+            if _is_inexact(leaf)
+        )
         return ClipState(jnp.zeros((), jnp.float64 if wide else jnp.float32), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, ClipState]:
         if params is not None:
-            updates = project(params, updates, given(params, trainable).layout)
+            updates = project(params, updates, _chosen(params, trainable))
         norm = global_norm(updates)
         norm = norm if axis_name is None else _over(axis_name, norm)
         limit = jnp.asarray(max_norm, norm.dtype)
@@ -93,6 +105,17 @@ def clip_by_global_norm(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _chosen(params: PyTree, trainable: Any) -> Layout:
+    layout = given(params, trainable).layout
+    if around() is not None and len(layout.positions) < len(layout.structure.parameters):
+        left = next(layout.structure.paths[i] for i in layout.structure.parameters if not layout.trained[i])
+        raise ValueError(
+            f"this clip leaves {left!r} out, which trains in the transformation around it, and would drop its "
+            "gradient; give it no `trainable` there, or clip a part of the model in optim.groups"
+        )
+    return layout
+
+
 def _is_inexact(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
@@ -100,6 +123,7 @@ def _is_inexact(leaf: Any) -> bool:
 def _scaled(leaf: Any, scale: Any, zero: Any) -> Any:
     if not _is_inexact(leaf):
         return leaf
+    leaf = jnp.asarray(leaf)
     wide = jnp.promote_types(leaf.dtype, scale.dtype)
     scaled = (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
     return jnp.where(zero, jnp.zeros((), leaf.dtype), scaled)

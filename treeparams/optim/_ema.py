@@ -20,7 +20,7 @@ from .._seen import structure_of
 from .._structure import is_array
 from ._apply import moved
 from ._context import given
-from ._state import TrainableState, is_placeholder, only
+from ._state import TrainableState, is_placeholder, layout_in, only
 
 
 class EmaState(NamedTuple):
@@ -54,8 +54,9 @@ def ema(
     >>> state[-1].average["w"], optim.as_ema(state, model, 0.5).average["steps"]
     (Array([0.5, 0.5], dtype=float32), Array(3, dtype=int32, weak_type=True))
 
-    After `optim.trainable` in a chain it averages all parameters at every step, those without a gradient too. Within
-    it, what is frozen or has no gradient keeps its average, as it does its other state.
+    After `optim.trainable` in a chain it averages all parameters at every step, those without a gradient too; ties that
+    were given to a `tp.layout` it knows if it is given that layout. Within `optim.trainable`, what is frozen or has no
+    gradient keeps its average, as it does its other state.
 
     Args:
         decay: the weight of the average in each step, in [0, 1]; or a function from the number of steps so far to it,
@@ -127,20 +128,28 @@ def as_ema(
         A `tp.Ema` in buffers of its own, of the parameters that the state averages.
 
     Raises:
-        ValueError: there is no `EmaState` in the state, or it is of another model; as `tp.Ema`.
+        ValueError: there is no `EmaState` in the state, or two of one parameter, or it is of another model; as
+            `tp.Ema`.
     """
     found = list(_averages(state, None))
     if not found:
         raise ValueError("there is no EmaState in the state; put optim.ema(decay) at the end of the chain")
-    values = {path: value for each, layout in found for path, value in _values(each, layout).items()}
-    inner = next((node for node in jax.tree.leaves(state, is_leaf=_is_whole) if _is_whole(node)), None)
-    layout = resolve(model, None if inner is None else inner.layout).layout  # the state knows the ties
+    values: dict[str, Any] = {}
+    for each, layout in found:
+        averages = _values(each, layout)
+        twice = values.keys() & averages.keys()
+        if twice:
+            raise ValueError(
+                f"the state has two averages of {min(twice)!r}; pass the part of it that has the one you mean"
+            )
+        values |= averages
+    layout = resolve(model, layout_in(state)).layout  # the state knows the ties
     unknown = [path for path in values if path not in layout.structure.index]
     if unknown:
         raise ValueError(f"the state has an average for {unknown[0]!r}, the model has no parameter there")
     layout = only(layout, sorted(layout.structure.index[path] for path in values))
     average = Ema(model, decay, debias=debias, warmup=warmup, buffers=buffers, trainable=layout)
-    last = max((each for each, _ in found), key=lambda each: int(each.count))
+    last = max((each for each, _ in found), key=lambda each: int(each.count)) if len(found) > 1 else found[0][0]
     changed = [jnp.copy(values[path]) for path in layout.paths], jnp.copy(last.count), jnp.copy(last.weight)
     return eqx.tree_at(lambda ema: (ema.shadow, ema.count, ema.weight), average, changed)
 
@@ -169,7 +178,3 @@ def _values(state: EmaState, layout: Layout | None) -> dict[str, Any]:
 def _by_path(tree: PyTree) -> dict[str, Any]:
     leaves, _, structure = structure_of(tree)
     return dict(zip(structure.paths, leaves, strict=True))
-
-
-def _is_whole(node: Any) -> bool:
-    return isinstance(node, TrainableState)

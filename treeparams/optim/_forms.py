@@ -4,14 +4,17 @@ Optax does not say which part of a state belongs to which parameter. It is found
 evaluated for shapes alone, has another state, and the paths in it (or, of a vector, the axes that grow) tell.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import optax
 from jaxtyping import PyTree
 
+from .._average import widened
 from .._flat import as_given, as_vectors, leaves_of, vectors_of
 from .._layout import Layout
 from .._match import per_slot
@@ -34,9 +37,10 @@ class Tree:
 
     is_vector = False
 
-    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
-        """One gradient per slot; `None` where there is none."""
-        return slot_gradients(layout, grads, None)
+    def gradients(self, layout: Layout, grads: PyTree, wide: bool = False) -> list[Any]:
+        """One gradient per slot, in its dtype or one that has at least single precision; `None` where there is none."""
+        dtypes = [widened(slot.dtype) for slot in layout.slots] if wide else None
+        return slot_gradients(layout, grads, None, dtypes)
 
     def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
         """The canonical tree of one value per slot."""
@@ -63,7 +67,7 @@ class Tree:
                 "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: "
                 'give all of them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
             )
-        return jtu.tree_unflatten(treedef, [known[path] for path, _ in leaves])
+        return _relinked(jtu.tree_unflatten(treedef, [known[path] for path, _ in leaves]))
 
     def _is_by_leaf(self, tx: Any, part: Part, to: Layout) -> bool:
         # A state kept as a list of leaves would have the same paths for other leaves. But then the states of two
@@ -81,7 +85,7 @@ class Flat:
 
     is_vector = True
 
-    def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
+    def gradients(self, layout: Layout, grads: PyTree, wide: bool = False) -> list[Any]:
         """One gradient per slot, in the vector's dtype, zeros where there is none."""
         return slot_gradients(layout, grads, "zeros", [layout.vectors[slot.vector].dtype for slot in layout.slots])
 
@@ -158,6 +162,33 @@ def owners(tx: Any, form: Form, layout: Layout) -> list[int | None]:
     if count == 1:
         shared = set()  # all is held or goes on as one
     return [None if path in shared else numbers[path] for path in paths]
+
+
+def _relinked(state: PyTree) -> PyTree:
+    """The state with the weights of L-BFGS, 1 / <s, y> of each remembered step, those of the leaves that are in it.
+
+    The weights are of all leaves that took the step together. Those of other leaves would not belong to what is left,
+    and the approximate inverse Hessian would not be positive.
+    """
+
+    def relink(node: Any) -> Any:
+        if not is_lbfgs(node):
+            return node
+        steps, changes = (jax.tree.leaves(each) for each in (node.diff_params_memory, node.diff_updates_memory))
+        products = [
+            jnp.sum(jnp.real(jnp.conj(s) * y), axis=tuple(range(1, s.ndim)))
+            for s, y in zip(steps, changes, strict=True)
+        ]
+        total = functools.reduce(jnp.add, products).astype(node.weights_memory.dtype)
+        weights = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+        return node._replace(weights_memory=weights)
+
+    return jax.tree.map(relink, state, is_leaf=is_lbfgs)
+
+
+def is_lbfgs(node: Any) -> bool:
+    """Whether this is the state of L-BFGS, which couples leaves."""
+    return isinstance(node, optax.ScaleByLBFGSState)
 
 
 def _paths(tx: Any, form: Form, layout: Layout) -> set[Any]:

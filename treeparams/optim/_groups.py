@@ -1,5 +1,6 @@
 """groups: a transformation for each part of a model."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from .._resolve import Resolved
 from .._select import Where, name_of, select
 from ._context import around, given
 from ._state import extended, is_placeholder
-from ._whole import standing
+from ._whole import TakesNone, standing
 
 
 class Names:
@@ -27,7 +28,9 @@ class Names:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names) or self.names != other.names:
             return False
-        return self.paths is None or other.paths is None or self.paths == other.paths
+        if self.paths is None or other.paths is None:  # as with `Roles`
+            self.paths = other.paths = self.paths or other.paths
+        return self.paths == other.paths
 
     def __hash__(self) -> int:
         return hash(self.names)
@@ -79,7 +82,8 @@ def groups(transformations: Mapping[Where, Any], trainable: Any = None) -> optax
         A transformation, with a `GroupsState` in its state; `optim.adjust(state, where, ...)` sets the rates of one.
 
     Raises:
-        ValueError: `init`: a trained leaf is in no group; a `where` selects nothing; as `optim.trainable`.
+        ValueError: two groups read alike; `init`: a trained leaf is in no group; a `where` selects nothing; as
+            `optim.trainable`.
         TypeError: a group has no transformation; as `optim.trainable`.
     """
     return standing(_Groups(transformations), trainable)
@@ -92,6 +96,10 @@ class _Groups:
         self.wheres = tuple(transformations)
         self.txs = tuple(extended(tx) for tx in transformations.values())
         self.names = tuple(map(label, self.wheres))
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(
+                f"two groups read alike, so optim.adjust could not tell them apart: {', '.join(self.names)}"
+            )
 
     def init(self, params: PyTree) -> GroupsState:
         if is_placeholder(params):
@@ -107,14 +115,39 @@ class _Groups:
     ) -> tuple[PyTree, GroupsState]:
         resolved, values, members = self._divided(params)
         layout, treedef = resolved.layout, resolved.treedef
+        above = around()
+        if above is not None and above.is_partial and any(isinstance(tx, TakesNone) for tx in self.txs):
+            raise ValueError(
+                "some leaves have no gradient in this call, and in a group optim.accumulate does not see this; let it "
+                "stand outermost: optim.accumulate(optim.groups(...), every)"
+            )
         gradients, steps, states = per_slot(layout, updates, "first"), [None] * len(values), list(state.states)
         for number, (tx, each) in enumerate(zip(self.txs, members, strict=True)):
             if each:
                 grads, leaves = (layout.canonical(self._of(each, given), treedef) for given in (gradients, values))
-                step, states[number] = tx.update(grads, states[number], leaves, **extra)
+                own = {name: self._argument(name, value, each, resolved, values) for name, value in extra.items()}
+                step, states[number] = tx.update(grads, states[number], leaves, **own)
                 for i, value in enumerate(per_slot(layout, step, "first")):
                     steps[i] = value if i in each else steps[i]
         return layout.canonical(steps, treedef), GroupsState(state.names, tuple(states))
+
+    def _argument(
+        self, name: str, value: Any, members: Collection[int], resolved: Resolved, values: Sequence[Any]
+    ) -> Any:
+        """An argument as a line search in one group understands it: along its own leaves, the others as they are."""
+        layout, treedef = resolved.layout, resolved.treedef
+        if name == "grad":
+            return layout.canonical(self._of(members, per_slot(layout, value, "first")), treedef)
+        if name != "value_fn":
+            return value
+
+        @functools.wraps(value)
+        def along_members(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            found = per_slot(layout, params, "first")
+            whole = [found[i] if i in members else other for i, other in enumerate(values)]
+            return value(layout.canonical(whole, treedef), *args, **kwargs)
+
+        return along_members
 
     def _of(self, members: Collection[int], values: Sequence[Any]) -> list[Any]:
         return [value if i in members else None for i, value in enumerate(values)]

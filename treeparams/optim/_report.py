@@ -8,7 +8,6 @@ from jaxtyping import PyTree
 
 from .._describe import in_columns
 from .._layout import Layout
-from .._resolve import layout as layout_of
 from ._context import given
 from ._forms import shapes_of
 from ._groups import GroupsState
@@ -50,7 +49,7 @@ def report(tx: Any, model: PyTree) -> Report:
 
     Args:
         tx: a transformation with `optim.trainable`, `flat`, `groups` or `accumulate` in it.
-        model: the model that its `init` is to take; nothing is computed or allocated.
+        model: the model that its `init` is to take. No state of a transformation over models is made.
 
     Returns:
         A `Report`, which prints as a table; groups within groups stand with a slash. `.groups` has the same by path.
@@ -60,15 +59,15 @@ def report(tx: Any, model: PyTree) -> Report:
         ValueError: as `init`.
     """
     found: dict[str, list[str]] = {}
-    for each in collected_in(tx, model):
-        layout = given(each.params, each.whole.trainable).layout
+    collected = collected_in(tx, model)
+    layouts = [given(each.params, each.whole.trainable).layout for each in collected]
+    for each, layout in zip(collected, layouts, strict=True):
         for path in layout.paths:
             found.setdefault(path, [])
         for path, name in _named(shapes_of(each.whole.tx, each.whole.form, layout)):
             found[path].append(name)
     groups = {path: " / ".join(names) for path, names in found.items()}
-    whole = layout_of(model)
-    rows = [_row(whole, i, groups) for i in whole.distinct]
+    rows = [_row(layouts[0], i, groups) for i in layouts[0].distinct]
     return Report(groups, "\n".join(in_columns(["path", "shape", "dtype", "group"], rows)))
 
 

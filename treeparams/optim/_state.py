@@ -26,18 +26,17 @@ Positions = tuple[int, ...]
 class Roles:
     """Which parameters have a history, and which of these train: static, without leaves."""
 
-    def __init__(self, layout: Layout | None, runs: tuple[Positions, ...], held: tuple[Positions, ...]) -> None:
-        self._layout = layout  # of what trains
+    def __init__(
+        self, layout: Layout | None, runs: tuple[Positions, ...] = (), held: tuple[Positions, ...] = ()
+    ) -> None:
+        self._layout = layout  # of what trains; none where `optax.tree.map_params` asks what a state looks like
         self.runs = runs
         self.held = held
 
     @property
     def layout(self) -> Layout:
         """What trains."""
-        if self._layout is None:
-            raise ValueError(
-                "this state is a pattern of states that optax.tree.map_params asked for, and trains nothing"
-            )
+        assert self._layout is not None
         return self._layout
 
     @functools.cached_property
@@ -49,14 +48,17 @@ class Roles:
         if not isinstance(other, Roles):
             return NotImplemented
         if self._layout is None or other._layout is None:
-            return self._matches() and other._matches()
+            return self._becomes(other) if self._layout is None else other._becomes(self)
         return self is other or (self._layout, self.runs, self.held) == (other._layout, other.runs, other.held)
 
-    def _matches(self) -> bool:
-        if self._layout is not None and (len(self.runs) != 1 or self.held):
+    def _becomes(self, other: "Roles") -> bool:
+        # `map_params` asks `init` for a pattern, without a model, and returns the state that it maps as one of the
+        # pattern's structure. So the pattern takes the roles of the first state it is compared with.
+        if len(other.runs) > 1 or other.held:
             raise ValueError(
-                f"optax.tree.map_params takes a state with one history, got {self!r}; map over each of its runs"
+                f"optax.tree.map_params takes a state with one history, got {other!r}; map each of its runs"
             )
+        self._layout, self.runs, self.held = other._layout, other.runs, other.held
         return True
 
     def __hash__(self) -> int:
@@ -70,9 +72,6 @@ class Roles:
         return f"Roles({names}; histories: {len(self.runs)} running, {len(self.held)} held)"
 
 
-ANY = Roles(None, (), ())
-"""Stands for all roles of one history, where `optax.tree.map_params` asks what a state looks like."""
-
 jtu.register_pytree_node(Roles, lambda roles: ((), roles), lambda roles, _: roles)
 
 
@@ -81,7 +80,8 @@ class TrainableState(NamedTuple):
 
     Attributes:
         roles: what trains; static.
-        runs: the states of the transformation, one per history of what trains.
+        runs: the states of the transformation, one per history of what trains; in the usual case one, `state.runs[0]`,
+            which is what functions of Optax take that read a state.
         held: those of what is frozen now and was trained before.
     """
 
@@ -170,6 +170,7 @@ def is_placeholder(model: Any) -> bool:
     return isinstance(model, _placeholder())
 
 
+@functools.cache
 def _placeholder() -> type:
     seen: list[type] = []
 
@@ -179,12 +180,6 @@ def _placeholder() -> type:
 
     optax.tree_utils.tree_map_params(init, lambda leaf: leaf, ())
     return seen[0]
-
-
-def is_inside(kind: type, state: Any) -> bool:
-    """Whether a state has a node of this type."""
-    found = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    return any(isinstance(node, kind) for node in found)
 
 
 def map_hyperparams(f: Callable[[Any], Any], state: PyTree) -> PyTree:
@@ -216,3 +211,9 @@ def extended(tx: Any) -> optax.GradientTransformationExtraArgs:
         hint = "; call it with its arguments, as in optax.adam(1e-3)" if callable(tx) else ""
         raise TypeError(f"expected an Optax transformation, got {describe(tx)}{hint}")
     return optax.with_extra_args_support(tx)
+
+
+def layout_in(state: PyTree) -> Layout | None:
+    """What trains, of the first `TrainableState` in a state; `None` where there is none."""
+    is_whole = lambda node: isinstance(node, TrainableState)
+    return next((node.layout for node in jax.tree.leaves(state, is_leaf=is_whole) if is_whole(node)), None)

@@ -6,17 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._resolve import Resolved, resolve, retrained
-from ._forms import Form, Part
+from ._forms import Form, Part, is_lbfgs
 from ._state import (
     Roles,
     TrainableState,
     in_own_buffers,
-    is_inside,
     map_hyperparams,
     only,
 )
@@ -42,16 +40,22 @@ def set_trainable(tx: Any, state: PyTree, model: PyTree, trainable: Any = None, 
     state with it, bit for bit and with its step count. Thawed, it goes on **with its own count**, as if the steps in
     between had not happened for it, also in schedules within `tx`; who wants to follow the clock sets the rate with
     `optim.adjust`. A leaf that is trained for the first time starts fresh, at count zero. Leaves with equal histories
-    share one run of `tx`; each further history is one more.
+    share one run of `tx`; each further history is one more. That costs no work in the tree form, since only the leaves
+    of each are kept; in the vector form each is a run over the whole vector.
+
+    To restore such a state with Orbax, keep its structure beside it: pickle `jax.eval_shape(lambda: state)`. A fresh
+    `init` has one history.
 
     Args:
-        tx: the transformation that made the state: `optim.trainable`, `flat`, `groups` or `accumulate`, or Optax's
-            chains and wrappers around them; in each of them the choice is changed.
+        tx: the transformation that made the state: `optim.trainable`, `flat`, `groups` or `accumulate`, or a chain with
+            them. **What stands beside them in a chain keeps its own choice**: a clip or an average within follows.
+            Wrappers of Optax that keep gradients themselves (`MultiSteps`, `apply_if_finite`) belong inside too.
         state: its state.
         model: the model as it is now.
         trainable: what is trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
             Ties are those that the state knows.
-        reset: whether to forget all histories: what is trained starts fresh, and nothing is held.
+        reset: whether to forget all histories: what is trained starts fresh, and nothing is held. Hyperparameters stay
+            as they were set.
 
     Returns:
         The new state. What is frozen costs no more than its held state.
@@ -79,19 +83,20 @@ def _changed(collected: Collected, state: TrainableState, trainable: Any, reset:
     whole, roles = collected.whole, state.roles
     known = resolve(collected.params, roles.layout)
     resolved = known._replace(layout=retrained(roles.layout, trainable))
-    if reset:
-        return whole.start(resolved)
-    if resolved.layout == roles.layout:
+    if resolved.layout == roles.layout and not reset:
         return state
-    if is_inside(optax.ScaleByLBFGSState, state):
-        raise ValueError(
-            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with others; "
-            "optim.set_trainable(..., reset=True) starts its memory, and all other state, anew"
-        )
     histories = [
         Part(only(roles.layout, positions), part)
         for positions, part in zip(roles.runs + roles.held, state.runs + state.held, strict=True)
     ]
+    if reset:
+        fresh = whole.start(resolved)
+        return fresh._replace(runs=tuple(_with_hyperparams(run, histories) for run in fresh.runs))
+    if any(map(is_lbfgs, jax.tree.leaves(state, is_leaf=is_lbfgs))):
+        raise ValueError(
+            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with others; "
+            "optim.set_trainable(..., reset=True) starts its memory, and all other state, anew"
+        )
     return _regrouped(whole, resolved, histories)
 
 

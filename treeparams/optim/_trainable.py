@@ -29,10 +29,14 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
 
     **`None` is not zero.** A leaf without a gradient in this call takes no step and its moments stay as they are; rules
     that couple leaves (a global norm, L-BFGS, a line search) run over the leaves that have one. Step counts are kept
-    once for all leaves with one history, so they go on if any leaf of it has a gradient.
+    once for all leaves with one history, so they go on if any leaf of it has a gradient. Where gradients of some leaves
+    come only now and then, gather them by `optim.accumulate`; `optax.MultiSteps` steps with what its last call has.
 
     **Complex parameters descend.** JAX's gradient of a real loss is the conjugate of the direction of ascent. It is
-    conjugated here for `tx`, and nowhere else in this library.
+    conjugated here for `tx`, and nowhere else in this library: one transformation over models in a chain, not two.
+
+    **Make the state outside of `jax.jit`**, or by `tp.jit(tx.init)`, or give a `Layout` as `trainable`: within a plain
+    `jax.jit` and `jax.eval_shape` `init` does not see what is tied.
 
     Args:
         tx: any Optax transformation or chain. It sees the canonical tree: model-shaped, `None` at all that is not
@@ -77,7 +81,8 @@ def flat(
 
     For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
     muon, clipping by block) are refused at `init`, and so are masks of leaves. They are found by trying, once per
-    transformation: three steps on two small leaves, apart and joined.
+    transformation: a few updates of two leaves, of 128 by 128 and of 3 elements, apart and joined. A rule that treats
+    only larger leaves in another way is not found.
 
     Args:
         tx: any Optax transformation that treats all elements alike.

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from .._describe import first_few
 from .._grad import nothing_trained
 from .._layout import Layout
 from .._pack import is_complex
 from .._partition import rest_of, slots_of
 from .._resolve import Resolved, resolve
-from .._structure import describe
+from .._structure import describe, is_array
 from ._context import around, collecting, given, is_collecting, within
 from ._forms import Form, Part, Tree
 from ._state import (
-    ANY,
     Positions,
     Roles,
     TrainableState,
@@ -51,14 +51,14 @@ class Whole:
             return Collected(self, params)
         if is_placeholder(params):
             with within(None, self.form.is_vector):
-                return TrainableState(ANY, (self.tx.init(params),), ())
+                return TrainableState(Roles(None), (self.tx.init(params),), ())
         return self.start(given(params, self.trainable))
 
     def start(self, resolved: Resolved) -> TrainableState:
         """A fresh state of what is trained."""
         layout = resolved.layout
         if not layout.positions:
-            warnings.warn(nothing_trained(layout), UserWarning, stacklevel=4)
+            warnings.warn(nothing_trained(layout), UserWarning, stacklevel=3)
             return TrainableState(Roles(layout, (), ()), (), ())
         runs = (self.fresh(resolved, layout.positions),)
         return in_own_buffers(TrainableState(Roles(layout, (layout.positions,), ()), runs, ()), resolved.leaves)
@@ -77,18 +77,28 @@ class Whole:
         if not isinstance(state, TrainableState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         resolved = resolve(params, state.layout)
-        gradients = self.gradients(resolved.layout, updates)
+        layout = resolved.layout
+        gradients = self.gradients(layout, updates)
+        if layout.positions and all(gradient is None for gradient in gradients) and _has_arrays(updates):
+            warnings.warn(
+                f"none of the gradients is of a leaf that trains ({first_few(layout.paths)}). Of two transformations "
+                "over models in a chain, the second sees only what the first trains: use optim.groups",
+                UserWarning,
+                stacklevel=3,
+            )
         present = [i for i, gradient in enumerate(gradients) if gradient is not None or self.takes_none]
         call = _Call(self, resolved, gradients, present, extra)
         parts = [Part(each, run) for each, run in zip(state.roles.layouts, state.runs, strict=True)]
         steps, runs = [None] * len(gradients), []
         for number, part in enumerate(parts):
             runs.append(call.run([part, *parts[:number], *parts[number + 1 :]], steps))
-        return resolved.layout.canonical(steps, resolved.treedef), state._replace(runs=tuple(runs))
+        return layout.canonical(steps, resolved.treedef), state._replace(runs=tuple(runs))
 
     def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""
-        return [_conjugated(gradient) for gradient in self.form.gradients(layout, grads)]
+        gradients = self.form.gradients(layout, grads, wide=self.takes_none)
+        # Within another transformation over models that is done already.
+        return gradients if around() is not None else [_conjugated(gradient) for gradient in gradients]
 
 
 class Collected:
@@ -126,6 +136,10 @@ def is_collected(node: Any) -> bool:
     return isinstance(node, Collected)
 
 
+class TakesNone(optax.GradientTransformationExtraArgs):
+    """A transformation that knows by itself what it means that a leaf has no gradient."""
+
+
 def standing(element: Any, trainable: Any, takes_none: bool = False) -> optax.GradientTransformationExtraArgs:
     """An element of chains over canonical trees, which alone is a transformation over models."""
     alone = Whole(optax.GradientTransformationExtraArgs(element.init, element.update), Tree(), trainable, takes_none)
@@ -136,7 +150,7 @@ def standing(element: Any, trainable: Any, takes_none: bool = False) -> optax.Gr
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
         return (alone if around() is None else element).update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return (TakesNone if takes_none else optax.GradientTransformationExtraArgs)(init, update)
 
 
 class _Call:
@@ -193,6 +207,10 @@ class _Call:
             return loss(rest.fill([found.get(i, value) for i, value in enumerate(values)]), *args, **kwargs)
 
         return of_what_is_seen
+
+
+def _has_arrays(updates: PyTree) -> bool:
+    return any(is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(updates))
 
 
 def _conjugated(gradient: Any) -> Any:
