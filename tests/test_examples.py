@@ -1,36 +1,48 @@
-"""The examples run, reach what they promise, and in both forms take the same steps."""
+"""The examples run, and reach what they promise."""
 
 import contextlib
 import importlib.util
 import io
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import treeparams as tp
 
-pytest.importorskip("sklearn", reason="pip install 'treeparams[examples]'")
+datasets = pytest.importorskip("sklearn.datasets", reason="pip install 'treeparams[examples]'")
 pytest.importorskip("tqdm", reason="pip install 'treeparams[examples]'")
+pytest.importorskip("matplotlib", reason="pip install 'treeparams[examples]'")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "digits.py"
+ROOT = Path(__file__).parents[1]
 FORMS = {"tree": [], "vector": ["--flat"]}
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("digits", SCRIPT)
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def script(name, *argv):
+    command = [sys.executable, f"examples/{name}.py", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+# -- digits ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def digits():
-    module = load()
+    module = load("digits")
     optimiser = module.OPTIMISER
 
     def update(*args):
@@ -120,16 +132,221 @@ def test_a_run_too_short_to_learn_exits_with_an_error(digits, capsys):
 
 
 def test_it_runs_as_a_script():
-    command = [sys.executable, str(SCRIPT), "--epochs", "5"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=SCRIPT.parents[1])
+    finished = script("digits", "--epochs", "5")
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("  ok  ") == 5
     assert "5/5" in finished.stderr
     assert "loss=" in finished.stderr
 
 
-@pytest.mark.parametrize("missing", ["sklearn.datasets", "tqdm"])
-def test_a_missing_package_names_the_extra(monkeypatch, missing):
+# -- finetune --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finetune():
+    return load("finetune")
+
+
+@pytest.fixture(scope="module")
+def finetuned(finetune, tmp_path_factory):
+    """The stages of a whole run, the printed text, and the plot."""
+    plot = tmp_path_factory.mktemp("finetune") / "norms.png"
+    # Optax's Adam raises a float to an integer power, which strict promotion refuses.
+    with contextlib.redirect_stdout(io.StringIO()) as printed, jax.numpy_dtype_promotion("standard"):
+        outcomes = finetune.main(["--epochs", "6", "--plot", str(plot)])
+    return outcomes, printed.getvalue(), plot
+
+
+HEAD = {"head.weight", "head.bias"}
+BLOCK = {f"blocks.2.{part}.{name}" for part in ("norm", "convolution") for name in ("weight", "bias")}
+
+
+def test_stages_train_what_they_say_and_nothing_else(finetuned):
+    models = [finetuned[0][0].before[0], *(outcome.after[0] for outcome in finetuned[0])]
+    leaves = [arrays_by_path(model) for model in models]
+    changed = [
+        {path for path in before if np.asarray(before[path]).tobytes() != np.asarray(after[path]).tobytes()}
+        for before, after in itertools.pairwise(leaves)
+    ]
+    rest = set(leaves[0]) - {"normalise.mean", "normalise.scale"}
+    assert changed == [HEAD, BLOCK, rest, rest]
+    chex.assert_trees_all_equal(finetuned[0][-1].average.normalise, models[0].normalise)
+
+
+def test_stages_are_one_run_after_another_with_the_rates_of_their_layers(finetuned, finetune):
+    for before, after in itertools.pairwise(finetuned[0]):
+        chex.assert_trees_all_equal(after.before[0], before.after[0])
+        chex.assert_trees_all_equal(after.before[1][2], before.after[1][2])  # the average goes on
+    for outcome in finetuned[0]:
+        state = outcome.after[1][1]
+        for groups in (*state.runs, *state.held):
+            rates = [float(part.hyperparams["learning_rate"]) for part in groups.states]
+            np.testing.assert_allclose(rates, [outcome.stage.factor * 4e-3 * 0.6**i for i in range(5)], rtol=1e-6)
+    assert list(finetune.RATES) == ["head", "blocks.2", "blocks.1", "blocks.0", "stem"]
+
+
+def test_the_head_is_held_while_it_rests_and_then_goes_on(finetuned):
+    first, second, third, last = (outcome.after[1][1] for outcome in finetuned[0])
+    assert [len(state.held) for state in (first, second, third, last)] == [0, 1, 0, 0]
+    chex.assert_trees_all_equal(second.held, first.runs)
+    steps = [len(outcome.steps.loss) for outcome in finetuned[0]]
+    assert steps == 4 * [6 * (448 // 32)]
+    adam = {  # the count of Adam itself, of each leaf that it trains
+        path: int(part.inner_state[0].count)
+        for groups in last.runs
+        for part in groups.states
+        for path in arrays_by_path(part.inner_state[0].mu)
+    }
+    assert adam == {path: (3 if path in HEAD | BLOCK else 2) * steps[0] for path in last.layout.paths}
+
+
+def test_it_prints_the_plan_the_stages_and_what_was_checked(finetuned):
+    printed = finetuned[1]
+    assert "normalise.mean               8,8      float32  frozen" in printed
+    assert "blocks.2.norm.weight         8        float32  blocks.2" in printed
+    lines = {line[0]: line for line in printed.splitlines() if line[:2] in ("1 ", "2 ", "3 ", "4 ")}
+    assert "  head         2 of 18       165     84 " in lines["1"]
+    assert "  blocks.2     4 of 18       600     84       0%       1  " in lines["2"]
+    assert "  all layers  16 of 18     2,045     84 " in lines["3"]
+    assert "  all layers  16 of 18     2,045     84 " in lines["4"]
+    assert printed.count("  ok  ") == 9
+    assert "FAILED" not in printed
+
+
+def test_the_plot_is_a_picture_of_every_step(finetuned, finetune):
+    assert finetuned[2].read_bytes().startswith(b"\x89PNG")
+    top, middle, bottom = finetune.figure(finetuned[0]).axes
+    norms = [line.get_ydata() for line in middle.lines if len(line.get_xdata()) == 84]
+    np.testing.assert_array_equal(norms[0], finetuned[0][0].steps.norm)
+    assert [axes.get_ylabel() for axes in (top, middle, bottom)] == ["loss", "norm of the gradient", "steps clipped"]
+    assert [text.get_text().split("\n")[0] for text in top.texts] == [
+        "1 the head",
+        "2 the last block",
+        "3 everything",
+        "4 everything, slower",
+    ]
+
+
+def test_the_checks_of_stages_can_fail(finetuned, finetune):
+    first, second, third, last = finetuned[0]
+    other = lambda tree: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree)
+    steps = last.steps._replace(norm=jnp.full_like(last.steps.norm, 2.0))
+    bad = [
+        first._replace(after=(first.before[0], first.after[1]), scores=(1.0, 1.0)),  # trained nothing
+        second._replace(after=other(second.after)),  # trained everything
+        third._replace(traces=0),
+        last._replace(after=other(last.after), average=other(last.average), steps=steps, scores=(0.9, 0.9)),
+    ]
+    checks = {**finetune.facts(bad), **finetune.scored(bad)}
+    assert len(checks) == 9
+    assert not any(checks.values())
+
+
+def test_a_failed_check_exits_with_an_error(finetune, monkeypatch, capsys):
+    monkeypatch.setattr(finetune, "run", lambda epochs, seed, plot: ([], {"it holds": True, "it does not": False}))
+    with pytest.raises(SystemExit) as stopped:
+        finetune.main([])
+    assert stopped.value.code == 1
+    assert capsys.readouterr().out == "\nChecked:\n  ok  it holds\n  FAILED  it does not\n"
+
+
+def test_a_plot_without_a_directory_is_refused_before_the_training():
+    finished = script("finetune", "--plot", "no/such/directory/norms.png")
+    assert finished.returncode == 2
+    assert "there is no directory no/such/directory for the plot" in finished.stderr
+
+
+# -- lbfgs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def double():
+    """What the example sets, taken back after the tests of it; and standard promotion, for L-BFGS of Optax."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module")
+def lbfgs():
+    return load("lbfgs")
+
+
+@pytest.fixture(scope="module")
+def minima(lbfgs, double):
+    """Where each method arrived, and the printed text."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = lbfgs.main([])
+    return found, printed.getvalue()
+
+
+def test_all_methods_find_the_minimum_that_newton_finds(minima):
+    measured, benign = datasets.load_breast_cancer(return_X_y=True)
+    standard = ((measured - measured.mean(0)) / measured.std(0)).reshape(-1, 3, 10)
+    # Mean and worst value are weighed alike; then the bias, and the weights of the errors.
+    columns = np.hstack([standard[:, 0] + standard[:, 2], np.ones((569, 1)), standard[:, 1]])
+    vector = np.zeros(21)
+    for _ in range(20):
+        chance = 1 / (1 + np.exp(-columns @ vector))
+        gradient = columns.T @ (chance - benign) / 569 + 1e-3 * vector
+        hessian = (columns.T * chance * (1 - chance)) @ columns / 569 + 1e-3 * np.eye(21)
+        vector -= np.linalg.solve(hessian, gradient)
+    assert np.linalg.norm(gradient) < 1e-14
+    assert len(minima[0]) == 3
+    for found in minima[0].values():
+        np.testing.assert_allclose(tp.ravel(found.model)[0], vector, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(found.model.worst.weight, found.model.mean.weight)
+        np.testing.assert_allclose(found.model.standardise.centre.reshape(-1), measured.mean(0), rtol=1e-12)
+        assert found.iterations < found.evaluations
+
+
+def test_it_prints_the_model_the_methods_and_what_was_checked(minima):
+    printed = minima[1]
+    assert "mean.weight         1,10   float64       0    10  worst.weight" in printed
+    assert "3 slots, 21 elements" in printed
+    for name in ("optim.flat(optax.lbfgs())", "optim.trainable(optax.lbfgs())", "scipy, L-BFGS-B over tp.ravel"):
+        assert f"\n{name} " in printed
+    assert printed.count("  ok  ") == 5
+    assert "FAILED" not in printed
+
+
+def test_the_checks_of_minima_can_fail(minima, lbfgs):
+    data = lbfgs.load()
+    found = dict(minima[0])
+    name, some = found.popitem()
+    start = lbfgs.Classifier(data.measured + 1, key=jax.random.key(0))
+    found[name] = some._replace(model=start)
+    checks = lbfgs.facts(some.model, found, {name: lbfgs.measured(each.model, data) for name, each in found.items()})
+    assert len(checks) == 5
+    assert not any(checks.values())
+
+
+def test_too_few_iterations_exit_with_an_error_as_a_script():
+    finished = script("lbfgs", "--most", "3")
+    assert finished.returncode == 1
+    assert "FAILED  all reach a gradient of norm 1e-08" in finished.stdout
+    assert finished.stdout.count("  ok  ") >= 2
+    assert "Traceback" not in finished.stderr
+    assert "3/3" in finished.stderr
+
+
+# -- All -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("digits", "sklearn.datasets"),
+        ("digits", "tqdm"),
+        ("finetune", "matplotlib.figure"),
+        ("finetune", "sklearn.datasets"),
+        ("finetune", "tqdm"),
+        ("lbfgs", "scipy.optimize"),
+        ("lbfgs", "sklearn.datasets"),
+        ("lbfgs", "tqdm"),
+    ],
+)
+def test_a_missing_package_names_the_extra(monkeypatch, name, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ModuleNotFoundError, match=rf"needs {missing}: pip install 'treeparams\[examples\]'"):
-        load()
+        load(name)

@@ -693,7 +693,7 @@ def test_layout_of_a_state():
     model = {"a": jnp.ones(1), "b": jnp.ones(1)}
     tx = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"**": optax.sgd(0.1)}, "b"))
     assert optim.layout(tx.init(model)) == tp.layout(model, "b")
-    with pytest.raises(ValueError, match="there is no state of optim.trainable"):
+    with pytest.raises(ValueError, match=r"there is no state of optim.trainable"):
         optim.layout(optax.sgd(0.1).init(model))
 
 
