@@ -2,16 +2,24 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+
+import treeparams as tp
 
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
 
 WIDTH = 8
+RATE = 1e-3
+IN_A_ROW = 10  # a first step after one of another library finds cold caches, and can take three times as long
+_KEPT, _BATCH = 0.01, 8
 
 
 class Loop:
@@ -35,8 +43,12 @@ class Loop:
         """Seconds for tracing, lowering and compiling, of which the first call finds the result."""
         with unburdened():
             start = time.perf_counter()
-            self.lower(self.state, *self.args).compile()
+            self.compiled = self.lower(self.state, *self.args).compile()
             return time.perf_counter() - start
+
+    def cost(self) -> Mapping[str, float]:
+        """XLA's own figures of the program that was built."""
+        return getattr(self.compiled, "compiled", self.compiled).cost_analysis()  # Equinox and Flax wrap it
 
 
 def check_losses(loops: Mapping[str, Loop]) -> None:
@@ -78,3 +90,101 @@ def nnx_model(leaves: int) -> Any:
     state = nnx.state(found)
     nnx.update(found, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves({"layers": pairs})))
     return found
+
+
+# -- One step, for each library ----------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """What a step is to do: a mean squared error, its gradient, an update, maybe an average of the parameters."""
+
+    leaves: int
+    optimiser: optax.GradientTransformation
+    averages: bool = False
+
+
+def batch() -> tuple[jax.Array, jax.Array]:
+    """What goes into the model, and what is to come out."""
+    x = np.random.default_rng(1).normal(size=(_BATCH, WIDTH)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(np.roll(x, 1, axis=1))
+
+
+def mean_error(out: jax.Array, y: jax.Array) -> jax.Array:
+    """The loss."""
+    return jnp.mean((out - y) ** 2)
+
+
+def through(layers: Any, x: jax.Array) -> jax.Array:
+    """What comes out of pairs of weight and bias."""
+    for weight, bias in layers:
+        x = jnp.tanh(x @ weight.T + bias)
+    return x
+
+
+def averaged(params: Any, average: Any, step: float) -> Any:
+    """The average of `treeparams`, called as that of Optax."""
+    return tp.ema(average, params, decay=1 - step)
+
+
+def by_hand(task: Task, loss: Callable, params: Any, average_of: Callable, *context: Any) -> Loop:
+    """Plain JAX and Optax over parameters of any form; the loss takes them, the context and the batch."""
+
+    def step(state: Any, *args: Any) -> tuple[Any, jax.Array]:
+        params, moments, average = state
+        value, grads = jax.value_and_grad(loss)(params, *args)
+        updates, moments = task.optimiser.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        return (params, moments, average_of(params, average, _KEPT) if task.averages else None), value
+
+    state = params, task.optimiser.init(params), tp.copy(params) if task.averages else None
+    return Loop(jax.jit(step, donate_argnums=0), state, *context, *batch())
+
+
+def with_tree(task: Task) -> Loop:
+    """The same of the tree of `tp.partition`."""
+    params, rest = tp.partition(model(task.leaves))
+    return by_hand(task, lambda params, rest, x, y: mean_error(tp.combine(params, rest)(x), y), params, averaged, rest)
+
+
+def with_equinox(task: Task) -> Loop:
+    """Equinox passes its model."""
+
+    def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+        model, moments, average = state
+        value, grads = eqx.filter_value_and_grad(lambda model: mean_error(model(x), y))(model)
+        updates, moments = task.optimiser.update(grads, moments, eqx.filter(model, eqx.is_inexact_array))
+        model = eqx.apply_updates(model, updates)
+        return (model, moments, optax.incremental_update(model, average, _KEPT) if task.averages else None), value
+
+    start = model(task.leaves)
+    average = tp.copy(start) if task.averages else None
+    state = start, task.optimiser.init(eqx.filter(start, eqx.is_inexact_array)), average
+    return filtered(eqx.filter_jit, step, state, *batch())
+
+
+def filtered(jit: Callable, step: Callable[..., tuple[Any, jax.Array]], state: Any, *args: Any) -> Loop:
+    """A loop of a step that is jitted by Equinox's way of it, or one like it, and donates its state."""
+    jitted = jit(lambda args, state: step(state, *args), donate="all-except-first")
+    swapped = lambda f: lambda state, *args: f(args, state)
+    return Loop(swapped(jitted), state, *args, lower=swapped(jitted.lower))
+
+
+def with_nnx(task: Task) -> Loop:
+    """Flax passes its model and changes it in place."""
+
+    def loss(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return mean_error(through([(layer.weight[...], layer.bias[...]) for layer in model.layers], x), y)
+
+    def step(model: Any, optimiser: Any, average: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        value, grads = nnx.value_and_grad(loss)(model, x, y)
+        optimiser.update(model, grads)
+        if task.averages:
+            nnx.update(average, optax.incremental_update(nnx.state(model), nnx.state(average), _KEPT))
+        return value
+
+    online = nnx_model(task.leaves)
+    average = nnx_model(task.leaves) if task.averages else None
+    state = online, nnx.Optimizer(online, task.optimiser, wrt=nnx.Param), average
+    jitted = nnx.jit(step, donate_argnums=(0, 1, 2))
+    call = lambda state, *args: (state, jitted(*state, *args))  # it mutates what it is given
+    return Loop(call, state, *batch(), lower=lambda state, *args: jitted.lower(*state, *args))

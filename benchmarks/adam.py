@@ -1,11 +1,14 @@
 """One Adam update of many leaves of 8x8, and what it costs to build.
 
 The yardstick updates the vector of `tp.ravel`. Optax updates the tree, leaf by leaf; `optax.flatten` joins the tree to
-a vector within each update and cuts it again. All are jitted and donate parameters and state. Each is called until it
-is done, and given its gradient in the form of its parameters. The first call traces, lowers and compiles.
+a vector within each update and cuts it again. So do `optim.trainable`, leaf by leaf, and `optim.flat`, joined, over the
+whole model. All are jitted and donate parameters and state. Each is called until it is done, and given its gradient in
+the form of its parameters. The first call traces, lowers and compiles. The last table is of the updates of a tree
+outside of `jit`, not donated, until all is there.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,39 +17,66 @@ import numpy as np
 import optax
 
 import treeparams as tp
+from treeparams import optim
 
 from ._harness import Scale, Sweep, Table, sweep, verdict
+from ._programs import until_done
 from ._steps import Loop
 
 _TP, _OPTAX, _FLATTEN = "vector", "optax, per leaf", "optax.flatten"
+_TRAINABLE, _FLAT = "optim.trainable", "optim.flat"
+_ADAM = optax.adam(1e-3)
 
 
 def run(scale: Scale) -> Iterator[Table]:
     # All first calls are to be seen, however slow: none takes a minute.
-    found = sweep(_cases, scale._replace(patience=10_000), largest=1000)
+    patient = scale._replace(patience=10_000)
+    found = sweep(_cases, patient, largest=1000)
     yield found.table("One Adam update", [_speed_target(found, _OPTAX, 20), found.growth_target(_TP)])
     yield found.firsts("The first call", [found.growth_target(_TP, firsts=True)], found.names)
+    yield sweep(_outside_of_jit, patient, largest=1000).table("One Adam update of a tree, outside of `jit`", [])
+
+
+def _tree(leaves: int) -> list[jax.Array]:
+    return jax.device_put([np.full((8, 8), i / leaves, np.float32) for i in range(leaves)])
 
 
 def _cases(leaves: int) -> Mapping[str, Loop]:
-    tree = jax.device_put([np.full((8, 8), i / leaves, np.float32) for i in range(leaves)])
+    tree = _tree(leaves)
     vector, _ = tp.ravel(tree)
-    adam = optax.adam(1e-3)
     return {
-        _TP: _loop(adam, vector),
-        _OPTAX: _loop(adam, tree),
-        _FLATTEN: _loop(optax.flatten(adam), tree),
+        _TP: _loop(_ADAM, vector),
+        _OPTAX: _loop(_ADAM, tree),
+        _FLATTEN: _loop(optax.flatten(_ADAM), tree),
+        _TRAINABLE: _loop(optim.trainable(_ADAM), tree),
+        _FLAT: _loop(optim.flat(_ADAM), tree),
     }
 
 
 def _loop(optimiser: optax.GradientTransformation, params: Any) -> Loop:
     def step(state: Any, grads: Any) -> tuple[Any, jax.Array]:
-        params, moments = state
-        updates, moments = optimiser.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), moments[0].count
+        params, moments = _updated(optimiser, grads, *state)
+        return (params, moments), jax.tree.leaves(moments)[0]  # the count
 
     grads = jax.tree.map(jnp.ones_like, params)
     return Loop(jax.jit(step, donate_argnums=0), (tp.copy(params), optimiser.init(params)), grads)
+
+
+def _updated(optimiser: optax.GradientTransformation, grads: Any, params: Any, moments: Any) -> tuple[Any, Any]:
+    updates, after = optimiser.update(grads, moments, params)
+    if isinstance(moments, optim.TrainableState):
+        return optim.apply_updates(params, updates, moments.layout), after
+    return optax.apply_updates(params, updates), after
+
+
+def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
+    tree = _tree(leaves)
+    grads = jax.tree.map(jnp.ones_like, tree)
+    optimisers = {_OPTAX: _ADAM, _TRAINABLE: optim.trainable(_ADAM), _FLAT: optim.flat(_ADAM)}
+    return {
+        name: until_done(functools.partial(_updated, each), (grads, tree, each.init(tree)))
+        for name, each in optimisers.items()
+    }
 
 
 def _speed_target(found: Sweep, of: str, factor: float) -> str:
