@@ -57,6 +57,8 @@ def moved(path: str, leaf: Any, step: Any) -> Any:
     if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):
         raise TypeError(f"expected a real update at {path!r}, where the parameter is {leaf.dtype}, got {step.dtype}")
     leaf, step = jnp.asarray(leaf), jnp.asarray(step)
+    if leaf.dtype == step.dtype and not leaf.weak_type:
+        return leaf + step  # outside of jit a cast that does nothing takes as long as the sum
     dtype = common_dtype([leaf.dtype, step.dtype])
     return jax.lax.convert_element_type(leaf.astype(dtype) + step.astype(dtype), leaf.dtype)
 

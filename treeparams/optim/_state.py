@@ -143,6 +143,8 @@ def _as_before(old: tuple[Any, Any], new: Any) -> Any:
         raise ValueError(
             f"the transformation changed the shape of its state at {where} from {before.shape} to {jnp.shape(new)}"
         )
+    if isinstance(new, jax.Array) and new.dtype == before.dtype and not new.weak_type:
+        return new
     return jax.lax.convert_element_type(new, before.dtype)
 
 

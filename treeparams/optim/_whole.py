@@ -215,4 +215,4 @@ def _has_arrays(updates: PyTree) -> bool:
 
 def _conjugated(gradient: Any) -> Any:
     # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax's rules take.
-    return jnp.conj(gradient) if gradient is not None and jnp.iscomplexobj(gradient) else gradient
+    return jnp.conj(gradient) if gradient is not None and is_complex(gradient.dtype) else gradient
