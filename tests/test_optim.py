@@ -282,8 +282,7 @@ def test_partial_gradients_with_lbfgs_and_its_line_search():
     np.testing.assert_array_equal(both["b"], 0)
 
 
-@pytest.mark.parametrize("form", [{"a", "b"}, {"a"}, {"b"}])
-def test_lbfgs_converges_whichever_leaves_have_gradients(form):
+def test_lbfgs_converges_whichever_leaves_have_gradients():
     key = jax.random.key(0)
     factor = jax.random.normal(key, (6, 6))
     matrix = factor @ factor.T + jnp.eye(6)
@@ -299,7 +298,7 @@ def test_lbfgs_converges_whichever_leaves_have_gradients(form):
         return optim.apply_updates(model, updates), state
 
     for i in range(60):
-        model, state = step(model, state, tuple(sorted((form, {"a"}, {"b", "a"}, {"b"})[i % 4])))
+        model, state = step(model, state, (("a",), ("b",), ("a", "b"))[i % 3])
     assert loss(model) < 1e-3
 
 
@@ -381,7 +380,7 @@ def test_around_any_transformation_on_the_raw_model(name):
     by_hand = optax.with_extra_args_support(by_hand)
     state, plain = tx.init(model), by_hand.init(params)
     on_params = lambda params: fit(tp.combine(params, rest))
-    for _ in range(4):
+    for _ in range(3):
         value, grads = eqx.filter_value_and_grad(fit)(model)
         updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=fit)
         model = optim.apply_updates(model, updates)

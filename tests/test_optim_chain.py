@@ -171,8 +171,15 @@ def test_the_message_without_type_checks():
 # -- ema -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"debias": True}, {"warmup": True}, {"debias": True, "warmup": True}])
-@pytest.mark.parametrize("decay", [0.9, lambda count: 1 - 1 / (count + 2)])
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        ({}, 0.9),
+        ({"debias": True}, 0.9),
+        ({"debias": True, "warmup": True}, 0.9),
+        ({"warmup": True}, lambda count: 1 - 1 / (count + 2)),
+    ],
+)
 @pytest.mark.parametrize("place", ["after", "within", "flat"])
 def test_the_average_in_the_chain_is_that_of_tp_ema(options, decay, place):
     element, rule = optim.ema(decay, **options), optax.adam(0.1)
