@@ -312,8 +312,7 @@ class Layout:
     @functools.cached_property
     def distinct(self) -> tuple[int, ...]:
         """The leaf of each parameter, trained or frozen, ties once."""
-        aliases = {alias.leaf for group in self.groups for alias in group.aliases}
-        return tuple(i for i in self.structure.parameters if i not in aliases)
+        return tuple(i for i in self.structure.parameters if i not in self.sources)
 
     @functools.cached_property
     def positions(self) -> tuple[int, ...]:
@@ -329,6 +328,11 @@ class Layout:
     def aliases(self) -> tuple[tuple[Alias, ...], ...]:
         """The further places of each slot."""
         return tuple(self._by_source.get(i, ()) for i in self.positions)
+
+    @functools.cached_property
+    def sources(self) -> dict[int, int]:
+        """The leaf that each alias is tied to, frozen ones included."""
+        return {alias.leaf: group.source for group in self.groups for alias in group.aliases}
 
     @functools.cached_property
     def by_leaf(self) -> dict[int, int]:

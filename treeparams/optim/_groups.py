@@ -176,11 +176,10 @@ class _Groups:
 
     def _by_path(self, layout: Layout) -> dict[str, int]:
         # Of the whole model: what is frozen now must not make a group a misspelt one.
-        sources = {alias.leaf: group.source for group in layout.groups for alias in group.aliases}
         found: dict[str, int] = {}
         for number, where in enumerate(self.wheres):
             for i in select(layout.structure, where):
-                found.setdefault(layout.structure.paths[sources.get(i, i)], number)
+                found.setdefault(layout.structure.paths[layout.sources.get(i, i)], number)
         return found
 
 

@@ -100,12 +100,11 @@ TrainableState.__module__ = "treeparams.optim"
 
 def only(layout: Layout, positions: Iterable[int]) -> Layout:
     """The layout in which these parameters are trained, whatever it says of them, with their ties."""
-    sources = {alias.leaf: group.source for group in layout.groups for alias in group.aliases}
     positions = tuple(positions)
     if positions == layout.positions:
         return layout
     chosen = frozenset(positions)
-    trained = tuple(sources.get(i, i) in chosen for i in range(len(layout.trained)))
+    trained = tuple(layout.sources.get(i, i) in chosen for i in range(len(layout.trained)))
     return Layout(layout.structure, trained, layout.groups, layout.packing)
 
 
