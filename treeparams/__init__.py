@@ -17,6 +17,7 @@ only from those above it:
     _pack        Slot; in which vector it lies, and where
     _layout      Layout
     _resolve     layout, trainable: from what a user passes to a layout
+    _summary     summary: a model as a table
     _match       other trees matched to a model by path
     _partition   partition, combine, Rest
     _jit         jit
@@ -32,6 +33,7 @@ only from those above it:
     _ties        tie, untie, ties
     _ema         Ema
     optim        Optax over models; a module of its own, imported by name
+    plot         pictures of layouts; a module of its own, imported by name
 """
 
 from ._accumulate import accumulate as accumulate
@@ -46,6 +48,7 @@ from ._pack import Slot as Slot
 from ._partition import Rest as Rest, combine as combine, partition as partition
 from ._project import project as project
 from ._resolve import layout as layout, trainable as trainable
+from ._summary import Summary as Summary, summary as summary
 from ._ties import tie as tie, ties as ties, untie as untie
 from ._vector import Restructure as Restructure, ravel as ravel
 from ._view import View as View

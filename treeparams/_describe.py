@@ -52,17 +52,21 @@ def _static_differences(these: Structure, those: Structure) -> Iterator[str]:
         yield "they differ in nodes without leaves"
 
 
+def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table; of many the first and the last, with one of this width between them that counts the rest."""
+    left_out = len(rows) - _ROWS
+    if left_out <= 0:
+        return rows
+    return [*rows[: _ROWS // 2], [f"... {left_out:,} more", *[""] * (width - 1)], *rows[-_ROWS // 2 :]]
+
+
 def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Rows as aligned text; the columns in `right` are aligned to the right. Of many rows the middle is left out.
 
     >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
-    left_out = len(rows) - _ROWS
-    if left_out > 0:
-        rest = [f"... {left_out} more", *[""] * (len(header) - 1)]
-        rows = [*rows[: _ROWS // 2], rest, *rows[-_ROWS // 2 :]]
-    cells = [list(header), *map(list, rows)]
+    cells = [list(header), *map(list, without_middle(rows, len(header)))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     align = ["rjust" if column in right else "ljust" for column in range(len(header))]
     return [

@@ -278,11 +278,14 @@ class Layout:
     def __str__(self) -> str:
         paths, spec = self.structure.paths, self.structure.spec
         frozen = [unplaced(paths[i], (), spec(i).shape, spec(i).dtype) for i in self.frozen]
-        return table(self.slots, frozen, {paths[group.source]: self._tied(group) for group in self.groups})
+        return table(self.slots, frozen, self.tied_to)
 
-    def _tied(self, group: Group) -> str:
+    @property
+    def tied_to(self) -> dict[str, str]:
+        """The further places of each parameter that has any, in words."""
         paths = self.structure.paths
-        return ", ".join(paths[each.leaf] + (f" ({each.formula})" if each.chain else "") for each in group.aliases)
+        name = lambda alias: paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "")
+        return {paths[group.source]: ", ".join(map(name, group.aliases)) for group in self.groups}
 
     # -- For the other files of this library
 

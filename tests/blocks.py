@@ -1,0 +1,46 @@
+"""Pages whose code is run: each block of Python, in one namespace, and what a plain block below it says it prints."""
+
+import contextlib
+import io
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A block of Python on a page."""
+
+    line: int  # of its first line of code
+    code: str
+    shown: str  # what the page says it prints; empty where no plain block follows
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of Python on a page; a plain block directly after one, with nothing between, is its output."""
+    fences, found = list(_FENCE.finditer(text)), []
+    for fence, after in zip(fences, [*fences, None][1:], strict=True):
+        if fence[1] != "python":
+            continue
+        follows = after is not None and not after[1] and not text[fence.end() : after.start()].strip()
+        line = text.count("\n", 0, fence.start()) + 2
+        found.append(Block(line, fence[2], after[2] if follows else ""))
+    return found
+
+
+def run(page: pathlib.Path, namespace: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[Block]]:
+    """Runs all blocks of a page in order; returns the names that they made, and the blocks.
+
+    Raises:
+        AssertionError: a block prints something else than is shown.
+    """
+    namespace = {"__name__": page.stem} if namespace is None else namespace
+    found = blocks(page.read_text())
+    for block in found:
+        # Blank lines before it, so that a traceback has the line of the page.
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        assert printed.getvalue() == block.shown, f"{page.name}, line {block.line}"
+    return namespace, found

@@ -1,0 +1,242 @@
+"""summary: what a model holds, what of it trains, how large it is, and what is tied to what."""
+
+import html
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._describe import count_of, first_few, in_columns, without_middle
+from ._layout import Layout
+from ._resolve import resolve
+from ._select import select
+
+_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to", "group")
+_NUMBERS = (3, 4)  # the columns of numbers, which are aligned to the right
+_COLOURS = {"trained": "green", "frozen": "blue"}
+
+
+class Row(NamedTuple):
+    """One array of a model, ties once; or, below the depth asked for, the arrays of one node."""
+
+    path: str
+    shape: str
+    dtype: str
+    arrays: int
+    elements: int
+    nbytes: int
+    role: str  # "trained", "frozen", or "other" for what is no parameter
+    tied_to: str
+    group: str
+
+    def cells(self) -> list[str]:
+        """The row as text, in the order of the header."""
+        numbers = [f"{self.elements:,}", in_bytes(self.nbytes)]
+        return [self.path or '""', self.shape, self.dtype, *numbers, self.role, self.tied_to, self.group]
+
+
+class Total(NamedTuple):
+    """How much there is of something, ties once."""
+
+    arrays: int
+    elements: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        """In words."""
+        arrays = "1 array" if self.arrays == 1 else f"{self.arrays:,} arrays"
+        elements = "1 element" if self.elements == 1 else f"{self.elements:,} elements"
+        return f"{elements} in {arrays}, {in_bytes(self.nbytes)}"
+
+
+class Summary:
+    """What a model holds, as a table: plain text, in colours by `rich.print`, HTML in a notebook.
+
+    Made by `tp.summary`.
+
+    Attributes:
+        rows: one per array, ties once, in tree order.
+        totals: `{role: Total}`, with `.arrays`, `.elements` and `.nbytes`, of the roles `"trained"`, `"frozen"` and
+            `"other"`; then of each group, as `"group NAME"`.
+    """
+
+    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], values: Sequence[str]) -> None:
+        """For this library's own use; users write `tp.summary(model)`."""
+        self.rows = tuple(rows)
+        self.totals = {role: _total(row for row in rows if row.role == role) for role in ("trained", "frozen", "other")}
+        for group in dict.fromkeys(row.group for row in rows if row.group):
+            self.totals[f"group {group}"] = _total(row for row in rows if row.group == group)
+        self._columns = [i for i in range(len(_HEADER)) if i < 6 or any(row.cells()[i] for row in rows)]
+        self._shown = [[row.cells()[i] for i in self._columns] for row in shown]
+        self._values = first_few(values)
+
+    def _header(self) -> list[str]:
+        return [_HEADER[i] for i in self._columns]
+
+    def _below(self) -> list[list[str]]:
+        # What the model has none of is not worth a line, unless nothing is trained: that is.
+        lines = [[name, str(total)] for name, total in self.totals.items() if total.arrays or name == "trained"]
+        return [*lines, ["no arrays", self._values]] if self._values else lines
+
+    def __repr__(self) -> str:
+        table = in_columns(self._header(), self._shown, right=_NUMBERS)
+        first, *below = self._below()
+        return "\n".join([*table, "", *in_columns(first, below)])
+
+    def _repr_html_(self) -> str:
+        rows = without_middle(self._shown, len(self._columns))
+        head = "".join(f'<th style="text-align:left">{name}</th>' for name in self._header())
+        body = "".join(f"<tr>{''.join(map(_html_cell, range(len(row)), row))}</tr>" for row in rows)
+        below = "<br>".join(f"<b>{html.escape(name)}</b>: {html.escape(text)}" for name, text in self._below())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below}</p>"
+
+    def __rich__(self) -> Any:
+        # Only Rich calls this, so it is installed.
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table, below = Table(), Table.grid(padding=(0, 2))
+        for i, name in enumerate(self._header()):
+            table.add_column(name, justify="right" if i in _NUMBERS else "left", overflow="fold")
+        for row in without_middle(self._shown, len(self._columns)):
+            table.add_row(*map(Text, row), style=_COLOURS.get(row[5]))
+        for name, text in self._below():
+            below.add_row(Text(name, style=_COLOURS.get(name, "")), Text(text))
+        return Group(table, below)
+
+
+def summary(
+    model: PyTree, trainable: Any = None, *, depth: int | None = None, groups: Mapping[Any, str] | None = None
+) -> Summary:
+    """What trains in a model, how large it is, what is tied to what, and which group it belongs to.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+    >>> embed = jnp.ones((10, 4))
+    >>> model = {"embed": embed, "norm": {"mean": jnp.zeros(4)}, "head": embed, "steps": jnp.array(0), "act": jnp.tanh}
+    >>> tp.summary(model, tp.layout(model, freeze="norm"))
+    path       shape  dtype    elements  bytes  role     tied to
+    embed      10,4   float32        40  160 B  trained  head
+    norm.mean  4      float32         4   16 B  frozen
+    steps      ()     int32           1    4 B  other
+    <BLANKLINE>
+    trained    40 elements in 1 array, 160 B
+    frozen     4 elements in 1 array, 16 B
+    other      1 element in 1 array, 4 B
+    no arrays  act (function)
+
+    A model too large to make is described as well, since only shapes are looked at. `depth` puts what lies deeper into
+    one row per node:
+
+    >>> make = lambda key: eqx.nn.MLP(512, 512, 8192, depth=8, key=key)
+    >>> tp.summary(eqx.filter_eval_shape(make, jax.random.key(0)), "layers.8", depth=2)  # doctest: +ELLIPSIS
+    path      shape     dtype      elements     bytes  role
+    layers.0  2 arrays  float32   4,202,496   16.8 MB  frozen
+    layers.1  2 arrays  float32  67,117,056  268.5 MB  frozen
+    ...
+    layers.8  2 arrays  float32   4,194,816   16.8 MB  trained
+    <BLANKLINE>
+    trained    4,194,816 elements in 2 arrays, 16.8 MB
+    frozen     474,021,888 elements in 16 arrays, 1.9 GB
+    no arrays  activation (function), final_activation (function)
+
+    The groups of an optimiser are those of its report: `tp.summary(model, groups=optim.report(tx, model).groups)`.
+    With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` shows the table in colours.
+
+    Args:
+        model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s.
+        trainable: as for `tp.layout`; what comes of it stands under "role". "other" are the arrays that are no
+            parameters: ints, bools, keys.
+        depth: how many entries of a path are shown; what lies deeper is one row per node. `None`: every array.
+        groups: `{where: name}`, the first that matches counts; trained parameters only.
+
+    Returns:
+        A `Summary`. It prints as a table; totals count ties once. 1 kB is 1000 B.
+
+    Raises:
+        ValueError: `depth` is no count; a group selects nothing; as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    found = resolve(model, trainable)
+    structure, layout = found.structure, found.layout
+    parameters = set(layout.distinct) | set(layout.sources)
+    others = [i for i, spec in enumerate(structure.specs) if spec and structure.first[i] == i and i not in parameters]
+    names, arrays = _groups(layout, groups or {}), sorted([*layout.distinct, *others])
+    rows = [_row(layout, i, names.get(i, "")) for i in arrays]
+    shown = rows if depth is None else _folded([structure.entries[i] for i in arrays], rows, depth)
+    without = [i for i, spec in enumerate(structure.specs) if spec is None]
+    values = [f"{structure.paths[i]} ({_kind(found.leaves[i])})" for i in without]
+    return Summary(rows, shown, values)
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes, to four digits at most.
+
+    >>> in_bytes(999), in_bytes(1000), in_bytes(90_853_376)
+    ('999 B', '1.0 kB', '90.9 MB')
+    """
+    if count < 1000:
+        return f"{count} B"
+    scale = min(int(math.log10(count) / 3 + 1e-9), 5)
+    return f"{count / 1000**scale:.1f} {'kMGTP'[scale - 1]}B"
+
+
+def _row(layout: Layout, leaf: int, group: str) -> Row:
+    path, spec = layout.structure.paths[leaf], layout.structure.spec(leaf)
+    size = math.prod(spec.shape)
+    role = "trained" if leaf in layout.by_leaf else "frozen" if spec.parameter else "other"
+    # A key is no NumPy dtype, but has a size all the same.
+    nbytes = size * getattr(spec.dtype, "itemsize", jnp.dtype("float32").itemsize)
+    shape = ",".join(map(str, spec.shape)) or "()"
+    return Row(path, shape, str(spec.dtype), 1, size, nbytes, role, layout.tied_to.get(path, ""), group)
+
+
+def _kind(leaf: Any) -> str:
+    return "function" if callable(leaf) else type(leaf).__name__
+
+
+def _groups(layout: Layout, groups: Mapping[Any, str]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for where, name in groups.items():
+        for leaf in select(layout.structure, where):
+            source = layout.sources.get(leaf, leaf)
+            if source in layout.by_leaf:
+                found.setdefault(source, name)
+    return found
+
+
+def _folded(entries: Sequence[Sequence[str]], rows: Sequence[Row], depth: int) -> list[Row]:
+    count_of("depth", depth, "entries")
+    heads = [".".join(each[:depth]) for each in entries]
+    pairs = itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0])
+    return [_fold(head, [row for _, row in members]) for head, members in pairs]
+
+
+def _fold(path: str, rows: Sequence[Row]) -> Row:
+    if len(rows) == 1:
+        return rows[0]
+    dtypes, roles, ties, groups = (
+        list(dict.fromkeys(each for each in column if each))
+        for column in zip(*((row.dtype, row.role, row.tied_to, row.group) for row in rows), strict=True)
+    )
+    trained = sum(row.role == "trained" for row in rows)
+    role = roles[0] if len(roles) == 1 else f"{trained} of {len(rows)} trained"
+    total = _total(rows)
+    return Row(path, f"{len(rows)} arrays", ", ".join(dtypes), *total, role, first_few(ties), first_few(groups))
+
+
+def _total(rows: Iterable[Row]) -> Total:
+    rows = list(rows)
+    return Total(*(sum(getattr(row, name) for row in rows) for name in Total._fields))
+
+
+def _html_cell(column: int, text: str) -> str:
+    side, colour = "right" if column in _NUMBERS else "left", _COLOURS.get(text)
+    style = f"text-align:{side}" + (f";color:{colour}" if colour else "")
+    return f'<td style="{style}">{html.escape(text)}</td>'
+
+
+Summary.__module__ = "treeparams"

@@ -1,0 +1,201 @@
+"""Pictures of layouts. Needs Matplotlib: `pip install 'treeparams[plot]'`.
+
+>>> import jax.numpy as jnp
+>>> from treeparams import plot
+>>> axes = plot.layout({"embed": jnp.ones((10, 4)), "bias": jnp.ones(4)})
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ._layout import Layout
+from ._pack import Slot, unplaced
+from ._paths import join, split
+from ._resolve import layout as layout_of
+from ._summary import in_bytes
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch, Rectangle
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"treeparams.plot needs {error.name}: pip install 'treeparams[plot]'") from None
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; grey is what is frozen.
+_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00")
+_FROZEN, _EMPTY = "#BBBBBB", "#F4F4F4"
+_LABELS = 22  # below a strip; with more, neighbours below one node share a label
+_FONT = 7.5  # points
+_LETTER = 0.6 * _FONT / 72  # inches, the mean width
+_INCHES = 0.45  # of a unit of height, which is that of a strip
+_SLOPE = 35  # degrees, of the names below a strip
+
+
+class _Label(NamedTuple):
+    text: str
+    middle: float  # of what it names, as a part of the strip
+    width: float
+
+
+class _Strip(NamedTuple):
+    title: str
+    slots: Sequence[Slot]
+    length: int
+    frozen: bool
+
+
+def layout(model: PyTree, trainable: Any = None, *, ax: Axes | None = None) -> Axes:
+    """Draws a layout: the vector as a strip with the names of its parts, tied ones marked, and below it what is frozen.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> from treeparams import plot
+    >>> mlp = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
+    >>> axes = plot.layout(mlp, tp.layout(mlp, freeze="layers.0"))
+    >>> [text.get_text() for text in axes.texts][:2]
+    ['the vector: 81 float32, 324 B', 'layers.1.weight']
+
+    Each strip has its own scale, in elements. What lies below one node, the first where the paths part, has one colour.
+    Of more than some twenty parts neighbours share a name.
+
+    Args:
+        model: any pytree, also of `jax.ShapeDtypeStruct`s, or a `Layout`.
+        trainable: as for `tp.layout`.
+        ax: where to draw; `None`: a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`; `trainable` given with a `Layout`.
+    """
+    if isinstance(model, Layout) and trainable is not None:
+        raise TypeError("the first argument is a Layout, which says what is trained; drop `trainable`")
+    known = model if isinstance(model, Layout) else layout_of(model, trainable)
+    strips = _strips(known)
+    width = 10.0 if ax is None else ax.get_window_extent().width / ax.figure.dpi
+    labels = [_labels(strip, known.tied_to) for strip in strips]
+    bases, bottom = _places([_divided(each, width)[1] for each in labels])
+    if ax is None:
+        _, ax = plt.subplots(figsize=(width, _INCHES * (1.8 - bottom)), layout="constrained")
+    colours = _colours(known)
+    for strip, base, each in zip(strips, bases, labels, strict=True):
+        _draw(ax, strip, base, known.tied_to, colours)
+        _name(ax, base, *_divided(each, width))
+    ax.set(xlim=(-0.005, 1.07), ylim=(bottom, 1.8))
+    ax.axis("off")
+    _legend(ax, known)
+    return ax
+
+
+def _strips(known: Layout) -> list[_Strip]:
+    strips = []
+    for number, vector in enumerate(known.vectors):
+        name = "the vector" if len(known.vectors) == 1 else f"vector {number}"
+        padded = f", padded to {vector.length:,}" if vector.length > vector.size else ""
+        title = f"{name}: {vector.size:,} {vector.dtype}{padded}, {in_bytes(vector.length * vector.dtype.itemsize)}"
+        strips.append(_Strip(title, [known.slots[i] for i in vector.slots], vector.length, False))
+    return [*strips, _frozen(known)] if known.frozen else strips
+
+
+def _frozen(known: Layout) -> _Strip:
+    slots: list[Slot] = []
+    size = nbytes = 0
+    for i in known.frozen:
+        spec = known.structure.spec(i)
+        slot = unplaced(known.structure.paths[i], (), spec.shape, spec.dtype)._replace(offset=size)
+        slots, size, nbytes = [*slots, slot], size + slot.size, nbytes + slot.size * spec.dtype.itemsize
+    return _Strip(f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}", slots, size, True)
+
+
+def _colours(known: Layout) -> dict[str, str]:
+    """The colour of each parameter."""
+    entries = {known.structure.paths[i]: known.structure.entries[i] for i in known.distinct}
+    shared = len(list(itertools.takewhile(lambda each: len(set(each)) == 1, zip(*entries.values(), strict=False))))
+    heads = {path: each[: shared + 1] for path, each in entries.items()}
+    number = {head: i for i, head in enumerate(dict.fromkeys(heads.values()))}
+    return {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
+
+
+def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
+    # The deepest names that are few enough; where even those of the children are too many, some of them.
+    groups: dict[str, list[Slot]] = {}
+    for depth in range(max((len(split(slot.path)) for slot in strip.slots), default=0), -1, -1):
+        groups = {}
+        for slot in strip.slots:
+            groups.setdefault(join(split(slot.path)[:depth]), []).append(slot)
+        if len(groups) <= _LABELS or depth <= 1:
+            break
+    chosen = list(groups.items())[:: -(-len(groups) // _LABELS) or 1]
+    return [_label_of(name, slots, strip.length, tied) for name, slots in chosen]
+
+
+def _label_of(name: str, slots: list[Slot], length: int, tied: dict[str, str]) -> _Label:
+    ties = tied.get(slots[0].path) if len(slots) == 1 else None
+    start, stop = slots[0].offset / max(length, 1), (slots[-1].offset + slots[-1].size) / max(length, 1)
+    return _Label((name or "the model") + (f" = {ties}" if ties else ""), (start + stop) / 2, stop - start)
+
+
+def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
+    """The labels that have room within their part of the strip, and the others."""
+    inside = [label for label in labels if len(label.text) * _LETTER < 0.95 * label.width * inches]
+    return inside, [label for label in labels if label not in inside]
+
+
+def _places(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
+    """The base of each strip under which these labels stand, and where the last one ends."""
+    bases, base = [], 0.0
+    for labels in below:
+        bases.append(base)
+        longest = max((len(label.text) for label in labels), default=0)
+        depth = 0.55 + longest * _LETTER * math.sin(math.radians(_SLOPE)) / _INCHES if labels else 0.0
+        base -= depth + 1.9
+    return bases, base + 1.6
+
+
+def _draw(ax: Axes, strip: _Strip, base: float, tied: dict[str, str], colours: dict[str, str]) -> None:
+    scale = 1 / max(strip.length, 1)
+    ax.text(0, base + 1.12, strip.title, fontsize=9, weight="bold", va="bottom")
+    ax.add_patch(Rectangle((0, base), 1, 1, facecolor=_EMPTY, edgecolor="grey", linewidth=0.5))
+    for slot in strip.slots:
+        face = _FROZEN if strip.frozen else colours[slot.path]
+        where = (slot.offset * scale, base), slot.size * scale, 1.0
+        ax.add_patch(Rectangle(*where, facecolor=face, edgecolor="black", linewidth=0.5))
+        if slot.path in tied:
+            ax.add_patch(Rectangle(*where, fill=False, edgecolor="white", linewidth=0, hatch="//"))
+
+
+def _name(ax: Axes, base: float, inside: Sequence[_Label], below: Sequence[_Label]) -> None:
+    for label in inside:
+        box = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "boxstyle": "round,pad=0.15"}
+        ax.text(label.middle, base + 0.5, label.text, fontsize=_FONT, ha="center", va="center", bbox=box)
+    for label, x in zip(below, _apart([label.middle for label in below]), strict=True):
+        xs, ys = [label.middle, label.middle, x, x], [base, base - 0.12, base - 0.4, base - 0.5]
+        ax.plot(xs, ys, color="grey", linewidth=0.6)
+        turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center"}
+        ax.text(x, base - 0.58, label.text, fontsize=_FONT, **turned)
+
+
+def _apart(middles: Sequence[float]) -> np.ndarray:
+    """Near these, in the same order, places between which a name has room.
+
+    >>> print(_apart([0.2, 0.21, 1.0]).round(3))
+    [0.2   0.245 1.   ]
+    """
+    steps = 0.98 / max(len(middles), _LABELS) * np.arange(len(middles))
+    return np.minimum(np.maximum.accumulate(np.asarray(middles) - steps) + steps, 1 - steps[::-1])
+
+
+def _legend(ax: Axes, known: Layout) -> None:
+    marks = []
+    if known.ties:
+        marks.append(Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths"))
+    if known.frozen:
+        marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
+    if marks:
+        ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=8, borderaxespad=0)
