@@ -36,7 +36,8 @@ def on_files(files: Any, config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Puts the README into the home page, and links into all."""
     if page.file.src_uri == "index.md":
-        markdown = markdown.replace("{README}", (ROOT / "README.md").read_text())
+        readme = re.sub(r"(?<=\(notebooks/)(\w+)\.ipynb", r"\1.md", (ROOT / "README.md").read_text())
+        markdown = markdown.replace("{README}", readme)
     return _linked(markdown)
 
 

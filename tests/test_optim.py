@@ -664,7 +664,7 @@ def test_errors():
         tx.update(model, state)
     with pytest.raises(ValueError, match=r"entry at 'ww', where the model has no leaf.*'w'"):
         tx.update({"ww": jnp.ones(2)}, state, model)
-    with pytest.raises(ValueError, match=r"at 'w', got .* of shape"):
+    with pytest.raises(ValueError, match=r"at 'w', got float32\["):
         tx.update({"w": jnp.ones(3)}, state, model)
     with pytest.raises(ValueError, match="the model does not fit the layout"):
         tx.update({"w": jnp.ones(3)}, state, {"w": jnp.ones(3), "b": jnp.ones(1)})

@@ -295,6 +295,7 @@ def test_slices_indices_and_blocks():
     np.testing.assert_array_equal(layout.block(hessian, "layers.*.b", "head"), hessian[4:8, 0:4])
     np.testing.assert_array_equal(jax.jit(lambda h: layout.block(h, "head", "head"))(hessian), hessian[:4, :4])
     assert layout.block(np.asarray(hessian), "head", "layers.*.w").shape == (4, 8)
+    assert jax.make_jaxpr(lambda h: layout.block(h, "head", "layers.*.b"))(hessian).consts == []  # in one piece
     with pytest.raises(KeyError, match=r"'layers\.0\.v' is no path of the model"):
         layout.slice("layers.0.v")
     stack = jnp.stack([hessian, 2 * hessian])

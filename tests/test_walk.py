@@ -13,7 +13,7 @@ from flax import nnx
 
 import treeparams as tp
 
-from .zoo import Norm, Pair, assert_same, ramp
+from .zoo import ZOO, Norm, Pair, assert_same, ramp
 
 SGD = lambda x, g: x if g is None else x - 0.1 * g
 
@@ -121,9 +121,27 @@ def test_sequences_match_by_position():
     assert [other is None for _, _, other in tp.biwalk(model, other)] == [True, False, False]
 
 
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_what_is_taken_out_by_path_goes_back_by_path(specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    doubled = {path: 2 * leaf for path, leaf in tp.trainables(model, layout).items()}
+    want = tp.maptrainable(lambda leaf: 2 * leaf, model, trainable=layout)
+    assert_same(tp.maptrainable(lambda _, new: new, model, doubled, trainable=layout), want)
+    assert_same(tp.project(model, doubled, layout), tp.partition(want, layout)[0])
+
+
+def test_a_path_that_is_a_key_of_the_model_is_that_key():
+    model = {"a.b": ramp(1), "a": {"b": ramp(2)}}
+    assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "key"})} == {"a.b": None, '"a.b"': "key"}
+    both = {"a": {"b": "node"}, '"a.b"': "key"}
+    assert {path: other for path, _, other in tp.biwalk(model, both)} == {"a.b": "node", '"a.b"': "key"}
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
+        ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
         ({"kernel": 1.0, "bais": 1.0}, "entry at 'bais', where the model has no leaf; nearest: 'bias'"),
         ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
         (jnp.ones(3), "entry at '', where the model has a node"),

@@ -117,6 +117,8 @@ class Layout:
         leaf = self.structure.index.get(path)
         if leaf in self.by_leaf:
             return self.slots[self.by_leaf[leaf]]
+        if leaf is None and any(path == node.path for node in self.structure.nodes):
+            raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where all below it lies")
         if leaf is None:
             known = [self.structure.paths[i] for i in self.by_leaf]
             raise KeyError(f"{path!r} is no path of the model{nearest(path, known)}")
@@ -186,7 +188,11 @@ class Layout:
         if shape is None or shape[-2:] != (length, length):
             got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
             raise ValueError(f"expected an array of shape ({length}, {length}) over the vector of {self!r}, got {got}")
-        return matrix[(..., *np.ix_(self.indices(rows), self.indices(columns)))]
+        places = self.indices(rows), self.indices(columns)
+        # Of what lies in one piece no indices come into a compiled program.
+        if all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places):
+            return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in places))]
+        return matrix[(..., *np.ix_(*places))]
 
     # -- A new word
 
@@ -273,7 +279,7 @@ class Layout:
         options = "".join(f"; {option}" for option in self.packing.options())
         names = f" ({first_few(self.paths)})" if self.slots else ""
         frozen = f"{len(self.frozen)} frozen"
-        return f"Layout({count(self.slots)}{names}, {self.size} elements, {self.dtype}; {frozen}{options})"
+        return f"Layout({count(self.slots)}{names}, {self.size:,} elements, {self.dtype}; {frozen}{options})"
 
     def __str__(self) -> str:
         paths, spec = self.structure.paths, self.structure.spec

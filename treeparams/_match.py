@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 
 from ._groups import Alias
 from ._layout import Layout
-from ._paths import nearest
+from ._paths import join, nearest, unquote
 from ._seen import structure_of
 from ._structure import common_dtype, describe, flatten, same_treedef
 
@@ -73,7 +74,8 @@ def check_shape(layout: Layout, leaf: int, value: Any) -> None:
     if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
         raise TypeError(f"expected an array at {path!r}, got {describe(value)}")
     if jnp.shape(value) != spec.shape:
-        raise ValueError(f"expected {describe(spec)} at {path!r}, got {describe(value)} of shape {jnp.shape(value)}")
+        got = describe(value) if hasattr(value, "dtype") else f"{describe(value)} of shape {jnp.shape(value)}"
+        raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
 
 
 def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
@@ -91,7 +93,8 @@ def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
 def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     index = layout.structure.index
-    unknown = [path for path in structure.paths if path not in index]
+    paths = [_place(index, entries) for entries in structure.entries]
+    unknown = [path for path in paths if path not in index]
     if unknown:
         nodes = {node.path for node in layout.structure.nodes}
         has = "a node" if unknown[0] in nodes else "no leaf"
@@ -99,8 +102,17 @@ def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
             f"the tree has an entry at {unknown[0]!r}, where the model has {has}"
             f"{nearest(unknown[0], layout.structure.paths)}"
         )
-    pairs = ((index[path], value) for path, value in zip(structure.paths, leaves, strict=True))
+    pairs = ((index[path], value) for path, value in zip(paths, leaves, strict=True))
     return [(leaf, value) for leaf, value in pairs if leaf in layout.by_leaf]
+
+
+def _place(index: Mapping[str, int], entries: Sequence[str]) -> str:
+    path = join(entries)
+    if path in index or len(entries) != 1:
+        return path
+    # A key that is a whole path, as of `tp.trainables`, is one entry that holds dots, and so stands in quotes.
+    whole = unquote(path)
+    return whole if whole in index else path
 
 
 def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Alias, ...], tied: Tied) -> Any:

@@ -123,7 +123,8 @@ def partition(model: PyTree, trainable: Any = None) -> tuple[PyTree, Rest]:
 
     Returns:
         `params`, the canonical tree: of the model's own structure, with the array at each slot's path and `None`
-        everywhere else (frozen, aliases, what is no parameter); and `rest`, everything else. Arrays are not copied.
+        everywhere else (frozen, aliases, what is no parameter); and `rest`, everything else. Arrays are not copied, so
+        a step that donates `params` takes them from `model` too: `tp.partition(tp.copy(model))` keeps that.
 
     Raises:
         ValueError: as `tp.layout`.

@@ -2,7 +2,7 @@
 
 The model comes first and decides what is trained; each slot is visited once, in tree order. The other trees are matched
 by path: they may be canonical, partial (`None`, `optax.MaskedNode`, `float0`, a missing branch: nothing here) or of
-another type with the same paths.
+another type with the same paths, or a dictionary `{path: array}` as `trainables` returns it.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,10 +33,17 @@ def maptrainable(
     >>> tp.maptrainable(step, model, {"weight": jnp.ones(2)})["weight"]
     Array([0.9, 0.9], dtype=float32)
 
+    What was taken out by path goes back in by path:
+
+    >>> halved = {path: leaf / 2 for path, leaf in tp.trainables(model).items()}
+    >>> tp.maptrainable(lambda _, new: new, model, halved)["weight"]
+    Array([0.5, 0.5], dtype=float32)
+
     Args:
         f: called as `f(leaf, *others)` once per slot, with `None` where another tree has nothing.
         model: any pytree.
-        *rest: trees with entries at paths of the model; entries at frozen leaves are ignored.
+        *rest: trees with entries at paths of the model, or dictionaries `{path: entry}`; entries at frozen leaves are
+            ignored.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         tied: what several entries of another tree at one tie mean: `"sum"` adds them (gradients), `"first"` takes the
             first (values).
