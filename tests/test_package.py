@@ -25,9 +25,9 @@ OPTIM = {name: value for name, value in vars(optim).items() if not name.startswi
 
 def test_the_public_names():
     assert sorted(PUBLIC) == [
-        "Ema", "Layout", "Rest", "Restructure", "Slot", "View", "accumulate", "biwalk", "combine", "copy", "declare",
-        "ema", "field", "global_norm", "grad", "jit", "layout", "mapreduce", "maptrainable", "partition", "project",
-        "ravel", "tie", "ties", "trainable", "trainables", "untie", "value_and_grad",
+        "Ema", "Layout", "Rest", "Restructure", "Slot", "Summary", "View", "accumulate", "biwalk", "combine", "copy",
+        "declare", "ema", "field", "global_norm", "grad", "jit", "layout", "mapreduce", "maptrainable", "partition",
+        "project", "ravel", "summary", "tie", "ties", "trainable", "trainables", "untie", "value_and_grad",
     ]  # fmt: skip
     assert tp.__version__ == importlib.metadata.version("treeparams")
 

@@ -216,7 +216,7 @@ HALF = {"online": {"w": True, "b": True}, "target": {"w": False}}
     ],
 )
 def test_never_half_of_a_tie(half: Any):
-    remedies = r"tp\.copy.*tp\.layout\(model, freeze=\['online.w', 'target.w'\]\), or thaw="
+    remedies = r"tp\.copy.*tp\.layout\(model, freeze=\['online.w', 'target.w'\]\), or thaw=.* or trainable="
     with pytest.raises(ValueError, match=r"'online.w' is trained and 'target.w' is frozen.*one array.*" + remedies):
         half(shared())
 
@@ -227,7 +227,9 @@ def test_the_remedies_that_are_named_help():
     with pytest.raises(ValueError, match=r"is trained and '.*' is frozen") as caught:
         tp.layout(model, freeze="third")
     ((named,),) = [re.findall(r"freeze=\[(.*?)\]", str(caught.value))]
-    assert tp.layout(model, freeze=re.findall(r"'(.*?)'", named)).paths == ("online.b",)
+    every = re.findall(r"'(.*?)'", named)
+    assert tp.layout(model, freeze=every).paths == ("online.b",)
+    assert tp.layout(model, freeze="**", thaw=every).paths == tp.layout(model, every).paths == ("online.w",)
     assert tp.layout(model | {"third": tp.copy(model["third"])}, freeze="third").paths == ("online.b", "online.w")
 
 

@@ -224,5 +224,5 @@ def _half(structure: Structure, group: Group, alias: Alias, trained: dict[int, b
     return (
         f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
         f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
-        f"tp.layout(model, trainable={every!r}), or freeze=... or thaw=..."
+        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
     )
