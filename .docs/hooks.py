@@ -14,8 +14,8 @@ from mkdocs.structure.files import File
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PACKAGES = {"tp": "treeparams", "treeparams": "treeparams", "optim": "treeparams.optim"}
-_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
+PACKAGES = {"tp": "treeparams", "treeparams": "treeparams", "optim": "treeparams.optim", "nested": "treeparams.nested"}
+_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
 _ENTRY = re.compile(r"^::: (\S+)", re.MULTILINE)
 
 

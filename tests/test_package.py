@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 import treeparams as tp
-from treeparams import optim
+from treeparams import nested, optim
 
 SOURCE = pathlib.Path(tp.__file__).parent
 PUBLIC = {name: value for name, value in vars(tp).items() if not name.startswith("_") and not inspect.ismodule(value)}
 
 
 OPTIM = {name: value for name, value in vars(optim).items() if not name.startswith("_") and not inspect.ismodule(value)}
+NESTED = {name: value for name, value in vars(nested).items() if name[0] != "_" and not inspect.ismodule(value)}
 
 
 def test_the_public_names():
@@ -40,8 +41,14 @@ def test_the_public_names_of_optim():
     ]  # fmt: skip
 
 
+def test_the_public_names_of_nested():
+    assert sorted(NESTED) == ["Operator", "ggn_operator", "hessian", "hessian_diagonal", "hessian_operator", "hvp"]
+
+
 @pytest.mark.parametrize(
-    "value", [*PUBLIC.values(), *OPTIM.values()], ids=[*PUBLIC, *(f"optim.{name}" for name in OPTIM)]
+    "value",
+    [*PUBLIC.values(), *OPTIM.values(), *NESTED.values()],
+    ids=[*PUBLIC, *(f"optim.{name}" for name in OPTIM), *(f"nested.{name}" for name in NESTED)],
 )
 def test_every_public_function_shows_an_example_that_runs(value):
     assert value.__doc__
@@ -49,7 +56,7 @@ def test_every_public_function_shows_an_example_that_runs(value):
         assert ">>>" in value.__doc__
 
 
-@pytest.mark.parametrize("package", [tp, optim])
+@pytest.mark.parametrize("package", [tp, optim, nested])
 def test_the_map_of_the_files_is_complete(package):
     listed = {line.split()[0] for line in package.__doc__.splitlines() if line.startswith("    _")}
     assert listed == {path.stem for path in pathlib.Path(package.__file__).parent.glob("_*.py")} - {"__init__"}

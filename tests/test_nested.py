@@ -1,0 +1,233 @@
+"""Curvature of what is trained: products agree with matrices, in every form and under every transformation."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+
+from .zoo import ZOO, loss, ramp
+
+REAL = {name: each for name, each in ZOO.items() if name != "complex"}
+ROUGH = {"bf16 with f32": 5e-2}  # gradients are in the leaves' own dtypes
+
+
+def _reference(model, layout):
+    """The Hessian by JAX alone, over the vector; where there is one."""
+    vector, restructure = tp.ravel(model, layout)
+    return np.asarray(jax.hessian(lambda v: loss(restructure(v)))(vector), np.float64)
+
+
+def _close(got, want, name=""):
+    tolerance = ROUGH.get(name, 1e-5)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, tolerance, tolerance * np.abs(want).max(initial=1))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_products_matrices_and_diagonals_agree(name):
+    model = REAL[name].make()
+    layout = REAL[name].layout(model)
+    want = _reference(model, layout) if layout.size else np.zeros((0, 0))
+    direction = jnp.cos(jnp.arange(layout.size, dtype=layout.dtype))
+    _close(nested.hvp(loss, model, direction, trainable=layout), want @ np.asarray(direction, np.float64), name)
+    operator = nested.hessian_operator(loss, model, trainable=layout)
+    _close(operator(direction), want @ np.asarray(direction, np.float64), name)
+    matrix = nested.hessian(loss, model, trainable=layout)
+    _close(matrix, want, name)
+    _close(matrix, np.asarray(matrix.T, np.float64), name)
+    _close(nested.hessian_diagonal(loss, model, trainable=layout), np.diag(want), name)
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if name not in ("nothing trained", "all frozen", "frozen tie")])
+def test_a_tree_and_a_vector_are_the_same_tangent(name):
+    model = REAL[name].make()
+    layout = REAL[name].layout(model)
+    _, restructure = tp.ravel(model, layout)
+    direction = jnp.cos(jnp.arange(layout.size, dtype=layout.dtype))
+    tree, _ = tp.partition(restructure(direction), layout)
+    operator = nested.hessian_operator(loss, model, trainable=layout, damping=0.5)
+    for product in (operator, lambda tangent: nested.hvp(loss, model, tangent, trainable=layout)):
+        got = product(tree)
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+        assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [slot.dtype for slot in layout.slots]
+        _close(restructure.ravel(got), np.asarray(product(direction), np.float64), name)
+
+
+def test_a_partial_tree_has_zeros_where_it_has_nothing():
+    model = {"a": ramp(2), "b": {"c": ramp(3)}}
+    got = nested.hvp(loss, model, {"b": {"c": jnp.ones(3)}})
+    want = nested.hvp(loss, model, jnp.array([0.0, 0, 1, 1, 1]))
+    np.testing.assert_allclose(tp.ravel(model)[1].ravel(got), want, 1e-6)
+
+
+def test_what_is_frozen_costs_nothing():
+    mlp = eqx.nn.MLP(16, 4, 64, 4, key=jax.random.key(0))
+    x = jnp.ones((32, 16))
+    f = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    layout = tp.layout(mlp, "layers.4")
+    params, rest = tp.partition(mlp, layout)
+    product = lambda params, rest, x, v: nested.hvp(f, tp.combine(params, rest), v, x, trainable=layout)
+    forward = lambda params, rest, x: f(tp.combine(params, rest), x)
+    assert _flops(product, params, rest, x, jnp.ones(layout.size)) < 1.1 * _flops(forward, params, rest, x)
+
+
+def _flops(f, *args):
+    cost = jax.jit(f).lower(*args).compile().cost_analysis()
+    return (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+
+def test_floating_point_operations():
+    mlp = eqx.nn.MLP(8, 1, 64, 4, jnp.tanh, key=jax.random.key(0))
+    vector, restructure = tp.ravel(mlp)
+    x = jnp.ones((32, 8))
+    f = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    one = _flops(lambda v, t: nested.hvp(f, restructure(v), t, x), vector, vector)
+    gradient = _flops(lambda v: jax.grad(lambda v: f(restructure(v), x))(v), vector)
+    assert one <= 4 * gradient
+
+    def five(v, directions):
+        operator = nested.hessian_operator(f, restructure(v), x)
+        return [operator(direction) for direction in directions]
+
+    assert _flops(five, vector, [jnp.sin(i + vector) for i in range(5)]) <= 4.2 * one
+
+
+# -- Under transformations
+
+
+def _quartic(model, x):
+    return jnp.sum(x * model["w"] ** 4) + model["b"] * jnp.sum(model["w"])
+
+
+def test_an_operator_passes_through_jit_vmap_and_scan():
+    model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
+    operator = nested.hessian_operator(_quartic, model, x, damping=0.1)
+    tangents = jnp.eye(4)
+    want = jnp.stack([operator(each) for each in tangents])
+    apply = jax.jit(lambda operator, tangent: operator(tangent))
+    np.testing.assert_allclose([apply(operator, each) for each in tangents], want, 1e-6)
+    assert apply._cache_size() == 1
+    np.testing.assert_allclose(jax.vmap(operator)(tangents), want, 1e-6)
+    np.testing.assert_allclose(jax.lax.scan(lambda c, t: (c, operator(t)), 0, tangents)[1], want, 1e-6)
+    made = jax.jit(lambda model: nested.hessian_operator(_quartic, model, x, damping=0.1))(model)
+    np.testing.assert_allclose(made(tangents[0]), want[0], 1e-6)
+    batch = jax.vmap(lambda x: nested.hvp(_quartic, model, tangents[1], x))(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(batch[1][1:], 2 * batch[0][1:], 1e-6)
+    np.testing.assert_allclose(batch[0][1:], want[1][1:] - 0.1 * tangents[1][1:], 1e-5)
+
+
+def test_derivatives_of_products():
+    model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
+    vector, restructure = tp.ravel(model)
+    direction = jnp.ones(4)
+    third = jax.grad(lambda v: direction @ nested.hvp(_quartic, restructure(v), direction, x))(vector)
+    np.testing.assert_allclose(third[1:], 24 * x * model["w"], 1e-5)
+    by_tree = tp.grad(lambda model: direction @ nested.hvp(_quartic, model, direction, x))(model)
+    np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
+
+
+def test_products_through_restructure():
+    vector, restructure = tp.ravel({"first": jnp.arange(1.0, 4.0), "second": jnp.arange(4.0, 7.0)})
+
+    def squared_gradient(vector):
+        gradient = jax.grad(lambda v: jnp.sum(restructure(v)["first"] ** 2))(vector)
+        return jnp.sum(gradient**2)
+
+    np.testing.assert_array_equal(jax.grad(squared_gradient)(vector), [8.0, 16, 24, 0, 0, 0])
+
+
+# -- Solvers
+
+
+def test_conjugate_gradients_take_an_operator_with_vectors_and_trees():
+    model, x = {"w": ramp(3), "b": jnp.array(0.0)}, jnp.arange(1.0, 4.0)
+    operator = nested.hessian_operator(_quartic, model, x, damping=3.0)
+    matrix = nested.hessian(_quartic, model, x) + 3 * jnp.eye(4)
+    right = jnp.arange(4.0)
+    step, _ = jax.scipy.sparse.linalg.cg(operator, right, tol=1e-7)
+    np.testing.assert_allclose(step, np.linalg.solve(matrix, right), 1e-4, 1e-5)
+    tree = {"w": right[1:], "b": right[0]}
+    by_tree, _ = jax.scipy.sparse.linalg.cg(operator, tree, tol=1e-7)
+    np.testing.assert_allclose(by_tree["w"], step[1:], 1e-4, 1e-5)
+
+
+def test_gauss_newton_is_the_hessian_where_the_model_is_linear():
+    key = jax.random.key(0)
+    model, x = eqx.nn.Linear(4, 3, key=key), jax.random.normal(key, (10, 4))
+    outputs = lambda model, x: {"scores": jax.vmap(model)(x)}
+    entropy = lambda y: -jnp.mean(jax.nn.log_softmax(y["scores"])[:, 0])
+    operator = nested.ggn_operator(outputs, entropy, model, x, damping=0.2)
+    matrix = nested.hessian(lambda model, x: entropy(outputs(model, x)), model, x) + 0.2 * jnp.eye(15)
+    for build in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(build(jax.vmap(operator))(jnp.eye(15)), matrix, 1e-4, 1e-6)
+
+
+def test_gauss_newton_of_a_network_is_positive_and_not_the_hessian():
+    key = jax.random.key(1)
+    mlp, x = eqx.nn.MLP(3, 2, 5, 1, jnp.tanh, key=key), jax.random.normal(key, (6, 3))
+    outputs = lambda model, x: jax.vmap(model)(x)
+    layout = tp.layout(mlp, freeze="layers.0.bias")
+    operator = nested.ggn_operator(outputs, lambda y: jnp.sum((y - 3) ** 2), mlp, x, trainable=layout)
+    matrix = jax.vmap(operator)(jnp.eye(layout.size))
+    vector, restructure = tp.ravel(mlp, layout)
+    jacobian = jax.jacobian(lambda v: outputs(restructure(v), x).ravel())(vector)
+    np.testing.assert_allclose(matrix, 2 * jacobian.T @ jacobian, 1e-4, 1e-4)
+    assert jnp.linalg.eigvalsh(matrix)[0] > -1e-4
+    hessian = nested.hessian(lambda model, x: jnp.sum((outputs(model, x) - 3) ** 2), mlp, x, trainable=layout)
+    assert jnp.linalg.eigvalsh(hessian)[0] < -1
+
+
+# -- Matrices and diagonals
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_every_chunk_gives_the_same(chunk):
+    model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
+    whole, diagonal = nested.hessian(_quartic, model, x), nested.hessian_diagonal(_quartic, model, x)
+    np.testing.assert_allclose(nested.hessian(_quartic, model, x, chunk=chunk), whole, 1e-6)
+    np.testing.assert_allclose(nested.hessian_diagonal(_quartic, model, x, chunk=chunk), diagonal, 1e-6)
+
+
+def test_an_estimate_and_its_error():
+    model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
+    exact = nested.hessian_diagonal(_quartic, model, x)
+    few, many = (
+        nested.hessian_diagonal(_quartic, model, x, key=jax.random.key(0), samples=samples, chunk=7)
+        for samples in (50, 800)
+    )
+    assert jnp.all(jnp.abs(many[0] - exact) <= 4 * many[1] + 1e-5)
+    np.testing.assert_allclose(jnp.mean(few[1][1:] / many[1][1:]), 4.0, rtol=0.4)  # by the root of the number
+    again = nested.hessian_diagonal(_quartic, model, x, key=jax.random.key(0), samples=50)
+    np.testing.assert_allclose(again, few, 1e-5)
+
+
+# -- Errors
+
+
+def test_errors():
+    model = {"w": jnp.ones(2, jnp.complex64), "b": jnp.ones(1)}
+    for call in (
+        lambda: nested.hvp(loss, model, jnp.ones(3)),
+        lambda: nested.hessian_operator(loss, model),
+        lambda: nested.ggn_operator(lambda m: m, loss, model),
+        lambda: nested.hessian(loss, model),
+        lambda: nested.hessian_diagonal(loss, model),
+    ):
+        with pytest.raises(TypeError, match="'w' is complex64, and second derivatives are of real parameters; freeze"):
+            call()
+    model["w"] = ramp(2)
+    with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
+        nested.hvp(loss, model, {"x": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"expected float32\[2\] at 'w', got float32\[3\]"):
+        nested.hessian_operator(loss, model)({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="an estimate needs both key= and samples="):
+        nested.hessian_diagonal(loss, model, samples=3)
+    with pytest.raises(ValueError, match="samples must be a whole number of products, at least 2, got 1"):
+        nested.hessian_diagonal(loss, model, key=jax.random.key(0), samples=1)
+    with pytest.raises(ValueError, match="chunk must be a whole number of columns, at least 1, got 0"):
+        nested.hessian(loss, model, chunk=0)
+    with pytest.raises(ValueError, match="a matrix is over one vector, but"):
+        nested.hessian(loss, model, trainable=tp.ravel(model, bucket=1)[1].layout)

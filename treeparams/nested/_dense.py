@@ -1,0 +1,126 @@
+"""The Hessian as a matrix over the vector, and its diagonal."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._describe import count_of
+from .._flat import as_given, as_vectors, leaves_of, vectors_of
+from .._layout import Layout
+from ._slots import slots
+
+
+def hessian(
+    loss: Callable[..., Any], model: PyTree, *args: Any, trainable: Any = None, chunk: int | None = None
+) -> Float[Array, "n n"]:
+    """The Hessian of a loss over the vector of the trained parameters.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> model = {"a": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+    >>> matrix = nested.hessian(lambda model: jnp.sum(model["a"] ** 2) * model["b"], model)
+    >>> tp.layout(model).block(matrix, "a", "b")
+    Array([[2.],
+           [4.]], dtype=float32)
+
+    Args:
+        loss: called as `loss(model, *args)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        trainable: as for `hvp`.
+        chunk: how many columns are computed at once, which bounds the memory; `None`: all.
+
+    Returns:
+        The matrix, shape `(n, n)` with n the length of the vector; its blocks by name are `layout.block`.
+
+    Raises:
+        ValueError: `chunk` is no count; the layout has several vectors; as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    times, layout, _ = _on_vector(loss, model, args, trainable)
+    return _over_columns(times, layout, chunk)
+
+
+def hessian_diagonal(
+    loss: Callable[..., Any],
+    model: PyTree,
+    *args: Any,
+    trainable: Any = None,
+    chunk: int | None = None,
+    key: Any = None,
+    samples: int | None = None,
+) -> Any:
+    """The diagonal of the Hessian over the vector: exactly, or estimated from products with random signs.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0])}
+    >>> loss = lambda model: jnp.sum(model["w"] ** 3) + model["w"][0] * model["w"][1]
+    >>> nested.hessian_diagonal(loss, model)
+    Array([ 6., 12.], dtype=float32)
+    >>> mean, standard_error = nested.hessian_diagonal(loss, model, key=jax.random.key(0), samples=100)
+    >>> bool(jnp.all(jnp.abs(mean - jnp.array([6.0, 12.0])) < 4 * standard_error))
+    True
+
+    Args:
+        loss: called as `loss(model, *args)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        trainable: as for `hvp`.
+        chunk: how many products are computed at once, which bounds the memory; `None`: all.
+        key: for an estimate (Bekas, Kokiopoulou and Saad, 2007); `None`: exact, at the price of n products.
+        samples: how many products an estimate takes, at least two.
+
+    Returns:
+        The diagonal, shape `(n,)`; of an estimate `(mean, standard_error)`, both of that shape.
+
+    Raises:
+        ValueError: `chunk` or `samples` is no count, or only one of `key` and `samples` is given; the layout has
+            several vectors; as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    if (key is None) != (samples is None):
+        raise ValueError("an estimate needs both key= and samples=; the exact diagonal neither")
+    times, layout, size = _on_vector(loss, model, args, trainable)
+    if key is None:
+        return _over_columns(times, layout, chunk, diagonal=True)
+    signs = lambda key: jax.random.rademacher(key, (size,), layout.dtype)
+    sample = lambda key: (lambda sign: sign * times(sign))(signs(key))
+    keys = jax.random.split(key, count_of("samples", samples, "products", 2))
+    found = _mapped(sample, keys, chunk)
+    return jnp.mean(found, axis=0), jnp.std(found, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(len(keys), found.dtype))
+
+
+def _on_vector(loss: Callable[..., Any], model: PyTree, args: Any, trainable: Any) -> tuple[Any, Layout, int]:
+    # Differentiated in the vector and not leaf by leaf: one column is then one array, and compiles in less time.
+    parts = slots(model, trainable)
+    layout = parts.layout
+    if len(layout.vectors) != 1:
+        raise ValueError(f"a matrix is over one vector, but {layout!r} has {len(layout.vectors)}")
+    f = parts.function(loss, *args)
+    of_vector = lambda vector: f(leaves_of(layout, as_vectors(layout, vector)))
+    vector = as_given(layout, vectors_of(layout, parts.leaves))
+    _, times = jax.linearize(jax.grad(of_vector), vector)
+    return times, layout, len(vector)
+
+
+def _over_columns(times: Any, layout: Layout, chunk: int | None, diagonal: bool = False) -> jax.Array:
+    size, dtype = layout.vectors[0].length, layout.vectors[0].dtype
+    if size == 0:
+        return jnp.zeros((0,) if diagonal else (0, 0), dtype)
+
+    def column(i: jax.Array) -> jax.Array:
+        product = times(jax.nn.one_hot(i, size, dtype=dtype))
+        return product[i] if diagonal else product
+
+    return _mapped(column, jnp.arange(size), chunk)
+
+
+def _mapped(f: Callable[[Any], jax.Array], values: Any, chunk: int | None) -> jax.Array:
+    if chunk is None:
+        return jax.vmap(f)(values)
+    return functools.partial(jax.lax.map, f, batch_size=count_of("chunk", chunk, "columns"))(values)

@@ -1,0 +1,180 @@
+"""Products with the Hessian and with the Gauss-Newton matrix, neither of which is ever formed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._layout import Layout
+from ._slots import given_back, slots, taken
+
+
+def hvp(loss: Callable[..., Any], model: PyTree, tangent: Any, *args: Any, trainable: Any = None) -> Any:
+    """The product of a loss's Hessian with a tangent, forward over reverse.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0]), "frozen": jnp.ones(1)}
+    >>> loss = lambda model, x: x * jnp.sum(model["w"] ** 3) * model["frozen"][0]
+    >>> nested.hvp(loss, model, jnp.array([1.0, 1.0]), 2.0, trainable="w")
+    Array([12., 24.], dtype=float32)
+    >>> nested.hvp(loss, model, {"w": jnp.array([1.0, 0.0])}, 2.0, trainable="w")["w"]
+    Array([12.,  0.], dtype=float32)
+
+    For many products at one model, `hessian_operator` shares what they have in common.
+
+    Args:
+        loss: called as `loss(model, *args)`, returns a scalar.
+        model: any pytree.
+        tangent: a vector, as of `tp.ravel`, or a tree with entries at paths of the model, where what is missing counts
+            as zero and the entries of a tie are summed, as in a gradient.
+        *args: passed on.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        The product, in the form of the tangent: a vector of the layout's dtype, or a canonical tree.
+
+    Raises:
+        ValueError: the tangent has an entry of another shape, or where the model has no leaf; as `tp.layout`.
+        TypeError: a trained parameter is complex; the loss is no real scalar; as `tp.layout`.
+    """
+    parts = slots(model, trainable)
+    gradient = jax.grad(parts.function(loss, *args))
+    _, product = jax.jvp(gradient, (parts.leaves,), (taken(parts.layout, tangent),))
+    return given_back(parts.layout, product, tangent)
+
+
+class Operator(eqx.Module):
+    """A symmetric matrix over the trained parameters, known by its products: `operator(tangent)`.
+
+    A pytree: it may be passed to and returned from `jax.jit`, closed over, mapped and scanned. Made by
+    `hessian_operator` and `ggn_operator`.
+
+    Attributes:
+        layout: of the model; the matrix is `(layout.size, layout.size)`.
+        damping: what is added to the diagonal; `None`: nothing.
+    """
+
+    _linear: Any
+    damping: Any
+    layout: Layout = eqx.field(static=True)
+
+    def __call__(self, tangent: Any) -> Any:
+        """The product with a tangent, plus `damping` times the tangent.
+
+        Args:
+            tangent: as for `hvp`.
+
+        Returns:
+            As `hvp`.
+
+        Raises:
+            ValueError: as `hvp`.
+            TypeError: as `hvp`.
+        """
+        direction = taken(self.layout, tangent)
+        product = self._linear(direction)
+        if self.damping is not None:
+            product = tuple(
+                each + jnp.asarray(self.damping, each.dtype) * along
+                for each, along in zip(product, direction, strict=True)
+            )
+        return given_back(self.layout, product, tangent)
+
+
+def hessian_operator(
+    loss: Callable[..., Any], model: PyTree, *args: Any, damping: Any = None, trainable: Any = None
+) -> Operator:
+    """The Hessian of a loss as an operator, linearised once: each product costs the linear part alone.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> model = {"a": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+    >>> loss = lambda model: jnp.sum(model["a"] ** 2) * model["b"]
+    >>> operator = nested.hessian_operator(loss, model, damping=10.0)
+    >>> gradient = tp.ravel(model)[1].ravel_gradient(tp.grad(loss)(model))
+    >>> step, _ = jax.scipy.sparse.linalg.cg(operator, -gradient)  # a damped Newton step
+    >>> jnp.allclose(operator(step), -gradient, atol=1e-4)
+    Array(True, dtype=bool)
+
+    With lineax: `lineax.FunctionLinearOperator(operator, jax.eval_shape(lambda: vector))`.
+
+    Args:
+        loss: called as `loss(model, *args)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        damping: a number or traced scalar added to the diagonal; `None`: nothing.
+        trainable: as for `hvp`.
+
+    Returns:
+        An `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    parts = slots(model, trainable)
+    _, linear = jax.linearize(jax.grad(parts.function(loss, *args)), parts.leaves)
+    return Operator(linear, damping, parts.layout)
+
+
+def ggn_operator(
+    model_fn: Callable[..., Any],
+    loss: Callable[[Any], Any],
+    model: PyTree,
+    *args: Any,
+    damping: Any = None,
+    trainable: Any = None,
+) -> Operator:
+    """The generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
+
+    J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. Where H is
+    positive semi-definite, as of squared errors and cross-entropies, so is the product, which the Hessian of a network
+    is not (Schraudolph, 2002). Where the outputs are linear in the parameters, the two are equal.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model, x = {"w": jnp.array([1.0, 2.0])}, jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> operator = nested.ggn_operator(lambda model, x: x @ model["w"], lambda y: jnp.sum(y**2), model, x)
+    >>> operator(jnp.array([1.0, 0.0]))  # the first column of 2 x^T x
+    Array([4., 2.], dtype=float32)
+
+    Args:
+        model_fn: called as `model_fn(model, *args)`, returns the outputs, an array or a tree of arrays.
+        loss: called as `loss(outputs)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        damping: as for `hessian_operator`.
+        trainable: as for `hvp`.
+
+    Returns:
+        An `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    parts = slots(model, trainable)
+    outputs, forward = jax.linearize(parts.function(model_fn, *args), parts.leaves)
+    _, curvature = jax.linearize(jax.grad(loss), outputs)
+    shapes = tuple(jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in parts.layout.slots)
+    return Operator(_Sandwich(forward, curvature, shapes), damping, parts.layout)
+
+
+class _Sandwich(eqx.Module):
+    """`J^T H J` of linear functions that are pytrees."""
+
+    forward: Any
+    curvature: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...] = eqx.field(static=True)
+
+    def __call__(self, direction: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        backward = jax.linear_transpose(self.forward, self.shapes)
+        (product,) = backward(self.curvature(self.forward(direction)))
+        return product
+
+
+Operator.__module__ = "treeparams.nested"
