@@ -3,6 +3,7 @@
 Names of the library in backticks become links to their entries, in pages and in docstrings.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -14,8 +15,14 @@ from mkdocs.structure.files import File
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PACKAGES = {"tp": "treeparams", "treeparams": "treeparams", "optim": "treeparams.optim", "nested": "treeparams.nested"}
-_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
+PACKAGES = {
+    "tp": "treeparams",
+    "treeparams": "treeparams",
+    "optim": "treeparams.optim",
+    "nested": "treeparams.nested",
+    "plot": "treeparams.plot",
+}
+_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested|plot)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
 _ENTRY = re.compile(r"^::: (\S+)", re.MULTILINE)
 
 
@@ -36,9 +43,8 @@ def on_files(files: Any, config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Puts the README into the home page, and links into all."""
     if page.file.src_uri == "index.md":
-        readme = re.sub(r"(?<=\(notebooks/)(\w+)\.ipynb", r"\1.md", (ROOT / "README.md").read_text())
-        markdown = markdown.replace("{README}", readme)
-    return _linked(markdown)
+        markdown = markdown.replace("{README}", (ROOT / "README.md").read_text())
+    return _linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", markdown))
 
 
 class Examples(griffe.Extension):
@@ -73,12 +79,16 @@ def _output(output: dict[str, Any]) -> str:
     return f"```\n{text}\n```" if text else ""
 
 
-def _linked(text: str) -> str:
-    known = {name for page in (HERE / "pages" / "api").glob("*.md") for name in _ENTRY.findall(page.read_text())}
+@functools.cache
+def _known() -> frozenset[str]:
+    pages = (HERE / "pages" / "api").glob("*.md")
+    return frozenset(name for page in pages for name in _ENTRY.findall(page.read_text()))
 
+
+def _linked(text: str) -> str:
     def link(found: re.Match[str]) -> str:
         name = f"{PACKAGES[found[1]]}.{found[2]}"
-        return f"[{found[0]}][{name}]" if name in known else found[0]
+        return f"[{found[0]}][{name}]" if name in _known() else found[0]
 
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if i % 2 else _NAME.sub(link, part) for i, part in enumerate(parts))

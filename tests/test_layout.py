@@ -92,7 +92,7 @@ def test_dtype_is_that_of_the_slots_that_have_elements(leaves: list[Any], dtype:
         ("first.wieght", r"'first.wieght' is no path of the model; nearest: 'first.weight'"),
         ("scale", r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives it one"),
         ("count", r"'count' \(int32\[3\]\) is no parameter"),
-        ("first", r"'first' is a node; layout.indices\('first'\) tells where all below it lies"),
+        ("first", r"'first' is a node; layout.indices\('first'\) tells where what is trained below it lies"),
     ],
 )
 def test_no_slot_at_a_path(path: str, message: str):

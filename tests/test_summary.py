@@ -81,8 +81,8 @@ def test_what_is_shown_of_each_array():
     assert list(rows) == [
         "mean", "embed", *(f"layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")), "steps", "key"
     ]  # fmt: skip
-    assert rows["embed"] == ("embed", "10,4", "float32", 1, 40, 160, "trained", "head", "")
-    assert rows["steps"] == ("steps", "()", "int32", 1, 1, 4, "other", "", "")
+    assert rows["embed"] == ("embed", (10, 4), "float32", 1, 40, 160, "trained", "head", "")
+    assert rows["steps"] == ("steps", (), "int32", 1, 1, 4, "other", "", "")
     assert [rows[path].role for path in ("mean", "layers.0.bias", "key")] == ["frozen", "frozen", "other"]
 
 
@@ -115,11 +115,22 @@ def test_the_first_group_that_matches_counts_and_an_alias_stands_for_its_paramet
     assert {row.path: row.group for row in tp.summary(model(), groups=groups).rows}["embed"] == "by its alias"
 
 
+@pytest.mark.usefixtures("without_type_checks")
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="depth must be a whole number of entries, at least 1, got 0"):
         tp.summary(model(), depth=0)
     with pytest.raises(ValueError, match="'heads' selects nothing; nearest: 'head'"):
         tp.summary(model(), groups={"heads": "x"})
+    with pytest.raises(TypeError, match="groups is a dictionary from a `where` to a name, got 0 for 'head'"):
+        tp.summary(model(), groups={"head": 0})
+    with pytest.raises(TypeError, match=r"a summary is of a model, got a Layout; write tp.summary\(model, layout\)"):
+        tp.summary(tp.layout(model()))
+
+
+def test_an_array_that_is_no_parameter_is_shown_once_with_its_other_paths():
+    counter = jnp.array(3)
+    (row,) = tp.summary({"a": counter, "b": [counter]}).rows
+    assert (row.path, row.tied_to, row.elements) == ("a", "b.0", 1)
 
 
 def test_of_many_rows_the_middle_is_left_out_of_every_form_but_not_of_the_totals():
@@ -242,6 +253,15 @@ def test_names_keep_apart_and_many_neighbours_share_one():
     assert places[-1] <= 1
     flat = plot.layout({f"w{i:03}": jnp.ones(1) for i in range(200)}, ax=_axes())
     assert len([text for text in flat.texts if text.get_rotation()]) == 20
+    block = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
+    wrapped = plot.layout({"params": {f"Block_{i:02}": tp.copy(block) for i in range(24)}}, ax=_axes())
+    assert [text.get_text() for text in wrapped.texts][1:3] == ["params.Block_00", "params.Block_02"]
+
+
+def test_names_are_no_mathematics():
+    ax = plot.layout({"$\\frac{$": jnp.ones(2), "c$d$": jnp.ones(2)}, ax=_axes())
+    ax.figure.canvas.draw()
+    assert {text.get_parse_math() for text in ax.texts} == {False}
 
 
 def test_a_layout_takes_no_second_choice():

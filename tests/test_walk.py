@@ -131,11 +131,18 @@ def test_what_is_taken_out_by_path_goes_back_by_path(specimen):
     assert_same(tp.project(model, doubled, layout), tp.partition(want, layout)[0])
 
 
-def test_a_path_that_is_a_key_of_the_model_is_that_key():
+def test_a_dictionary_is_of_paths_only_if_every_key_is_one():
     model = {"a.b": ramp(1), "a": {"b": ramp(2)}}
-    assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "key"})} == {"a.b": None, '"a.b"': "key"}
-    both = {"a": {"b": "node"}, '"a.b"': "key"}
-    assert {path: other for path, _, other in tp.biwalk(model, both)} == {"a.b": "node", '"a.b"': "key"}
+    assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "by path"})} == {'"a.b"': None, "a.b": "by path"}
+    structural = {"a": {"b": "node"}, "a.b": "key"}
+    assert {path: other for path, _, other in tp.biwalk(model, structural)} == {"a.b": "node", '"a.b"': "key"}
+    doubled = {path: 2 * leaf for path, leaf in tp.trainables(model).items()}
+    assert_same(tp.maptrainable(lambda _, new: new, model, doubled), jax.tree.map(lambda leaf: 2 * leaf, model))
+
+
+def test_paths_and_structure_do_not_mix():
+    with pytest.raises(ValueError, match=r"""entry at '"a.b"', where the model has no leaf"""):
+        tp.project({"a": {"b": ramp(2)}}, {"a": {"b": ramp(2)}, "a.b": ramp(2)})
 
 
 @pytest.mark.parametrize(

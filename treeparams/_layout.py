@@ -118,7 +118,7 @@ class Layout:
         if leaf in self.by_leaf:
             return self.slots[self.by_leaf[leaf]]
         if leaf is None and any(path == node.path for node in self.structure.nodes):
-            raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where all below it lies")
+            raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
         if leaf is None:
             known = [self.structure.paths[i] for i in self.by_leaf]
             raise KeyError(f"{path!r} is no path of the model{nearest(path, known)}")
@@ -189,8 +189,9 @@ class Layout:
             got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
             raise ValueError(f"expected an array of shape ({length}, {length}) over the vector of {self!r}, got {got}")
         places = self.indices(rows), self.indices(columns)
-        # Of what lies in one piece no indices come into a compiled program.
-        if all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places):
+        in_one_piece = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places)
+        # Slices put no indices into a compiled program; of a NumPy matrix they would be a view.
+        if in_one_piece and not isinstance(matrix, np.ndarray):
             return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in places))]
         return matrix[(..., *np.ix_(*places))]
 
@@ -286,14 +287,14 @@ class Layout:
         frozen = [unplaced(paths[i], (), spec(i).shape, spec(i).dtype) for i in self.frozen]
         return table(self.slots, frozen, self.tied_to)
 
-    @property
+    # -- For the other files of this library
+
+    @functools.cached_property
     def tied_to(self) -> dict[str, str]:
         """The further places of each parameter that has any, in words."""
         paths = self.structure.paths
         name = lambda alias: paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "")
         return {paths[group.source]: ", ".join(map(name, group.aliases)) for group in self.groups}
-
-    # -- For the other files of this library
 
     @functools.cached_property
     def _packed(self) -> tuple[tuple[Slot, ...], tuple[Vector, ...]]:

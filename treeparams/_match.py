@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,9 +11,9 @@ from jaxtyping import PyTree
 
 from ._groups import Alias
 from ._layout import Layout
-from ._paths import join, nearest, unquote
+from ._paths import nearest, unquote
 from ._seen import structure_of
-from ._structure import common_dtype, describe, flatten, same_treedef
+from ._structure import Structure, common_dtype, describe, flatten, same_treedef
 
 Tied = Literal["sum", "first"] | None
 
@@ -93,7 +93,7 @@ def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
 def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     index = layout.structure.index
-    paths = [_place(index, entries) for entries in structure.entries]
+    paths = _named(index, structure) or structure.paths
     unknown = [path for path in paths if path not in index]
     if unknown:
         nodes = {node.path for node in layout.structure.nodes}
@@ -106,13 +106,13 @@ def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
     return [(leaf, value) for leaf, value in pairs if leaf in layout.by_leaf]
 
 
-def _place(index: Mapping[str, int], entries: Sequence[str]) -> str:
-    path = join(entries)
-    if path in index or len(entries) != 1:
-        return path
-    # A key that is a whole path, as of `tp.trainables`, is one entry that holds dots, and so stands in quotes.
-    whole = unquote(path)
-    return whole if whole in index else path
+def _named(index: Mapping[str, int], tree: Structure) -> list[str] | None:
+    """The keys of a dictionary all of which are whole paths, as of `tp.trainables`; `None` of any other tree."""
+    if any(len(entries) != 1 for entries in tree.entries):
+        return None
+    # Such a key is one entry of the dictionary that may hold dots, and so stands in quotes.
+    paths = [unquote(path) for path in tree.paths]
+    return paths if all(path in index for path in paths) else None
 
 
 def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Alias, ...], tied: Tied) -> Any:

@@ -25,13 +25,13 @@ def global_norm(tree: PyTree) -> jax.Array:
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> tp.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "steps": 7})
     Array(5., dtype=float32)
-    >>> print(tp.global_norm(jnp.ones(1000, jnp.bfloat16)))  # summed in bfloat16 it would be 16
+    >>> print(tp.global_norm([jnp.ones((), jnp.bfloat16)] * 1000))  # added up in bfloat16 it would be 16
     31.622776
     >>> jax.grad(tp.global_norm)(jnp.zeros(2))
     Array([0., 0.], dtype=float32)
 
-    It counts every leaf it is given: pass the gradient of `tp.grad` or `tp.project`, or `tp.partition(model)[0]`, in
-    which a tie stands once. Inside `shard_map` it is the norm of the local shard.
+    It counts every leaf it is given, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
+    `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the local shard.
 
     Args:
         tree: any pytree; leaves that are no floating or complex arrays are ignored.

@@ -13,9 +13,10 @@ from ._describe import count_of, first_few, in_columns, without_middle
 from ._layout import Layout
 from ._resolve import resolve
 from ._select import select
+from ._structure import Structure
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to", "group")
-_NUMBERS = (3, 4)  # the columns of numbers, which are aligned to the right
+_NUMBERS, _ROLE = (3, 4), 5  # columns; those of numbers are aligned to the right
 _COLOURS = {"trained": "green", "frozen": "blue"}
 
 
@@ -23,7 +24,7 @@ class Row(NamedTuple):
     """One array of a model, ties once; or, below the depth asked for, the arrays of one node."""
 
     path: str
-    shape: str
+    shape: tuple[int, ...] | None  # none of several arrays
     dtype: str
     arrays: int
     elements: int
@@ -34,8 +35,9 @@ class Row(NamedTuple):
 
     def cells(self) -> list[str]:
         """The row as text, in the order of the header."""
-        numbers = [f"{self.elements:,}", in_bytes(self.nbytes)]
-        return [self.path or '""', self.shape, self.dtype, *numbers, self.role, self.tied_to, self.group]
+        shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
+        sizes = [f"{self.elements:,}", in_bytes(self.nbytes)]
+        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.tied_to, self.group]
 
 
 class Total(NamedTuple):
@@ -103,7 +105,7 @@ class Summary:
         for i, name in enumerate(self._header()):
             table.add_column(name, justify="right" if i in _NUMBERS else "left", overflow="fold")
         for row in without_middle(self._shown, len(self._columns)):
-            table.add_row(*map(Text, row), style=_COLOURS.get(row[5]))
+            table.add_row(*map(Text, row), style=_COLOURS.get(row[_ROLE]))
         for name, text in self._below():
             below.add_row(Text(name, style=_COLOURS.get(name, "")), Text(text))
         return Group(table, below)
@@ -150,7 +152,8 @@ def summary(
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s.
         trainable: as for `tp.layout`; what comes of it stands under "role". "other" are the arrays that are no
             parameters: ints, bools, keys.
-        depth: how many entries of a path are shown; what lies deeper is one row per node. `None`: every array.
+        depth: how many entries of a path are shown; several arrays that lie deeper below one node are one row. `None`:
+            every array.
         groups: `{where: name}`, the first that matches counts; trained parameters only.
 
     Returns:
@@ -158,8 +161,10 @@ def summary(
 
     Raises:
         ValueError: `depth` is no count; a group selects nothing; as `tp.layout`.
-        TypeError: as `tp.layout`.
+        TypeError: `model` is a `Layout`; a group's name is no text; as `tp.layout`.
     """
+    if isinstance(model, Layout):
+        raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
     found = resolve(model, trainable)
     structure, layout = found.structure, found.layout
     parameters = set(layout.distinct) | set(layout.sources)
@@ -168,20 +173,22 @@ def summary(
     rows = [_row(layout, i, names.get(i, "")) for i in arrays]
     shown = rows if depth is None else _folded([structure.entries[i] for i in arrays], rows, depth)
     without = [i for i, spec in enumerate(structure.specs) if spec is None]
-    values = [f"{structure.paths[i]} ({_kind(found.leaves[i])})" for i in without]
+    values = [f"{structure.paths[i] or repr('')} ({_kind(found.leaves[i])})" for i in without]
     return Summary(rows, shown, values)
 
 
 def in_bytes(count: int) -> str:
     """A number of bytes, to four digits at most.
 
-    >>> in_bytes(999), in_bytes(1000), in_bytes(90_853_376)
-    ('999 B', '1.0 kB', '90.9 MB')
+    >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
+    ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
     """
     if count < 1000:
         return f"{count} B"
-    scale = min(int(math.log10(count) / 3 + 1e-9), 5)
-    return f"{count / 1000**scale:.1f} {'kMGTP'[scale - 1]}B"
+    scaled, units = count / 1000, list("kMGTP")
+    while scaled >= 999.95 and len(units) > 1:
+        scaled, units = scaled / 1000, units[1:]
+    return f"{scaled:,.1f} {units[0]}B"
 
 
 def _row(layout: Layout, leaf: int, group: str) -> Row:
@@ -190,8 +197,13 @@ def _row(layout: Layout, leaf: int, group: str) -> Row:
     role = "trained" if leaf in layout.by_leaf else "frozen" if spec.parameter else "other"
     # A key is no NumPy dtype, but has a size all the same.
     nbytes = size * getattr(spec.dtype, "itemsize", jnp.dtype("float32").itemsize)
-    shape = ",".join(map(str, spec.shape)) or "()"
-    return Row(path, shape, str(spec.dtype), 1, size, nbytes, role, layout.tied_to.get(path, ""), group)
+    tied = layout.tied_to.get(path, "") if spec.parameter else ", ".join(_same(layout.structure, leaf))
+    return Row(path, spec.shape, str(spec.dtype), 1, size, nbytes, role, tied, group)
+
+
+def _same(structure: Structure, leaf: int) -> list[str]:
+    # What is no parameter has no ties, but may be one array in several places all the same.
+    return [structure.paths[i] for i, first in enumerate(structure.first) if first == leaf != i]
 
 
 def _kind(leaf: Any) -> str:
@@ -201,6 +213,8 @@ def _kind(leaf: Any) -> str:
 def _groups(layout: Layout, groups: Mapping[Any, str]) -> dict[int, str]:
     found: dict[int, str] = {}
     for where, name in groups.items():
+        if not isinstance(name, str):
+            raise TypeError(f"groups is a dictionary from a `where` to a name, got {name!r} for {where!r}")
         for leaf in select(layout.structure, where):
             source = layout.sources.get(leaf, leaf)
             if source in layout.by_leaf:
@@ -225,7 +239,7 @@ def _fold(path: str, rows: Sequence[Row]) -> Row:
     trained = sum(row.role == "trained" for row in rows)
     role = roles[0] if len(roles) == 1 else f"{trained} of {len(rows)} trained"
     total = _total(rows)
-    return Row(path, f"{len(rows)} arrays", ", ".join(dtypes), *total, role, first_few(ties), first_few(groups))
+    return Row(path, None, ", ".join(dtypes), *total, role, first_few(ties), first_few(groups))
 
 
 def _total(rows: Iterable[Row]) -> Total:
@@ -234,7 +248,7 @@ def _total(rows: Iterable[Row]) -> Total:
 
 
 def _html_cell(column: int, text: str) -> str:
-    side, colour = "right" if column in _NUMBERS else "left", _COLOURS.get(text)
+    side, colour = "right" if column in _NUMBERS else "left", _COLOURS.get(text) if column == _ROLE else None
     style = f"text-align:{side}" + (f";color:{colour}" if colour else "")
     return f'<td style="{style}">{html.escape(text)}</td>'
 

@@ -7,7 +7,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ def layout(model: PyTree, trainable: Any = None, *, ax: Axes | None = None) -> A
     Args:
         model: any pytree, also of `jax.ShapeDtypeStruct`s, or a `Layout`.
         trainable: as for `tp.layout`.
-        ax: where to draw; `None`: a new figure.
+        ax: where to draw, some inches wide; `None`: a new figure.
 
     Returns:
         The axes.
@@ -109,27 +109,35 @@ def _frozen(known: Layout) -> _Strip:
     for i in known.frozen:
         spec = known.structure.spec(i)
         slot = unplaced(known.structure.paths[i], (), spec.shape, spec.dtype)._replace(offset=size)
-        slots, size, nbytes = [*slots, slot], size + slot.size, nbytes + slot.size * spec.dtype.itemsize
+        slots.append(slot)
+        size, nbytes = size + slot.size, nbytes + slot.size * spec.dtype.itemsize
     return _Strip(f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}", slots, size, True)
 
 
 def _colours(known: Layout) -> dict[str, str]:
     """The colour of each parameter."""
-    entries = {known.structure.paths[i]: known.structure.entries[i] for i in known.distinct}
-    shared = len(list(itertools.takewhile(lambda each: len(set(each)) == 1, zip(*entries.values(), strict=False))))
-    heads = {path: each[: shared + 1] for path, each in entries.items()}
+    shared = _shared(known.structure.paths[i] for i in known.distinct)
+    heads = {known.structure.paths[i]: known.structure.entries[i][: shared + 1] for i in known.distinct}
     number = {head: i for i, head in enumerate(dict.fromkeys(heads.values()))}
     return {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
 
 
+def _shared(paths: Iterable[str]) -> int:
+    """How many entries all paths begin with."""
+    entries = zip(*map(split, paths), strict=False)
+    return len(list(itertools.takewhile(lambda each: len(set(each)) == 1, entries)))
+
+
 def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
-    # The deepest names that are few enough; where even those of the children are too many, some of them.
+    # The deepest names that are few enough; where even those at which the paths part are too many, some of them.
     groups: dict[str, list[Slot]] = {}
-    for depth in range(max((len(split(slot.path)) for slot in strip.slots), default=0), -1, -1):
+    shallowest = _shared(slot.path for slot in strip.slots) + 1
+    deepest = max((len(split(slot.path)) for slot in strip.slots), default=0)
+    for depth in range(max(deepest, shallowest), shallowest - 1, -1):
         groups = {}
         for slot in strip.slots:
             groups.setdefault(join(split(slot.path)[:depth]), []).append(slot)
-        if len(groups) <= _LABELS or depth <= 1:
+        if len(groups) <= _LABELS:
             break
     chosen = list(groups.items())[:: -(-len(groups) // _LABELS) or 1]
     return [_label_of(name, slots, strip.length, tied) for name, slots in chosen]
@@ -143,8 +151,8 @@ def _label_of(name: str, slots: list[Slot], length: int, tied: dict[str, str]) -
 
 def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
     """The labels that have room within their part of the strip, and the others."""
-    inside = [label for label in labels if len(label.text) * _LETTER < 0.95 * label.width * inches]
-    return inside, [label for label in labels if label not in inside]
+    fits = lambda label: len(label.text) * _LETTER < 0.95 * label.width * inches
+    return [label for label in labels if fits(label)], [label for label in labels if not fits(label)]
 
 
 def _places(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
@@ -160,7 +168,7 @@ def _places(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
 
 def _draw(ax: Axes, strip: _Strip, base: float, tied: dict[str, str], colours: dict[str, str]) -> None:
     scale = 1 / max(strip.length, 1)
-    ax.text(0, base + 1.12, strip.title, fontsize=9, weight="bold", va="bottom")
+    ax.text(0, base + 1.12, strip.title, fontsize=9, weight="bold", va="bottom", parse_math=False)
     ax.add_patch(Rectangle((0, base), 1, 1, facecolor=_EMPTY, edgecolor="grey", linewidth=0.5))
     for slot in strip.slots:
         face = _FROZEN if strip.frozen else colours[slot.path]
@@ -173,11 +181,13 @@ def _draw(ax: Axes, strip: _Strip, base: float, tied: dict[str, str], colours: d
 def _name(ax: Axes, base: float, inside: Sequence[_Label], below: Sequence[_Label]) -> None:
     for label in inside:
         box = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "boxstyle": "round,pad=0.15"}
-        ax.text(label.middle, base + 0.5, label.text, fontsize=_FONT, ha="center", va="center", bbox=box)
+        ax.text(
+            label.middle, base + 0.5, label.text, fontsize=_FONT, ha="center", va="center", bbox=box, parse_math=False
+        )
     for label, x in zip(below, _apart([label.middle for label in below]), strict=True):
         xs, ys = [label.middle, label.middle, x, x], [base, base - 0.12, base - 0.4, base - 0.5]
         ax.plot(xs, ys, color="grey", linewidth=0.6)
-        turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center"}
+        turned = {"rotation": -_SLOPE, "rotation_mode": "anchor", "ha": "left", "va": "center", "parse_math": False}
         ax.text(x, base - 0.58, label.text, fontsize=_FONT, **turned)
 
 
