@@ -31,7 +31,8 @@ def global_norm(tree: PyTree) -> jax.Array:
     Array([0., 0.], dtype=float32)
 
     It counts every leaf it is given, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
-    `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the local shard.
+    `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the
+    local shard.
 
     Args:
         tree: any pytree; leaves that are no floating or complex arrays are ignored.
