@@ -42,7 +42,10 @@ def test_the_public_names_of_optim():
 
 
 def test_the_public_names_of_nested():
-    assert sorted(NESTED) == ["Operator", "ggn_operator", "hessian", "hessian_diagonal", "hessian_operator", "hvp"]
+    assert sorted(NESTED) == [
+        "Operator", "batched_gradient", "batched_jacobian", "ggn_operator", "hessian", "hessian_diagonal",
+        "hessian_operator", "hvp", "per_example_gradients", "per_example_norms",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ def test_what_is_taken_out_by_path_goes_back_by_path(specimen):
     assert_same(tp.project(model, doubled, layout), tp.partition(want, layout)[0])
 
 
-def test_a_dictionary_is_of_paths_only_if_every_key_is_one():
+def test_a_dictionary_is_of_paths_only_if_its_keys_do_not_fit_as_they_are():
     model = {"a.b": ramp(1), "a": {"b": ramp(2)}}
-    assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "by path"})} == {'"a.b"': None, "a.b": "by path"}
+    assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "the key"})} == {'"a.b"': "the key", "a.b": None}
     structural = {"a": {"b": "node"}, "a.b": "key"}
     assert {path: other for path, _, other in tp.biwalk(model, structural)} == {"a.b": "node", '"a.b"': "key"}
     doubled = {path: 2 * leaf for path, leaf in tp.trainables(model).items()}

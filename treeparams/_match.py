@@ -93,7 +93,9 @@ def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
 def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     index = layout.structure.index
-    paths = _named(index, structure) or structure.paths
+    paths = structure.paths
+    if any(path not in index for path in paths):
+        paths = _named(index, structure) or paths
     unknown = [path for path in paths if path not in index]
     if unknown:
         nodes = {node.path for node in layout.structure.nodes}

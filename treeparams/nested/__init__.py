@@ -1,19 +1,27 @@
-"""Curvature of trained parameters: products with the Hessian and the Gauss-Newton matrix, or the matrix itself.
+"""Curvature of trained parameters, and derivatives sample by sample.
 
-Everything here is of the trained parameters only, ties once; what is frozen costs nothing. Tangents are vectors, as of
-`tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent.
+What is differentiated of a model are its trained parameters, ties once; what is frozen costs nothing. Tangents are
+vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent.
 
 The files, from the ground up:
 
-    _slots      a loss as a function of the trained parameters; tangents in either form
-    _operators  hvp, hessian_operator, ggn_operator
-    _dense      hessian, hessian_diagonal
+    _slots        a loss as a function of the trained parameters; tangents in either form
+    _mapped       all at once or some at a time
+    _operators    hvp, hessian_operator, ggn_operator
+    _dense        hessian, hessian_diagonal
+    _batched      batched_gradient, batched_jacobian
+    _per_example  per_example_gradients, per_example_norms
 """
 
+from ._batched import batched_gradient as batched_gradient, batched_jacobian as batched_jacobian
 from ._dense import hessian as hessian, hessian_diagonal as hessian_diagonal
 from ._operators import (
     Operator as Operator,
     ggn_operator as ggn_operator,
     hessian_operator as hessian_operator,
     hvp as hvp,
+)
+from ._per_example import (
+    per_example_gradients as per_example_gradients,
+    per_example_norms as per_example_norms,
 )

@@ -1,6 +1,5 @@
 """The Hessian as a matrix over the vector, and its diagonal."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .._describe import count_of
 from .._flat import as_given, as_vectors, leaves_of, vectors_of
 from .._layout import Layout
+from ._mapped import mapped
 from ._slots import slots
 
 
@@ -91,7 +91,7 @@ def hessian_diagonal(
     signs = lambda key: jax.random.rademacher(key, (size,), layout.dtype)
     sample = lambda key: (lambda sign: sign * times(sign))(signs(key))
     keys = jax.random.split(key, count_of("samples", samples, "products", 2))
-    found = _mapped(sample, keys, chunk)
+    found = mapped(sample, keys, chunk, "products")
     return jnp.mean(found, axis=0), jnp.std(found, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(len(keys), found.dtype))
 
 
@@ -117,10 +117,4 @@ def _over_columns(times: Any, layout: Layout, chunk: int | None, diagonal: bool 
         product = times(jax.nn.one_hot(i, size, dtype=dtype))
         return product[i] if diagonal else product
 
-    return _mapped(column, jnp.arange(size), chunk)
-
-
-def _mapped(f: Callable[[Any], jax.Array], values: Any, chunk: int | None) -> jax.Array:
-    if chunk is None:
-        return jax.vmap(f)(values)
-    return functools.partial(jax.lax.map, f, batch_size=count_of("chunk", chunk, "columns"))(values)
+    return mapped(column, jnp.arange(size), chunk, "columns")

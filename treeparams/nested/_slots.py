@@ -31,16 +31,21 @@ class Slots(NamedTuple):
         return lambda leaves: f(self.rest.fill(list(leaves)), *args)
 
 
-def slots(model: PyTree, trainable: Any) -> Slots:
+def slots(model: PyTree, trainable: Any, real: bool = True) -> Slots:
     """The model taken apart.
 
+    Args:
+        model: any pytree.
+        trainable: as for `tp.layout`.
+        real: whether trained parameters must be real.
+
     Raises:
-        TypeError: a trained parameter is complex, for which no second derivative is defined here; as `tp.layout`.
+        TypeError: a trained parameter is complex where second derivatives are taken; as `tp.layout`.
         ValueError: as `tp.layout`.
     """
     resolved = resolve(model, trainable)
     found = next((slot for slot in resolved.layout.slots if is_complex(slot.dtype)), None)
-    if found is not None:
+    if real and found is not None:
         raise TypeError(
             f"{found.path!r} is {found.dtype}, and second derivatives are of real parameters; freeze it, or hold its "
             "real and imaginary part as two parameters"

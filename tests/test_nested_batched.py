@@ -1,0 +1,182 @@
+"""Derivatives sample by sample: one sweep serves all samples, and what mixes them is found out."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+
+from .zoo import ZOO, inexact_leaves, ramp
+
+MLP = eqx.nn.MLP(3, 5, 8, 2, jnp.tanh, key=jax.random.key(0))
+X = jax.random.normal(jax.random.key(1), (7, 3))
+
+
+def _flops(f, *args):
+    cost = jax.jit(f).lower(*args).compile().cost_analysis()
+    return (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+
+# -- Batches
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3, 5])
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+def test_squares(mode, chunk):
+    x = jnp.array([[1.0, 2], [3, 4], [5, 6]])
+    got = nested.batched_jacobian(lambda x: x**2, mode=mode, chunk=chunk, check=True)(x)
+    np.testing.assert_array_equal(got, [np.diag([2.0, 4]), np.diag([6.0, 8]), np.diag([10.0, 12])])
+
+
+@pytest.mark.parametrize("f", [jax.vmap(MLP), lambda x: jax.vmap(MLP)(x)[:, :2], lambda x: jax.vmap(MLP)(x)[:, 0]])
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+def test_it_is_the_jacobian_of_each_sample(f, mode):
+    want = jax.vmap(jax.jacfwd(lambda x: f(x[None])[0]))(X)
+    for build in (lambda f: f, jax.jit):
+        got = build(nested.batched_jacobian(f, mode=mode))(X)
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, 1e-4, 1e-6)
+
+
+def test_axes_of_any_number():
+    f = lambda x, scale: scale * jnp.einsum("bij,jk->bikj", jnp.sin(x), jnp.ones((4, 2)))
+    x = jax.random.normal(jax.random.key(0), (6, 3, 4))
+    got = nested.batched_jacobian(f)(x, 2.0)
+    assert got.shape == (6, 3, 2, 4, 3, 4)
+    want = jax.vmap(jax.jacrev(lambda x: f(x[None], 2.0)[0]))(x)
+    np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+
+
+def test_gradients_of_numbers():
+    f = lambda x: jnp.sum(jax.vmap(MLP)(x), axis=1)
+    got = nested.batched_gradient(f, check=True)(X)
+    np.testing.assert_allclose(got, jax.vmap(jax.grad(lambda x: f(x[None])[0]))(X), 1e-5)
+    np.testing.assert_allclose(got, nested.batched_jacobian(f)(X), 1e-5)
+
+
+def test_an_empty_batch():
+    assert nested.batched_jacobian(jax.vmap(MLP))(X[:0]).shape == (0, 5, 3)
+    assert nested.batched_gradient(lambda x: jnp.sum(x, axis=1))(X[:0]).shape == (0, 3)
+
+
+def test_a_gradient_of_jacobians_reaches_the_parameters():
+    f = lambda model: jnp.sum(nested.batched_jacobian(jax.vmap(model))(X) ** 2)
+    by_hand = lambda model: jnp.sum(jax.vmap(jax.jacfwd(model))(X) ** 2)
+    for got, want in zip(inexact_leaves(tp.grad(f)(MLP)), inexact_leaves(tp.grad(by_hand)(MLP)), strict=True):
+        np.testing.assert_allclose(got, want, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "least"), [((4, 32), 4), ((32, 4), 4)])
+def test_operations_are_those_of_the_fewer_sweeps(sizes, least):
+    mlp = eqx.nn.MLP(*sizes, 64, 3, jnp.tanh, key=jax.random.key(0))
+    params, rest = tp.partition(mlp)
+    x = jnp.ones((16, sizes[0]))
+    forward = _flops(lambda params, rest, x: jax.vmap(tp.combine(params, rest))(x), params, rest, x)
+    jacobian = lambda params, rest, x: nested.batched_jacobian(jax.vmap(tp.combine(params, rest)))(x)
+    assert _flops(jacobian, params, rest, x) <= (least + 2) * forward
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x - jnp.mean(x, axis=0, keepdims=True),
+        lambda x: jax.nn.softmax(x @ x.T) @ x,
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: x[::-1],
+    ],
+    ids=["normalisation", "attention", "sum", "order"],
+)
+def test_what_mixes_samples_is_found_out(f):
+    for derivative in (
+        nested.batched_jacobian(f, check=True),
+        nested.batched_gradient(lambda x: jnp.sum(f(x), 1), check=True),
+    ):
+        with pytest.raises(ValueError, match=r"f mixes the samples of the batch .*; use jax\.jacobian"):
+            derivative(X)
+
+
+def test_errors_of_batches():
+    with pytest.raises(ValueError, match=r"expected f to return \(7, ...\), one output per sample, got shape \(\)"):
+        nested.batched_jacobian(jnp.sum)(X)
+    with pytest.raises(ValueError, match=r"expected f to return \(7, ...\), one output per sample, got shape \(3,\)"):
+        nested.batched_gradient(lambda x: jnp.sum(x, axis=0))(X)
+    with pytest.raises(ValueError, match=r"expected f to return \(7,\), one number per sample, got shape \(7, 3\)"):
+        nested.batched_gradient(lambda x: x)(X)
+    with pytest.raises(TypeError, match="expected floating samples, got int32"):
+        nested.batched_jacobian(lambda x: x)(jnp.arange(3))
+    with pytest.raises(ValueError, match=r"expected samples of shape \(batch, ...\), got a scalar"):
+        nested.batched_jacobian(lambda x: x)(1.0)
+    with pytest.raises(TypeError, match="check=True needs values: call it outside of jit"):
+        jax.jit(nested.batched_jacobian(jnp.sin, check=True))(X)
+    with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
+        nested.batched_jacobian(jnp.sin, chunk=0)(X)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_a_mode_that_there_is_not():
+    with pytest.raises(ValueError, match='mode must be "auto", "forward" or "reverse", got \'back\''):
+        nested.batched_jacobian(jnp.sin, mode="back")
+
+
+# -- Examples
+
+
+def _loss(model, example):
+    x, weight = example
+    total = sum(jnp.sum(jnp.sin(jnp.abs(jnp.asarray(leaf, jnp.complex64)) * x)) for leaf in inexact_leaves(model))
+    return weight * jnp.real(total)
+
+
+EXAMPLES = (jnp.linspace(0.5, 1.5, 5), jnp.arange(5.0))
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("specimen", [each for each in ZOO.values() if each.layout(each.make()).size])
+def test_gradients_of_examples(specimen, chunk):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    _, restructure = tp.ravel(model, layout)
+    one = lambda i: jax.tree.map(lambda leaf: leaf[i], EXAMPLES)
+    want = jnp.stack([restructure.ravel_gradient(tp.grad(_loss, layout)(model, one(i))) for i in range(5)])
+    tree = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk)
+    matrix = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk, flat=True)
+    assert jax.tree.structure(tree) == jax.tree.structure(tp.partition(model, layout)[0])
+    np.testing.assert_allclose(matrix, want, 1e-2 if layout.nbytes < 4 * layout.size else 1e-5, 1e-6)
+    np.testing.assert_allclose(jax.vmap(restructure.ravel_gradient)(tree), matrix, 1e-6)
+    norms = nested.per_example_norms(_loss, model, EXAMPLES, trainable=layout)
+    np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(matrix), axis=1), 2e-3, 1e-6)
+
+
+def test_norms_take_no_memory_for_the_matrix():
+    mlp = eqx.nn.MLP(32, 1, 128, 2, key=jax.random.key(0))
+    params, rest = tp.partition(mlp)
+    size = tp.layout(mlp).nbytes
+    f = lambda model, x: model(x)[0] ** 2
+
+    def memory(function, count):
+        build = jax.jit(lambda params, rest, x: function(f, tp.combine(params, rest), x))
+        return build.lower(params, rest, jnp.ones((count, 32))).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(nested.per_example_norms, 256) < 8 * size
+    assert memory(lambda *args: nested.per_example_norms(*args, chunk=None), 256) > 100 * size
+
+
+def test_a_sum_over_examples_is_the_gradient():
+    batch = (X, jnp.arange(7.0))
+    loss = lambda model, example: jnp.sum(model(example[0])) * example[1]
+    tree = nested.per_example_gradients(loss, MLP, batch, trainable="layers.0")
+    total = tp.grad(lambda model: sum(loss(model, (X[i], batch[1][i])) for i in range(7)), "layers.0")(MLP)
+    assert tree.layers[1].weight is None
+    np.testing.assert_allclose(jnp.sum(tree.layers[0].weight, 0), total.layers[0].weight, 1e-4, 1e-5)
+
+
+def test_errors_of_examples():
+    model = {"w": ramp(2)}
+    for batch in ((jnp.ones(3), jnp.ones(2)), (jnp.ones(3), 1.0), ()):
+        with pytest.raises(ValueError, match="expected a batch of arrays with one leading axis in common, got shapes"):
+            nested.per_example_gradients(_loss, model, batch)
+    with pytest.raises(ValueError, match="chunk must be a whole number of examples, at least 1, got 0"):
+        nested.per_example_norms(_loss, model, EXAMPLES, chunk=0)

@@ -1,0 +1,151 @@
+"""Derivatives of functions that treat the samples of a batch independently, for all samples in one sweep."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Inexact
+
+from ._mapped import mapped
+
+_TOLERANCE = 1e-3  # of what mixing would change by about its own size
+
+
+def batched_gradient(f: Callable[..., Any], *, check: bool = False) -> Callable[..., Any]:
+    """The gradient of each sample's output in its own input, for all samples by one backward pass.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> nested.batched_gradient(lambda x: jnp.sum(x**2, axis=1))(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    Array([[2., 4.],
+           [6., 8.]], dtype=float32)
+
+    Args:
+        f: called as `f(x, *args)` with x of shape `(batch, *in)`, returns `(batch,)`; each output must depend on the
+            input of its own sample alone.
+        check: as for `batched_jacobian`.
+
+    Returns:
+        A function of `(x, *args)` that returns the gradients, shape `(batch, *in)`.
+
+    Raises:
+        ValueError: when called: the output is not `(batch,)`; as `batched_jacobian`.
+        TypeError: when called: as `batched_jacobian`.
+    """
+
+    def gradient(x: Any, *args: Any) -> jax.Array:
+        y, pull = jax.vjp(lambda x: f(x, *args), _batch(x))
+        _check_output(x, y)
+        if y.ndim != 1:
+            raise ValueError(f"expected f to return ({len(x)},), one number per sample, got shape {y.shape}")
+        if check:
+            _check_independence(lambda x: f(x, *args), jnp.asarray(x))
+        return pull(jnp.ones_like(y))[0]
+
+    return gradient
+
+
+def batched_jacobian(
+    f: Callable[..., Any],
+    *,
+    chunk: int | None = None,
+    mode: Literal["auto", "forward", "reverse"] = "auto",
+    check: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian of each sample's output in its own input, in as few sweeps over the batch as one sample needs.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> jacobian = nested.batched_jacobian(lambda x: x**2)
+    >>> jacobian(jnp.array([[1.0, 2.0], [3.0, 4.0]]))[1]
+    Array([[6., 0.],
+           [0., 8.]], dtype=float32)
+
+    The Jacobian over the whole batch has a block per pair of samples, of which all but the diagonal ones are zero where
+    samples do not mix. So one direction serves all samples at once. Where f is written for one sample,
+    `jax.vmap(jax.jacfwd(f))` is the same; this is for functions that are only at hand for a batch.
+
+    Args:
+        f: called as `f(x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must depend on
+            the input of its own sample alone (no normalisation over the batch).
+        chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
+        mode: `"forward"`: one sweep per entry of a sample's input; `"reverse"`: one per entry of its output; `"auto"`:
+            the fewer.
+        check: whether to find out, with one random direction, if f mixes samples. It needs values, so not inside of a
+            trace.
+
+    Returns:
+        A function of `(x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
+
+    Raises:
+        ValueError: `mode` or `chunk` is none of these; when called: x or the output has no batch axis, or another batch
+            size; `check=True` and f mixes samples.
+        TypeError: when called: x is not floating; `check=True` inside of a trace.
+    """
+    if mode not in ("auto", "forward", "reverse"):
+        raise ValueError(f'mode must be "auto", "forward" or "reverse", got {mode!r}')
+
+    def jacobian(x: Any, *args: Any) -> jax.Array:
+        x, of_x = _batch(x), lambda x: f(x, *args)
+        out = jax.eval_shape(of_x, x)
+        _check_output(x, out)
+        if check:
+            _check_independence(of_x, x)
+        forward = mode == "forward" or (mode == "auto" and _size(x) <= _size(out))
+        if forward:
+            _, sweep = jax.linearize(of_x, x)
+            columns = mapped(lambda i: sweep(_direction(i, x)), jnp.arange(_size(x)), chunk, "sweeps")
+            return jnp.moveaxis(columns, 0, -1).reshape(*out.shape, *x.shape[1:])
+        _, pull = jax.vjp(of_x, x)
+        rows = mapped(lambda i: pull(_direction(i, out))[0], jnp.arange(_size(out)), chunk, "sweeps")
+        return jnp.moveaxis(rows, 0, 1).reshape(*out.shape, *x.shape[1:])
+
+    return jacobian
+
+
+def _batch(x: Any) -> Inexact[Array, "batch ..."]:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"expected floating samples, got {x.dtype}; convert them with x.astype(float)")
+    if x.ndim == 0:
+        raise ValueError("expected samples of shape (batch, ...), got a scalar")
+    return x
+
+
+def _check_output(x: Any, y: Any) -> None:
+    if not hasattr(y, "shape") or y.ndim == 0 or y.shape[0] != len(x):
+        got = f"shape {tuple(y.shape)}" if hasattr(y, "shape") else type(y).__name__
+        raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got {got}")
+
+
+def _size(of: Any) -> int:
+    return math.prod(of.shape[1:])
+
+
+def _direction(i: Any, of: Any) -> jax.Array:
+    """The i-th direction of a sample, the same for all samples."""
+    one = jax.nn.one_hot(i, _size(of), dtype=of.dtype).reshape(of.shape[1:])
+    return jnp.broadcast_to(one, of.shape)
+
+
+def _check_independence(f: Callable[[Any], Any], x: jax.Array) -> None:
+    # Where samples do not mix, scaling the direction of each by a number scales its output by that number.
+    direction, scales = (
+        jax.random.normal(key, shape, x.dtype)
+        for key, shape in zip(jax.random.split(jax.random.key(0)), (x.shape, x.shape[:1]), strict=True)
+    )
+    _, push = jax.linearize(f, x)
+    wide = lambda array: scales.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype)
+    together = push(direction)
+    apart, expected = push(direction * wide(direction)), together * wide(together)
+    error, size = (jnp.linalg.norm(jnp.ravel(each)) for each in (apart - expected, expected))
+    if isinstance(error, Tracer):
+        raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
+    if error > _TOLERANCE * size:
+        raise ValueError(
+            "f mixes the samples of the batch (a normalisation over the batch, attention over it, a sum?), so there is "
+            "no Jacobian per sample; use jax.jacobian"
+        )
