@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ._describe import count_of, first_few, in_columns, without_middle
 from ._layout import Layout
+from ._paths import join
 from ._resolve import resolve
 from ._select import select
 from ._structure import Structure
@@ -71,8 +71,9 @@ class Summary:
         self.totals = {role: _total(row for row in rows if row.role == role) for role in ("trained", "frozen", "other")}
         for group in dict.fromkeys(row.group for row in rows if row.group):
             self.totals[f"group {group}"] = _total(row for row in rows if row.group == group)
-        self._columns = [i for i in range(len(_HEADER)) if i < 6 or any(row.cells()[i] for row in rows)]
-        self._shown = [[row.cells()[i] for i in self._columns] for row in shown]
+        cells = [row.cells() for row in shown]
+        self._columns = [i for i in range(len(_HEADER)) if i <= _ROLE or any(row[i] for row in cells)]
+        self._shown = [[row[i] for i in self._columns] for row in cells]
         self._values = first_few(values)
 
     def _header(self) -> list[str]:
@@ -170,7 +171,8 @@ def summary(
     parameters = set(layout.distinct) | set(layout.sources)
     others = [i for i, spec in enumerate(structure.specs) if spec and structure.first[i] == i and i not in parameters]
     names, arrays = _groups(layout, groups or {}), sorted([*layout.distinct, *others])
-    rows = [_row(layout, i, names.get(i, "")) for i in arrays]
+    tied = layout.tied_to | _same(structure, others)
+    rows = [_row(layout, i, tied, names.get(i, "")) for i in arrays]
     shown = rows if depth is None else _folded([structure.entries[i] for i in arrays], rows, depth)
     without = [i for i, spec in enumerate(structure.specs) if spec is None]
     values = [f"{structure.paths[i] or repr('')} ({_kind(found.leaves[i])})" for i in without]
@@ -191,19 +193,20 @@ def in_bytes(count: int) -> str:
     return f"{scaled:,.1f} {units[0]}B"
 
 
-def _row(layout: Layout, leaf: int, group: str) -> Row:
+def _row(layout: Layout, leaf: int, tied: Mapping[str, str], group: str) -> Row:
     path, spec = layout.structure.paths[leaf], layout.structure.spec(leaf)
     size = math.prod(spec.shape)
     role = "trained" if leaf in layout.by_leaf else "frozen" if spec.parameter else "other"
-    # A key is no NumPy dtype, but has a size all the same.
-    nbytes = size * getattr(spec.dtype, "itemsize", jnp.dtype("float32").itemsize)
-    tied = layout.tied_to.get(path, "") if spec.parameter else ", ".join(_same(layout.structure, leaf))
-    return Row(path, spec.shape, str(spec.dtype), 1, size, nbytes, role, tied, group)
+    return Row(path, spec.shape, str(spec.dtype), 1, size, size * spec.dtype.itemsize, role, tied.get(path, ""), group)
 
 
-def _same(structure: Structure, leaf: int) -> list[str]:
-    # What is no parameter has no ties, but may be one array in several places all the same.
-    return [structure.paths[i] for i, first in enumerate(structure.first) if first == leaf != i]
+def _same(structure: Structure, others: Sequence[int]) -> dict[str, str]:
+    """The further places of arrays that have no ties, as they are no parameters, but stand in several all the same."""
+    places: dict[int, list[str]] = {i: [] for i in others}
+    for i, first in enumerate(structure.first):
+        if first in places and i != first:
+            places[first].append(structure.paths[i])
+    return {structure.paths[i]: ", ".join(paths) for i, paths in places.items()}
 
 
 def _kind(leaf: Any) -> str:
@@ -224,7 +227,7 @@ def _groups(layout: Layout, groups: Mapping[Any, str]) -> dict[int, str]:
 
 def _folded(entries: Sequence[Sequence[str]], rows: Sequence[Row], depth: int) -> list[Row]:
     count_of("depth", depth, "entries")
-    heads = [".".join(each[:depth]) for each in entries]
+    heads = [join(each[:depth]) for each in entries]
     pairs = itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0])
     return [_fold(head, [row for _, row in members]) for head, members in pairs]
 

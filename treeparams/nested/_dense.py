@@ -88,8 +88,11 @@ def hessian_diagonal(
     times, layout, size = _on_vector(loss, model, args, trainable)
     if key is None:
         return _over_columns(times, layout, chunk, diagonal=True)
-    signs = lambda key: jax.random.rademacher(key, (size,), layout.dtype)
-    sample = lambda key: (lambda sign: sign * times(sign))(signs(key))
+
+    def sample(key: Any) -> jax.Array:
+        signs = jax.random.rademacher(key, (size,), layout.dtype)
+        return signs * times(signs)
+
     keys = jax.random.split(key, count_of("samples", samples, "products", 2))
     found = mapped(sample, keys, chunk, "products")
     return jnp.mean(found, axis=0), jnp.std(found, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(len(keys), found.dtype))
