@@ -43,8 +43,8 @@ def test_the_public_names_of_optim():
 
 def test_the_public_names_of_nested():
     assert sorted(NESTED) == [
-        "Operator", "batched_gradient", "batched_jacobian", "ggn_operator", "hessian", "hessian_diagonal",
-        "hessian_operator", "hvp", "per_example_gradients", "per_example_norms",
+        "Operator", "batched_gradient", "batched_jacobian", "ggn_operator", "gradient", "hessian", "hessian_diagonal",
+        "hessian_operator", "hvp", "jacobian", "jvp", "laplacian", "per_example_gradients", "per_example_norms", "vjp",
     ]  # fmt: skip
 
 

@@ -1,12 +1,18 @@
-"""Curvature of trained parameters, and derivatives sample by sample.
+"""Derivatives within losses, curvature of trained parameters, and derivatives sample by sample.
 
 What is differentiated of a model are its trained parameters, ties once; what is frozen costs nothing. Tangents are
-vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent.
+vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent. `gradient`, `jacobian`,
+`vjp`, `jvp` and `laplacian` are of a model's output in its input.
 
 The files, from the ground up:
 
     _slots        a loss as a function of the trained parameters; tangents in either form
     _mapped       all at once or some at a time
+    _orders       products with a Jacobian, differentiated in a chosen order
+    _inputs       gradient, jacobian, vjp, jvp
+    _series       what the forward Laplacian carries, through one equation
+    _forward      the same through a program
+    _laplacian    laplacian
     _operators    hvp, hessian_operator, ggn_operator
     _dense        hessian, hessian_diagonal
     _batched      batched_gradient, batched_jacobian
@@ -15,6 +21,8 @@ The files, from the ground up:
 
 from ._batched import batched_gradient as batched_gradient, batched_jacobian as batched_jacobian
 from ._dense import hessian as hessian, hessian_diagonal as hessian_diagonal
+from ._inputs import gradient as gradient, jacobian as jacobian, jvp as jvp, vjp as vjp
+from ._laplacian import laplacian as laplacian
 from ._operators import (
     Operator as Operator,
     ggn_operator as ggn_operator,

@@ -1,0 +1,312 @@
+"""The forward Laplacian is the trace of the Hessian, whatever the function is made of."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+from treeparams.nested._series import BILINEAR, ELEMENTWISE, LINEAR
+
+from .zoo import assert_close, enable_x64
+
+A = np.cos(np.arange(12.0)).reshape(3, 4)
+IMAGE = np.sin(np.arange(18.0)).reshape(1, 2, 3, 3)
+WHERE = np.array([True, False, True, True])
+PLACES = np.array([2, 0, 3])
+
+
+def _positive(x):
+    return jnp.sum(x**2, keepdims=True) + x**2 + 0.5
+
+
+def _within(x):
+    return 0.4 * jnp.sin(x) + 0.1 * x[0]
+
+
+def _pairs(x):
+    """Three series that are not elementwise functions of one another."""
+    return A @ x, jnp.flip(A @ jnp.sin(x)), jnp.cumsum(x**3)[1:]
+
+
+@jax.custom_jvp
+def _other_rule(x):
+    return jnp.sum(x**2) * x
+
+
+@_other_rule.defjvp
+def _other_rule_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return _other_rule(x), 5 * x[0] ** 2 * t  # not its derivative, so that it shows which one is used
+
+
+_UNARY = {
+    "acos": _within, "acosh": lambda x: 1 + _positive(x), "asin": _within, "asinh": None, "atan": None,
+    "atanh": _within, "cbrt": _positive, "cos": None, "cosh": None, "digamma": _positive, "erf": None,
+    "erf_inv": _within, "erfc": None,
+    "exp": None, "exp2": None, "expm1": None, "lgamma": _positive, "log": _positive, "log1p": _positive,
+    "logistic": None, "rsqrt": _positive, "sin": None, "sinh": None, "sqrt": _positive, "square": None, "tan": _within,
+    "tanh": None,
+}  # fmt: skip
+
+
+def _unary(name, inner):
+    return lambda x: getattr(jax.lax, name)(A @ x if inner is None else inner(x))
+
+
+ELEMENTARY = {name: _unary(name, inner) for name, inner in _UNARY.items()} | {
+    "integer powers": lambda x: (A @ x) ** 3 + x[:3] ** -2,
+    "real powers": lambda x: _positive(x) ** 1.7,
+    "powers of two series": lambda x: _positive(x)[:3] ** (A @ x),
+    "atan2": lambda x: jnp.arctan2(A @ x, x[:3]),
+    "quotients": lambda x: (A @ x) / (2 + jnp.sin(x[:3])) + x[:3] / 3 + 1 / _positive(x)[:3],
+    "products": lambda x: (A @ x) * x[:3] * jnp.cumsum(x)[:3] * 2,
+    "a square by itself": lambda x: (A @ x) * (A @ x),
+    "gelu": lambda x: jax.nn.gelu(A @ x),
+    "exact gelu": lambda x: jax.nn.gelu(A @ x, approximate=False),
+    "silu": lambda x: jax.nn.silu(A @ x),
+    "softplus": lambda x: jax.nn.softplus(A @ x),
+    "relu": lambda x: jax.nn.relu(A @ x) ** 2,
+    "elu": lambda x: jax.nn.elu(A @ x),
+    "broadcast against each other": lambda x: jnp.outer(x, jnp.sin(x)) / jnp.outer(1 + x**2, jnp.ones(4)) ** x[:, None],
+    "a scalar with an array": lambda x: jax.lax.pow(_positive(x), jnp.sum(x)) * jax.lax.div(x**3, jnp.sum(x**2)),
+    "scalars": lambda x: jnp.sin(x[0] * x[1]) * jnp.exp(x[2]) + x[3],
+    "chains with two ends": lambda x: jnp.sin(A @ x) + (lambda y: jnp.exp(y) * jnp.cos(y) + jnp.flip(y**2))(A @ x),
+    "the same jitted function twice": lambda x: jax.jit(jnp.sin)(A @ x) * jax.jit(jnp.sin)(x[:3]),
+    "the same jitted function on itself": lambda x: _jitted(_jitted(A @ x)) + _jitted(A @ x),
+}
+STRUCTURE = {
+    "sums": lambda x: jnp.sum(jnp.outer(x, x**2), 1) - jnp.cumsum(x**3) + jnp.sum(x) ** 2,
+    "shapes": lambda x: jnp.transpose(jnp.reshape(jnp.tile(x**2, 3), (3, 4)))[:, ::-1].ravel() + 1,
+    "joins and splits": lambda x: jnp.concatenate([*jnp.split(jnp.sin(x), 2), jnp.pad(x**2, (1, 2))]),
+    "a choice": lambda x: jnp.where(WHERE, x**2, jnp.sin(x)) * jnp.where(x > 0.6, x, 2.0),
+    "extremes": lambda x: jnp.max(x**2) * jnp.min(jnp.sin(x)) + jnp.maximum(x, 0.7) ** 2 * jnp.minimum(x**3, x)
+    + jax.lax.clamp(0.1, x**2, 0.9) + jnp.abs(x - 0.5) * x,
+    "sorting": lambda x: jnp.sort(jnp.sin(3 * x)) ** 2,
+    "indices": lambda x: (x**2)[PLACES] * jnp.zeros(3).at[PLACES % 2].add(x[:3] ** 2)
+    + jnp.ones(3).at[1].set(x[0] ** 3),
+    "slices at": lambda x: jax.lax.dynamic_slice(x**2, (PLACES[1],), (3,))
+    * jax.lax.dynamic_update_slice(x[:3], x[2:] ** 2, (PLACES[1],)),
+    "windows": lambda x: jax.lax.reduce_window(x**2, np.array(0.0, x.dtype), jax.lax.add, (2,), (1,), "VALID"),
+    "matrix products": lambda x: jnp.outer(x, x**2) @ jnp.outer(jnp.sin(x), x) @ A.T,
+    "batched products": lambda x: jnp.einsum("bi,bij->bj", _table(x), jnp.stack([_table(x).T] * 2)),
+    "convolutions": lambda x: jax.lax.conv(IMAGE, jnp.reshape(x, (1, 2, 1, 2)) ** 2, (1, 1), "SAME"),
+    "convolutions by itself": lambda x: jnp.convolve(jnp.sin(x), x**2),
+    "no dependence": lambda x: jnp.ones((2, 2)),
+    "no dependence, later": lambda x: jax.lax.stop_gradient(x**2) + jnp.floor(x) * 0 + jnp.sign(x),
+    "precision": lambda x: jax.lax.reduce_precision(x**2, 11, 52) + (x**2).astype(jnp.float64).astype(x.dtype),
+    "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.tanh(A @ y) * y[:3])(x),
+    "vmap": lambda x: jax.vmap(lambda row: jnp.sin(row @ x) * row)(A),
+    "attention": lambda x: jax.nn.softmax(jnp.outer(x, x), -1) @ x,
+    "softmax": lambda x: jax.nn.log_softmax(x**2) + jax.nn.logsumexp(x),
+    "layer norm": lambda x: eqx.nn.LayerNorm(4)(jnp.sin(x)),
+    "restructure": lambda x: _restructured(x),
+    "empty": lambda x: x[:0] ** 2,
+}  # fmt: skip
+
+_jitted = jax.jit(lambda y: jnp.tanh(y) * y)
+
+
+def _table(x):
+    return jnp.reshape(x, (2, 2)) ** 3
+
+
+def _restructured(x):
+    """The model's parameters as the input: cut and join among the primitives."""
+    _, restructure = tp.ravel({"a": jnp.ones((2, 1)), "b": jnp.ones(2)})
+    model = restructure(x.astype(jnp.float32) ** 2)
+    return restructure.ravel(jax.tree.map(jnp.sin, model)).astype(x.dtype)
+
+
+def _of(f):
+    return lambda model, x: f(x)
+
+
+def _trace(f, x):
+    y = jax.eval_shape(f, x)
+    hessian = jax.jacfwd(jax.jacfwd(f))(x).reshape(*y.shape, x.size, x.size)
+    return jnp.trace(hessian, axis1=-2, axis2=-1)
+
+
+X = np.array([0.3, 0.9, -0.4, 0.55])
+
+
+@pytest.mark.parametrize("name", [*ELEMENTARY, *STRUCTURE])
+def test_it_is_the_trace(name):
+    f = (ELEMENTARY | STRUCTURE)[name]
+    with enable_x64(True):
+        x = jnp.asarray(X)
+        tolerance = 1e-6 if name == "restructure" else 1e-11
+        value, jacobian, laplacian = jax.jit(lambda x: nested.laplacian(_of(f), full=True)(None, x))(x)
+        want, slope, trace = jax.jit(lambda x: (f(x), jax.jacfwd(f)(x), _trace(f, x)))(x)
+        np.testing.assert_allclose(value, want, tolerance)
+        np.testing.assert_allclose(jacobian, slope, tolerance, tolerance)
+        np.testing.assert_allclose(laplacian, trace, tolerance, tolerance)
+
+
+def test_every_rule_is_among_the_cases():
+    seen = set()
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            seen.add(eqn.primitive.name)
+            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+                if hasattr(inner, "eqns"):
+                    look(getattr(inner, "jaxpr", inner))
+
+    with enable_x64(True):
+        for f in (ELEMENTARY | STRUCTURE).values():
+            look(jax.make_jaxpr(f)(jnp.asarray(X)).jaxpr)
+    unseen = (LINEAR | BILINEAR | ELEMENTWISE) - seen
+    # These come of transposition, of eager execution, of meshes, or of other versions of JAX.
+    assert unseen <= {
+        "add_any", "copy", "copy_p", "expand_dims", "sharding_constraint", "split", "square", "stack", "tile"
+    }  # fmt: skip
+
+
+# -- Beyond the rules
+
+
+def _scanned(x):
+    return jax.lax.scan(lambda carry, row: (jnp.tanh(carry * (row @ x)), carry), x[0], jnp.asarray(A, x.dtype))[1]
+
+
+OTHERS = {
+    "scan": _scanned,
+    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1] * x[0])), (0, x))[1],
+    "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x**3, jnp.sin, x),
+    "cumprod": lambda x: jnp.cumprod(x**2),
+    "cholesky": lambda x: jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(4)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_no_rule_is_exact_and_named(name):
+    f = OTHERS[name]
+    with enable_x64(True):
+        x = jnp.asarray(X)
+        with pytest.warns(
+            UserWarning, match=f"no rule for '{name}': what it gives is exact, but takes one second deriv"
+        ):
+            got = nested.laplacian(_of(f))(None, x)
+        np.testing.assert_allclose(got, _trace(f, x), 1e-10, 1e-12)
+
+
+def test_a_rule_for_jvp_is_the_one_that_counts():
+    x = jnp.asarray(X, jnp.float32)
+    got = nested.laplacian(_of(_other_rule))(None, x)
+    np.testing.assert_allclose(got, _trace(_other_rule, x), 1e-5)
+    np.testing.assert_allclose(got, [10 * x[0], 0, 0, 0], 1e-5)
+
+
+def test_a_rule_for_vjp_alone_is_an_error():
+    f = jax.custom_vjp(lambda x: x**2)
+    f.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
+    with pytest.raises(TypeError, match="f calls a function with a rule for vjp alone"):
+        nested.laplacian(_of(f))(None, jnp.ones(2))
+
+
+# -- In losses
+
+
+class Wave(eqx.Module):
+    mlp: eqx.nn.MLP
+    scale: jax.Array = tp.field(trainable=False)
+
+    def __call__(self, x):
+        return self.mlp(self.scale * x)
+
+
+def _wave(activation=jax.nn.gelu):
+    return Wave(eqx.nn.MLP(3, "scalar", 5, 2, activation, key=jax.random.key(0)), jnp.ones(3))
+
+
+def test_its_gradient_is_that_of_the_trace():
+    model, x = _wave(), jax.random.normal(jax.random.key(1), (4, 3))
+    layout = tp.layout(model)
+    params, rest = tp.partition(model, layout)
+    call = lambda model, x: model(x)
+
+    def residual(laplacian):
+        return lambda model, x: jnp.mean((jax.vmap(laplacian, (None, 0))(model, x) - jax.vmap(model)(x)) ** 2)
+
+    trace = lambda model, x: jnp.trace(jax.hessian(model)(x))
+    ours, plain = residual(nested.laplacian(call)), residual(trace)
+    direction = jnp.ones(layout.size)
+
+    @jax.jit
+    def both(params, x):
+        model = tp.combine(params, rest)
+        return [
+            (
+                tp.grad(loss, layout)(model, x),
+                jax.grad(loss, 1)(model, x),
+                nested.hvp(loss, model, direction, x, trainable=layout),
+            )
+            for loss in (ours, plain)
+        ]
+
+    got, want = both(params, x)
+    assert_close(got, want, 2e-5)
+
+
+def test_of_other_arguments_shapes_and_dtypes():
+    f = lambda model, x, t: model["w"] * jnp.sum(x**2, 1) * t
+    x = jnp.ones((3, 2))
+    got = nested.laplacian(f)({"w": jnp.float32(2), "n": 3}, x, jnp.float32(5))
+    np.testing.assert_allclose(got, [40.0, 40, 40])
+    half = nested.laplacian(lambda model, x: jnp.sum(x**3))(None, jnp.ones(4, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    assert half == 24
+    wide = nested.laplacian(lambda model, x: jnp.sum(jnp.sin(x.astype(jnp.float32)) ** 2))(
+        None, jnp.ones(4, jnp.bfloat16)
+    )
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, 8 * np.cos(2), 1e-2)
+    number = nested.laplacian(lambda model, x: x**3)(None, 2.0)
+    assert number == 12
+
+
+# -- Costs
+
+
+def _costs(activation, laplacian):
+    mlp = eqx.nn.MLP(10, "scalar", 64, 3, activation, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    f = lambda params, x: eqx.combine(params, static)(x)
+    program = jax.jit(jax.vmap(laplacian(f), (None, 0))).lower(params, jnp.ones((16, 10))).compile()
+    cost = program.cost_analysis()
+    flops = (cost[0] if isinstance(cost, list) else cost)["flops"]
+    return flops, program.memory_analysis().temp_size_in_bytes
+
+
+def _by_trace(f):
+    return lambda params, x: jnp.trace(jax.hessian(f, 1)(params, x))
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.silu])
+def test_half_the_operations_of_the_trace(activation):
+    ours, _ = _costs(activation, nested.laplacian)
+    trace, _ = _costs(activation, _by_trace)
+    assert ours < 0.56 * trace
+
+
+def test_an_activation_of_many_equations_takes_the_memory_of_one():
+    assert _costs(jax.nn.gelu, nested.laplacian)[1] < 1.3 * _costs(jnp.tanh, nested.laplacian)[1]
+
+
+# -- Errors
+
+
+def test_errors():
+    f = lambda model, x: x**2
+    with pytest.raises(TypeError, match="expected x to be real and floating, got int32"):
+        nested.laplacian(f)(None, jnp.arange(3))
+    with pytest.raises(TypeError, match="expected an array for x, got list"):
+        nested.laplacian(f)(None, [1.0])
+    with pytest.raises(TypeError, match="expected f to return a real floating array, got dict"):
+        nested.laplacian(lambda model, x: {"y": x})(None, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"expected f to return a real floating array, got int32\[3\]"):
+        nested.laplacian(lambda model, x: jnp.arange(3))(None, jnp.ones(3))

@@ -1,0 +1,118 @@
+"""A program evaluated with the Jacobian and the Laplacian of each intermediate result beside its value."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ._series import CALLS, CHECKPOINTS, Series, elementwise, inner, is_linear_in, is_pointwise, through
+
+
+def forward(closed: ClosedJaxpr, start: Series) -> list[Any]:
+    """The results of a program of one argument: a `Series` each, or an array that does not depend on the argument."""
+    return [_series(result) for result in _propagate(closed.jaxpr, closed.consts, [start])]
+
+
+class _Chain:
+    """A result that is an elementwise function of one series, through any number of equations.
+
+    Its Jacobian is made for all of them at once, when it is asked for, so that n numbers per entry are written once and
+    not at each equation: three times as fast for a dense net with `jax.nn.gelu`, which is ten equations.
+    """
+
+    def __init__(self, root: Series, eqn: Any, operands: list[Any], value: jax.Array) -> None:
+        self.root, self.eqn, self.operands, self.value = root, eqn, operands, value
+        earlier = [operand.steps for operand in operands if isinstance(operand, _Chain)]
+        self.steps: dict[int, _Chain] = {key: step for steps in earlier for key, step in steps.items()}
+        self.steps[id(self)] = self
+        self._made: Series | None = None
+
+    def series(self) -> Series:
+        """The result with its derivatives."""
+        if self._made is None:
+            (self._made,) = elementwise(self._replay, [self.root])
+        return self._made
+
+    def _replay(self, value: jax.Array) -> list[Any]:
+        done: dict[int, Any] = {id(self.root): value}
+        for key, step in self.steps.items():
+            (done[key],) = _bind(step.eqn, [done.get(id(operand), operand) for operand in step.operands])
+        return [done[id(self)]]
+
+
+def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda var: var.val if isinstance(var, Literal) else values[var]
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _evaluate(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    depends = list(filter(_depends, operands))
+    values = [operand.value if _depends(operand) else operand for operand in operands]
+    floating = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars]
+    if not depends or not any(floating) or eqn.primitive.name == "stop_gradient":
+        return _bind(eqn, values)
+    pointwise = is_pointwise(eqn, depends)
+    if pointwise and _continues(eqn, operands):
+        return [_Chain(_root(depends[0]), eqn, operands, *_bind(eqn, values))]
+    if eqn.primitive.name in CALLS and not pointwise:
+        return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands)
+    operands = list(map(_series, operands))
+    if eqn.primitive.name in CHECKPOINTS:
+        return _checkpointed(eqn, operands)
+    return _through(eqn, operands, values, floating)
+
+
+def _continues(eqn: Any, operands: list[Any]) -> bool:
+    """Whether an elementwise equation begins or goes on with a chain."""
+    roots = {id(_root(operand)) for operand in operands if _depends(operand)}
+    # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
+    begins_linear = is_linear_in(eqn, list(map(_depends, operands))) and not any(map(_is_chain, operands))
+    return len(roots) == 1 and not begins_linear
+
+
+def _through(eqn: Any, operands: list[Any], values: list[Any], floating: list[bool]) -> list[Any]:
+    which = list(map(_depends, operands))
+
+    def of(*moving: Any) -> list[Any]:
+        """The equation as a function of what depends on the input; of the results those that can be differentiated."""
+        given = iter(moving)
+        filled = [next(given) if depends else value for depends, value in zip(which, values, strict=True)]
+        return [result for result, keep in zip(_bind(eqn, filled), floating, strict=True) if keep]
+
+    found = iter(through(eqn, of, which, list(filter(_depends, operands))))
+    return [next(found) if keep else result for result, keep in zip(_bind(eqn, values), floating, strict=True)]
+
+
+def _checkpointed(eqn: Any, operands: list[Any]) -> list[Any]:
+    run = lambda operands: list(map(_series, _propagate(eqn.params["jaxpr"], (), operands)))
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(operands)
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _series(operand: Any) -> Any:
+    return operand.series() if _is_chain(operand) else operand
+
+
+def _is_chain(operand: Any) -> bool:
+    return isinstance(operand, _Chain)
+
+
+def _depends(operand: Any) -> bool:
+    return isinstance(operand, Series | _Chain)
+
+
+def _root(operand: Series | _Chain) -> Series:
+    return operand.root if isinstance(operand, _Chain) else operand

@@ -1,0 +1,224 @@
+"""Derivatives of a model's output in its input, for losses that contain them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._structure import describe, scan
+from ._mapped import mapped
+from ._orders import ORDERS, Order, pulled, pushed
+
+_F = Callable[..., Any]
+
+
+def gradient(f: _F, *, mode: Order | None = None) -> _F:
+    """The gradient of `f(model, x, *args)` in x, to stand in a loss.
+
+    The gradient of that loss reaches all parameters of the model, what f captured, x and the other arguments.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> energy = lambda model, x: model["k"] * jnp.sum(x**2)
+    >>> force = nested.gradient(energy)
+    >>> model, x = {"k": jnp.array(2.0), "frozen": jnp.ones(1)}, jnp.array([1.0, 3.0])
+    >>> force(model, x)
+    Array([ 4., 12.], dtype=float32)
+    >>> loss = lambda model: jnp.sum(force(model, x) ** 2)  # 4 k^2 x^2
+    >>> tp.grad(loss, "k")(model)["k"]
+    Array(160., dtype=float32, weak_type=True)
+
+    The model may be a bound method of a Module or a `jax.tree_util.Partial`, which carry their parameters:
+    `nested.gradient(lambda energy, x: energy(x))(net.energy, x)`. For one point; `jax.vmap(force, (None, 0))` takes
+    many, or `batched_gradient` where f is only at hand for a batch. With the value: `vjp(f)(model, x, 1.0)`.
+
+    Args:
+        f: called as `f(model, x, *args)`, returns a scalar.
+        mode: in which order the gradient of the loss is taken through this one, outer over inner:
+            `"reverse/reverse"` (what JAX does as it is), `"forward/reverse"` (by one product with the Hessian, as Lux
+            rewrites it) or `"reverse/forward"` (the gradient of one directional derivative); `None`: the one that was
+            found best for this function, `"reverse/reverse"`. Values are the same. The order holds for the first
+            derivative of the gradient; further ones are JAX's own of it. Orders that are not JAX's own need f to be
+            differentiable in forward mode, and take longer to trace. Figures: `benchmarks/RESULTS.md`, "orders".
+
+    Returns:
+        A function of `(model, x, *args)` that returns the gradient, a tree like x.
+
+    Raises:
+        ValueError: `mode` is none of these.
+        TypeError: when called: x has a leaf that is not floating; f returns no scalar.
+    """
+    order = _order(mode, "reverse/reverse")
+
+    def of(model: PyTree, x: Any, *args: Any) -> Any:
+        x = _floating(x)
+        y = jax.eval_shape(lambda x: f(model, x, *args), x)
+        if getattr(y, "shape", None) != ():
+            raise TypeError(f"expected f to return a scalar, got {describe(y)}; use nested.jacobian or nested.vjp")
+        return pulled(f, order, model, x, jnp.ones((), y.dtype), args)
+
+    return of
+
+
+def jacobian(f: _F, *, mode: Order | None = None, chunk: int | None = None) -> _F:
+    """The Jacobian of `f(model, x, *args)` in x, to stand in a loss.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> f = lambda model, x: model["w"] @ x**2
+    >>> model, x = {"w": jnp.array([[1.0, 2.0], [0.0, 1.0]])}, jnp.array([1.0, 3.0])
+    >>> nested.jacobian(f)(model, x)
+    Array([[ 2., 12.],
+           [ 0.,  6.]], dtype=float32)
+    >>> tp.grad(lambda model: jnp.trace(nested.jacobian(f)(model, x)))(model)["w"]
+    Array([[2., 0.],
+           [0., 6.]], dtype=float32)
+
+    Args:
+        f: called as `f(model, x, *args)` with an array x, returns an array.
+        mode: outer over inner, as for `gradient`: `"reverse/forward"` takes a forward sweep per entry of x,
+            `"reverse/reverse"` and `"forward/reverse"` a reverse sweep per entry of the output; `None`:
+            `"reverse/forward"` where x has no more entries than the output, otherwise `"reverse/reverse"`.
+        chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
+
+    Returns:
+        A function of `(model, x, *args)` that returns the Jacobian, shape `(*out, *in)`.
+
+    Raises:
+        ValueError: `mode` or `chunk` is none of these.
+        TypeError: when called: x or the output is no real floating array.
+    """
+    _order(mode, "reverse/forward")
+
+    def of(model: PyTree, x: Any, *args: Any) -> jax.Array:
+        x = real_array(x)
+        y = jax.eval_shape(lambda x: f(model, x, *args), x)
+        if not hasattr(y, "shape") or not jnp.issubdtype(y.dtype, jnp.floating):
+            raise TypeError(f"expected f to return a real floating array, got {describe(y)}")
+        order = mode or ("reverse/forward" if x.size <= math.prod(y.shape) else "reverse/reverse")
+        if order == "reverse/forward":
+            columns = mapped(lambda e: pushed(f, order, model, x, e, args), basis(x), chunk, "sweeps")
+            return jnp.moveaxis(columns, 0, -1).reshape(*y.shape, *x.shape)
+        rows = mapped(lambda e: pulled(f, order, model, x, e, args), basis(y), chunk, "sweeps")
+        return rows.reshape(*y.shape, *x.shape)
+
+    return of
+
+
+def vjp(f: _F, *, mode: Order | None = None) -> _F:
+    """The value of `f(model, x, *args)` and the product of a cotangent with its Jacobian in x, to stand in a loss.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> f = lambda model, x: model["w"] @ x**2
+    >>> model, x = {"w": jnp.array([[1.0, 2.0], [0.0, 1.0]])}, jnp.array([1.0, 3.0])
+    >>> nested.vjp(f)(model, x, jnp.array([1.0, 0.0]))
+    (Array([19.,  9.], dtype=float32), Array([ 2., 12.], dtype=float32))
+
+    Args:
+        f: called as `f(model, x, *args)`, returns a tree of floating arrays.
+        mode: as for `gradient`.
+
+    Returns:
+        A function of `(model, x, cotangent, *args)`, with the cotangent like the output of f, that returns the output
+        and the product, a tree like x.
+
+    Raises:
+        ValueError: `mode` is none of these; when called: the cotangent has another structure or shape than the output.
+        TypeError: when called: x has a leaf that is not floating.
+    """
+    order = _order(mode, "reverse/reverse")
+
+    def of(model: PyTree, x: Any, cotangent: Any, *args: Any) -> tuple[Any, Any]:
+        x = _floating(x)
+        y = f(model, x, *args)
+        return y, pulled(f, order, model, x, _like("cotangent", cotangent, y), args)
+
+    return of
+
+
+def jvp(f: _F, *, mode: Order | None = None) -> _F:
+    """The value of `f(model, x, *args)` and the product of its Jacobian in x with a tangent, to stand in a loss.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> f = lambda model, x: model["w"] @ x**2
+    >>> model, x = {"w": jnp.array([[1.0, 2.0], [0.0, 1.0]])}, jnp.array([1.0, 3.0])
+    >>> nested.jvp(f)(model, x, jnp.array([1.0, 0.0]))
+    (Array([19.,  9.], dtype=float32), Array([2., 0.], dtype=float32))
+
+    Args:
+        f: called as `f(model, x, *args)`, returns a tree of floating arrays.
+        mode: as for `gradient`; `None`: `"reverse/forward"`, which is what JAX does as it is.
+
+    Returns:
+        A function of `(model, x, tangent, *args)`, with the tangent like x, that returns the output and the product, a
+        tree like it.
+
+    Raises:
+        ValueError: `mode` is none of these; when called: the tangent has another structure or shape than x.
+        TypeError: when called: x has a leaf that is not floating.
+    """
+    order = _order(mode, "reverse/forward")
+
+    def of(model: PyTree, x: Any, tangent: Any, *args: Any) -> tuple[Any, Any]:
+        x = _floating(x)
+        return f(model, x, *args), pushed(f, order, model, x, _like("tangent", tangent, x), args)
+
+    return of
+
+
+def real_array(x: Any) -> jax.Array:
+    """An input as an array.
+
+    Raises:
+        TypeError: it is no real floating array.
+    """
+    if not hasattr(x, "dtype") and not isinstance(x, float):
+        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there are gradient, jvp and vjp")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"expected x to be real and floating, got {x.dtype}")
+    return x
+
+
+def basis(of: Any) -> jax.Array:
+    """One array like the given one for each of its entries, with a one there."""
+    size = math.prod(of.shape)
+    return jnp.eye(size, dtype=of.dtype).reshape(size, *of.shape)
+
+
+def _order(mode: Order | None, default: Order) -> Order:
+    if mode is not None and mode not in ORDERS:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, ORDERS))}, got {mode!r}")
+    return mode or default
+
+
+def _floating(x: Any) -> Any:
+    leaves = jax.tree.leaves(x)
+    for i, leaf in enumerate(leaves):
+        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
+            raise TypeError(
+                f"expected x to be floating, got {describe(leaf)}{_at(x, i)}; convert it, or pass it in *args"
+            )
+    return jax.tree.map(jnp.asarray, x)
+
+
+def _like(what: str, given: Any, like: Any) -> Any:
+    """A direction in the dtypes of what it is a direction of."""
+    expected, got = jax.tree.structure(like), jax.tree.structure(given)
+    if expected != got:
+        raise ValueError(f"expected a {what} of structure {expected}, got {got}")
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(like), strict=True)
+    for i, (to, leaf) in enumerate(pairs):
+        if jnp.shape(to) != leaf.shape:
+            raise ValueError(f"expected a {what} of shape {leaf.shape}{_at(like, i)}, got {jnp.shape(to)}")
+    return jax.tree.map(lambda to, leaf: jnp.asarray(to, leaf.dtype), given, like)
+
+
+def _at(tree: Any, i: int) -> str:
+    path = scan(tree, jax.tree.leaves(tree)).paths[i]
+    return f" at {path!r}" if path else ""

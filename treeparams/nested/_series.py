@@ -1,0 +1,185 @@
+"""What the forward Laplacian carries along, and how it goes through one equation of a program.
+
+Of `y = g(z)` with z known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`: all
+second derivatives are summed as soon as they arise (Li et al., 2024, "A computational framework for neural
+network-based variational Monte Carlo with Forward Laplacian"). What a primitive needs of its own is the last term.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# No last term: linear, or of linear pieces, in all that depends on the input together.
+LINEAR = frozenset({
+    "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "copy_p",
+    "cumsum", "cut", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "join", "max", "min", "neg",
+    "pad", "reduce_max", "reduce_min", "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev",
+    "scatter", "scatter-add", "select_n", "sharding_constraint", "slice", "sort", "split", "squeeze", "stack",
+    "sub", "tile", "transpose",
+})  # fmt: skip
+
+# Linear in each of two operands.
+BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
+
+# Each entry of the result depends on the entries of the operands at its own place.
+ELEMENTWISE = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "pow", "rsqrt",
+    "sin", "sinh", "sqrt", "square", "tan", "tanh",
+})  # fmt: skip
+
+# The same of what is no function of interest by itself, but stands within one, such as `jax.nn.gelu`.
+_POINTWISE = ELEMENTWISE | {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "eq", "floor",
+    "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
+    "stop_gradient", "sub", "xor",
+}  # fmt: skip
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+CUSTOM = frozenset({"custom_jvp_call"})
+CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+
+Function = Callable[..., list[Any]]  # of values, returns the results
+
+
+class Series(NamedTuple):
+    """What is known of an intermediate result; n is the number of entries of the input."""
+
+    value: jax.Array
+    jacobian: jax.Array  # (n, *shape)
+    laplacian: jax.Array  # the shape of the value
+
+
+def through(eqn: Any, of: Function, which: Sequence[bool], depends: list[Series]) -> list[Series]:
+    """The results of an equation.
+
+    Args:
+        eqn: the equation.
+        of: the equation as a function of the operands that depend on the input.
+        which: of all operands, the ones that do.
+        depends: these operands.
+
+    Raises:
+        TypeError: a function has a rule for `vjp` alone.
+    """
+    name = eqn.primitive.name
+    if is_linear_in(eqn, which):
+        return linear(of, depends)
+    if name in BILINEAR:
+        return _bilinear(eqn, of, depends)
+    if name in ELEMENTWISE or is_pointwise(eqn, depends):
+        return elementwise(of, depends)
+    if name.startswith("custom_vjp_call"):
+        raise TypeError(
+            "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no derivative forward; give it a "
+            "rule for jvp, or take the trace of jax.jacrev(jax.grad(f))"
+        )
+    if name not in CUSTOM:
+        warnings.warn(
+            f"nested.laplacian has no rule for {name!r}: what it gives is exact, but takes one second derivative of "
+            "that part per entry of the input",
+            stacklevel=2,
+        )
+    return _traced(of, depends)
+
+
+def is_linear_in(eqn: Any, which: Sequence[bool]) -> bool:
+    """Whether an equation is linear, at least in pieces, in those of its operands together."""
+    name = eqn.primitive.name
+    return name in LINEAR or (name in BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
+
+
+def linear(of: Function, depends: list[Series]) -> list[Series]:
+    """A function without a last term."""
+    values, jacobians, laplacians = zip(*depends, strict=True)
+    results, laplacians = jax.jvp(of, values, laplacians)
+    push = lambda *tangents: jax.jvp(of, values, tangents)[1]
+    return list(map(Series, results, jax.vmap(push)(*jacobians), laplacians))
+
+
+def _bilinear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
+    ((value, jacobian, laplacian),) = linear(of, depends)
+    a, b = (operand.jacobian for operand in depends)
+    if eqn.primitive.name == "dot_general":
+        crossed = _summed_dot(eqn, a, b)
+    else:
+        crossed = jnp.sum(jax.vmap(of)(a, b)[0], 0)
+    return [Series(value, jacobian, laplacian + 2 * crossed)]
+
+
+def _summed_dot(eqn: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The products for all entries of the input, summed by the product itself."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    shifted = lambda axes: tuple(axis + 1 for axis in axes)
+    contracted = tuple((0, *shifted(axes)) for axes in contracted)
+    params = eqn.params | {"dimension_numbers": (contracted, tuple(map(shifted, batched)))}
+    return eqn.primitive.bind(a, b, **params)
+
+
+def elementwise(of: Function, depends: Sequence[Series]) -> list[Series]:
+    """A function of entries at one place, also of arrays that are broadcast: a derivative is one number per entry."""
+    values, jacobians, laplacians = zip(*depends, strict=True)
+    (result,) = of(*values)
+    count, dtype = len(depends), result.dtype
+    ones = [tuple(jnp.full_like(value, i == j) for i, value in enumerate(values)) for j in range(count)]
+    first = [lambda *values, ones=each: jax.jvp(of, values, ones)[1][0] for each in ones]
+    jacobians = [_aligned(each, result.ndim + 1) for each in jacobians]
+    jacobian, laplacian = jnp.zeros((), dtype), jnp.zeros((), dtype)
+    for j in range(count):
+        slope = first[j](*values)
+        jacobian += jnp.expand_dims(slope, 0) * jacobians[j].astype(dtype)
+        laplacian += slope * laplacians[j].astype(dtype)
+        for i in range(j + 1):
+            curvature = (1 if i == j else 2) * jax.jvp(first[j], values, ones[i])[1]
+            laplacian += curvature * jnp.sum(jacobians[i] * jacobians[j], 0).astype(dtype)
+    return [Series(result, jacobian, laplacian)]
+
+
+def _aligned(jacobian: jax.Array, ndim: int) -> jax.Array:
+    """The Jacobian of a scalar beside that of an array."""
+    return jnp.expand_dims(jacobian, tuple(range(1, 1 + ndim - jacobian.ndim)))
+
+
+def _traced(of: Function, depends: list[Series]) -> list[Series]:
+    """Any primitive: the last term by second derivatives, one per entry of the input."""
+    values, jacobians, _ = zip(*depends, strict=True)
+
+    def second(*tangents: Any) -> list[Any]:
+        push = lambda *values: jax.jvp(of, values, tangents)[1]
+        return jax.jvp(push, values, tangents)[1]
+
+    last = jax.vmap(second)(*jacobians)
+    return [
+        Series(value, jacobian, laplacian + jnp.sum(each, 0))
+        for (value, jacobian, laplacian), each in zip(linear(of, depends), last, strict=True)
+    ]
+
+
+# -- Which equations are elementwise
+
+
+def is_pointwise(eqn: Any, depends: Sequence[Any]) -> bool:
+    """Whether an equation, or all of what it calls, acts on each entry of operands of the result's shape by itself."""
+    shapes = {var.aval.shape for var in eqn.outvars} | {operand.value.shape for operand in depends}
+    if len(shapes) != 1 or len(eqn.outvars) != 1:
+        return False
+    if eqn.primitive.name in CALLS | CUSTOM:
+        return _is_within(eqn, shapes.pop())
+    return eqn.primitive.name in _POINTWISE
+
+
+def _is_within(eqn: Any, shape: tuple[int, ...]) -> bool:
+    # Nothing here makes a scalar of what has the shape: scalars do not depend on the input unless all is one.
+    if not all(var.aval.shape in ((), shape) for var in (*eqn.invars, *eqn.outvars)):
+        return False
+    if eqn.primitive.name in CALLS | CUSTOM:
+        return all(_is_within(each, shape) for each in inner(eqn).jaxpr.eqns)
+    return eqn.primitive.name in _POINTWISE
+
+
+def inner(eqn: Any) -> Any:
+    """The closed program that an equation calls."""
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
