@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 try:
+    import folx  # noqa: F401
     import paramax
     from flax import nnx
 except ImportError as error:
-    raise ImportError("the benchmarks compare with flax and paramax: pip install 'treeparams[bench]'") from error
+    raise ImportError("the benchmarks compare with flax, folx and paramax: pip install 'treeparams[bench]'") from error
 
 
-PACKAGES = ("jax", "equinox", "optax", "flax", "paramax")
+PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "paramax")
 
 
 class Net(eqx.Module):

@@ -10,11 +10,13 @@ The files, from the ground up:
     _mapped       all at once or some at a time
     _orders       products with a Jacobian, differentiated in a chosen order
     _inputs       gradient, jacobian, vjp, jvp
+    _equations    one equation of a program
     _series       what the forward Laplacian carries, through one equation
     _forward      the same through a program
     _laplacian    laplacian
     _operators    hvp, hessian_operator, ggn_operator
     _dense        hessian, hessian_diagonal
+    _sweeps       many directions, the same for all samples of a batch
     _batched      batched_gradient, batched_jacobian
     _per_example  per_example_gradients, per_example_norms
 """

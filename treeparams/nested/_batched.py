@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from ._mapped import mapped
+from ._inputs import basis
+from ._mapped import in_chunks
+from ._sweeps import swept
 
 _TOLERANCE = 1e-3  # of what mixing would change by about its own size
 
@@ -97,10 +99,10 @@ def batched_jacobian(
         forward = mode == "forward" or (mode == "auto" and _size(x) <= _size(out))
         if forward:
             _, sweep = jax.linearize(of_x, x)
-            columns = mapped(lambda i: sweep(_direction(i, x)), jnp.arange(_size(x)), chunk, "sweeps")
+            columns = in_chunks(lambda each: swept(sweep, each, len(x)), _directions(x), chunk, "sweeps")
             return jnp.moveaxis(columns, 0, -1).reshape(*out.shape, *x.shape[1:])
         _, pull = jax.vjp(of_x, x)
-        rows = mapped(lambda i: pull(_direction(i, out))[0], jnp.arange(_size(out)), chunk, "sweeps")
+        rows = in_chunks(lambda each: swept(lambda y: pull(y)[0], each, len(x)), _directions(out), chunk, "sweeps")
         return jnp.moveaxis(rows, 0, 1).reshape(*out.shape, *x.shape[1:])
 
     return jacobian
@@ -125,10 +127,9 @@ def _size(of: Any) -> int:
     return math.prod(of.shape[1:])
 
 
-def _direction(i: Any, of: Any) -> jax.Array:
-    """The i-th direction of a sample, the same for all samples."""
-    one = jax.nn.one_hot(i, _size(of), dtype=of.dtype).reshape(of.shape[1:])
-    return jnp.broadcast_to(one, of.shape)
+def _directions(of: Any) -> jax.Array:
+    """Those of one sample."""
+    return basis(jax.ShapeDtypeStruct(of.shape[1:], of.dtype))
 
 
 def _check_independence(f: Callable[[Any], Any], x: jax.Array) -> None:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._series import CALLS, CHECKPOINTS, Series, elementwise, inner, is_linear_in, is_pointwise, through
+from ._equations import CALLS, CHECKPOINTS, bind, inner
+from ._series import Series, elementwise, is_linear_in, is_pointwise, through
 
 
 def forward(closed: ClosedJaxpr, start: Series) -> list[Any]:
@@ -38,7 +39,7 @@ class _Chain:
     def _replay(self, value: jax.Array) -> list[Any]:
         done: dict[int, Any] = {id(self.root): value}
         for key, step in self.steps.items():
-            (done[key],) = _bind(step.eqn, [done.get(id(operand), operand) for operand in step.operands])
+            (done[key],) = bind(step.eqn, [done.get(id(operand), operand) for operand in step.operands])
         return [done[id(self)]]
 
 
@@ -55,10 +56,10 @@ def _evaluate(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     values = [operand.value if _depends(operand) else operand for operand in operands]
     floating = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars]
     if not depends or not any(floating) or eqn.primitive.name == "stop_gradient":
-        return _bind(eqn, values)
+        return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)
     if pointwise and _continues(eqn, operands):
-        return [_Chain(_root(depends[0]), eqn, operands, *_bind(eqn, values))]
+        return [_Chain(_root(depends[0]), eqn, operands, *bind(eqn, values))]
     if eqn.primitive.name in CALLS and not pointwise:
         return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands)
     operands = list(map(_series, operands))
@@ -82,24 +83,16 @@ def _through(eqn: Any, operands: list[Any], values: list[Any], floating: list[bo
         """The equation as a function of what depends on the input; of the results those that can be differentiated."""
         given = iter(moving)
         filled = [next(given) if depends else value for depends, value in zip(which, values, strict=True)]
-        return [result for result, keep in zip(_bind(eqn, filled), floating, strict=True) if keep]
+        return [result for result, keep in zip(bind(eqn, filled), floating, strict=True) if keep]
 
     found = iter(through(eqn, of, which, list(filter(_depends, operands))))
-    return [next(found) if keep else result for result, keep in zip(_bind(eqn, values), floating, strict=True)]
+    return [next(found) if keep else result for result, keep in zip(bind(eqn, values), floating, strict=True)]
 
 
 def _checkpointed(eqn: Any, operands: list[Any]) -> list[Any]:
     run = lambda operands: list(map(_series, _propagate(eqn.params["jaxpr"], (), operands)))
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(operands)
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
-    with eqn.ctx.manager:
-        results = eqn.primitive.bind(*functions, *values, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _series(operand: Any) -> Any:

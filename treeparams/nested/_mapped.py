@@ -21,7 +21,11 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
     Raises:
         ValueError: `chunk` is no count.
     """
-    together = jax.vmap(f)
+    return in_chunks(jax.vmap(f), values, chunk, what)
+
+
+def in_chunks(together: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -> Any:
+    """The same of a function that takes some of the values at once."""
     length = len(jax.tree.leaves(values)[0])
     size = length if chunk is None else count_of("chunk", chunk, what)
     if size >= length:

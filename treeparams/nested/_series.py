@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._equations import CALLS, CUSTOM, inner
+
 # No last term: linear, or of linear pieces, in all that depends on the input together.
 LINEAR = frozenset({
     "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "copy_p",
@@ -37,10 +39,6 @@ _POINTWISE = ELEMENTWISE | {
     "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
     "stop_gradient", "sub", "xor",
 }  # fmt: skip
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-CUSTOM = frozenset({"custom_jvp_call"})
-CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 Function = Callable[..., list[Any]]  # of values, returns the results
 
@@ -178,8 +176,3 @@ def _is_within(eqn: Any, shape: tuple[int, ...]) -> bool:
     if eqn.primitive.name in CALLS | CUSTOM:
         return all(_is_within(each, shape) for each in inner(eqn).jaxpr.eqns)
     return eqn.primitive.name in _POINTWISE
-
-
-def inner(eqn: Any) -> Any:
-    """The closed program that an equation calls."""
-    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
