@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -328,6 +329,73 @@ def test_too_few_iterations_exit_with_an_error_as_a_script():
     assert finished.stdout.count("  ok  ") >= 2
     assert "Traceback" not in finished.stderr
     assert "3/3" in finished.stderr
+
+
+# -- pinn and hamiltonian --------------------------------------------------------------------------------------------
+
+
+def quick(name, monkeypatch, argv=(), **constants):
+    """A module with other constants, and what it prints where too little is done for its checks."""
+    module = load(name)
+    for constant, value in constants.items():
+        monkeypatch.setattr(module, constant, value)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as stopped:
+        module.main(argv)
+    assert stopped.value.code == 1
+    return module, printed.getvalue()
+
+
+def test_what_is_called_exact_solves_the_equation(double):
+    jax.config.update("jax_enable_x64", True)
+    pinn = load("pinn")
+    points = pinn.grid(5, border=True)
+    residuals = jax.jit(lambda points: pinn.residuals(pinn.exact, points))
+    np.testing.assert_allclose(residuals(points), 0, atol=1e-12)
+    border = np.any((np.asarray(points) % 1) == 0, axis=1)
+    assert border.sum() == 16
+    net = pinn.Solution(key=jax.random.key(0))
+    np.testing.assert_array_equal(jax.vmap(net)(points)[border], 0)
+    assert pinn.error(net) > 0.5
+    loss = eqx.filter_jit(pinn.loss)
+    numeric = (loss(eqx.tree_at(bias, net, bias(net) + 1e-6), points) - loss(net, points)) / 1e-6
+    np.testing.assert_allclose(bias(eqx.filter_jit(tp.grad(pinn.loss))(net, points))[0], numeric, rtol=1e-3)
+
+
+def bias(net):
+    return net.mlp.layers[-1].bias
+
+
+def test_too_few_steps_of_newton_exit_with_an_error(double, monkeypatch, tmp_path):
+    argv = ["--newton", "2", "--plot", str(tmp_path / "plot.png")]
+    _, printed = quick("pinn", monkeypatch, argv, ADAM=30, MORE=30, PRODUCTS=5)
+    assert "frequencies          16,2   float64        32   256 B  frozen" in printed
+    for line in ("Adam, 30 steps", "Newton, 2", "  FAILED  Newton's", "  ok  no step of the two raised the loss"):
+        assert line in printed
+    assert printed.count("  ok  ") + printed.count("  FAILED  ") == 5
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_even_an_untrained_energy_is_constant_along_its_motion(monkeypatch, tmp_path):
+    argv = ["--plot", str(tmp_path / "plot.png")]
+    module, printed = quick("hamiltonian", monkeypatch, argv, STEPS=3, TIME=5.0)
+    assert "  ok  the learned energy is constant along its motion to 1e-4" in printed
+    assert "  FAILED  the pendulum's energy then changes by less than 4 %" in printed
+    assert printed.count("  ok  ") + printed.count("  FAILED  ") == 4
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    rates = module.hamilton(lambda _, state: module.energy(state), None, jnp.array([0.5, 1.5]))
+    np.testing.assert_allclose(rates, [1.5, -np.sin(0.5)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pinn", "hamiltonian"])
+def test_a_picture_needs_a_directory_and_its_package(name, monkeypatch, capsys):
+    module = load(name)
+    with pytest.raises(SystemExit) as stopped:
+        module.main(["--plot", "no/such/directory/picture.png"])
+    assert stopped.value.code == 2
+    assert "there is no directory no/such/directory for the plot" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"--plot needs matplotlib.figure: pip install 'treeparams\[plot\]'"):
+        module.draw({}, Path("picture.png"))
 
 
 # -- All -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Linear functions of a batch, of many directions, each of them the same for all samples.
 
-`jax.vmap` over the directions would put their axis in front of that of the batch. What multiplies a sample then lies far
-apart in memory for one direction, and a net of dense layers takes up to half as long again as `jax.vmap` of `jax.jacfwd`
-over samples, which has the axes the other way round. So the axis of the directions is kept behind the first one, equation
-by equation.
+`jax.vmap` over the directions would put their axis in front of that of the batch. What multiplies a sample then lies
+far apart in memory for one direction, and a net of dense layers takes up to half as long again as `jax.vmap` of
+`jax.jacfwd` over samples, which has the axes the other way round. So the axis of the directions is kept second,
+equation by equation.
 """
 
 from collections.abc import Callable, Sequence
