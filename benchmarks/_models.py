@@ -75,3 +75,32 @@ def paramax_net(leaves: int) -> Net:
 def is_non_trainable(node: Any) -> bool:
     """The `is_leaf` with which Paramax's documentation partitions."""
     return isinstance(node, paramax.NonTrainable)
+
+
+class Recurrent(eqx.Module):
+    """A number of a sequence, by a recurrent cell."""
+
+    cell: eqx.nn.GRUCell
+    head: jax.Array
+
+    def __init__(self, width: int) -> None:
+        self.cell = eqx.nn.GRUCell(4, width, key=jax.random.key(0))
+        self.head = jnp.ones(width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        state, _ = jax.lax.scan(lambda state, each: (self.cell(each, state), None), jnp.zeros_like(self.head), x)
+        return self.head @ state
+
+
+class Attention(eqx.Module):
+    """A number of a set of tokens, by one layer of attention."""
+
+    attention: eqx.nn.MultiheadAttention
+    head: eqx.nn.Linear
+
+    def __init__(self, width: int) -> None:
+        self.attention = eqx.nn.MultiheadAttention(4, width, key=jax.random.key(0))
+        self.head = eqx.nn.Linear(width, "scalar", key=jax.random.key(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(jax.vmap(self.head)(x + self.attention(x, x, x))))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from treeparams import nested
 
 from ._harness import Scale, Table, as_ratios, in_time
+from ._models import Attention, Recurrent
 from ._programs import Program, built, in_bytes, in_millions, timed
 
 _REVERSE, _LUX, _FORWARD = "reverse/reverse", "forward/reverse", "reverse/forward"
@@ -32,6 +33,8 @@ class Subject(NamedTuple):
 def run(scale: Scale) -> Iterator[Table]:
     small = scale.is_smoke
     scalars = _scalar_models(small)
+    if small:  # building all of them takes most of a minute
+        scalars = {"PINN": scalars["PINN 2-64x4-1, Burgers"]}
     yield _table("`nested.gradient`", (_REVERSE, _LUX, _FORWARD), {k: _squared(*v) for k, v in scalars.items()}, scale)
     yield _table("`nested.vjp`", (_REVERSE, _LUX, _FORWARD), {"autoencoder 32-128-32": _contractive(small)}, scale)
     yield _table("`nested.jvp`", (_FORWARD, _LUX, _REVERSE), {"sliced score matching 8-128x2-8": _score(small)}, scale)
@@ -81,8 +84,8 @@ def _scalar_models(small: bool) -> dict[str, tuple[Any, jax.Array, Any]]:
     return {
         "MLP 1-12-12-12-1": (mlp(1, 12, 3), points(1), None),
         "MLP 8-256x4-1": (mlp(8, width, 4), points(8), None),
-        "RNN, 20 steps of 4, 64 wide": (_Recurrent(64), points(steps, 4), None),
-        "attention, 20 tokens of 32": (_Attention(32), points(steps, 32), None),
+        "RNN, 20 steps of 4, 64 wide": (Recurrent(64), points(steps, 4), None),
+        "attention, 20 tokens of 32": (Attention(32), points(steps, 32), None),
         "PINN 2-64x4-1, Burgers": (mlp(2, 64, 4), points(2), _burgers),
         "Hamiltonian net 4-128x2-1": (mlp(4, 128, 2), points(4), _hamiltonian),
         "score matching 8-128x2-1": (mlp(8, 128, 2), points(8), _denoising),
@@ -153,28 +156,3 @@ def _jacobian(inputs: int, outputs: int, small: bool) -> Subject:
     model = eqx.nn.MLP(inputs, outputs, 8 if small else 64, 2, jnp.tanh, key=jax.random.key(0))
     loss = lambda order: lambda model, x: jnp.sum(nested.jacobian(_call, mode=order)(model, x) ** 2)
     return Subject(model, jax.random.normal(jax.random.key(1), (4 if small else 128, inputs)), loss)
-
-
-class _Recurrent(eqx.Module):
-    cell: eqx.nn.GRUCell
-    head: jax.Array
-
-    def __init__(self, width: int) -> None:
-        self.cell = eqx.nn.GRUCell(4, width, key=jax.random.key(0))
-        self.head = jnp.ones(width)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        state, _ = jax.lax.scan(lambda state, each: (self.cell(each, state), None), jnp.zeros_like(self.head), x)
-        return self.head @ state
-
-
-class _Attention(eqx.Module):
-    attention: eqx.nn.MultiheadAttention
-    head: eqx.nn.Linear
-
-    def __init__(self, width: int) -> None:
-        self.attention = eqx.nn.MultiheadAttention(4, width, key=jax.random.key(0))
-        self.head = eqx.nn.Linear(width, "scalar", key=jax.random.key(1))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.tanh(jax.vmap(self.head)(x + self.attention(x, x, x))))

@@ -154,6 +154,22 @@ def test_conjugate_gradients_take_an_operator_with_vectors_and_trees():
     np.testing.assert_allclose(by_tree["w"], step[1:], 1e-4, 1e-5)
 
 
+def test_lineax_takes_an_operator():
+    lx = pytest.importorskip("lineax", reason="pip install 'treeparams[test]'")
+    model, x = {"w": ramp(3), "b": jnp.array(0.0)}, jnp.arange(1.0, 4.0)
+    operator = nested.hessian_operator(_quartic, model, x, damping=3.0)
+    matrix = nested.hessian(_quartic, model, x) + 3 * jnp.eye(4)
+    right = jnp.arange(4.0)
+
+    def solve(operator, right):
+        given = lx.FunctionLinearOperator(operator, jax.eval_shape(lambda: right), lx.positive_semidefinite_tag)
+        return lx.linear_solve(given, right, lx.CG(rtol=1e-6, atol=1e-6)).value
+
+    want = np.linalg.solve(matrix, right)
+    np.testing.assert_allclose(jax.jit(solve)(operator, right), want, 1e-4, 1e-5)
+    np.testing.assert_allclose(solve(operator, {"w": right[1:], "b": right[0]})["w"], want[1:], 1e-4, 1e-5)
+
+
 def test_gauss_newton_is_the_hessian_where_the_model_is_linear():
     key = jax.random.key(0)
     model, x = eqx.nn.Linear(4, 3, key=key), jax.random.normal(key, (10, 4))
