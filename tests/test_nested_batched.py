@@ -105,7 +105,7 @@ def test_errors_of_batches():
         nested.batched_gradient(lambda x: jnp.sum(x, axis=0))(X)
     with pytest.raises(ValueError, match=r"expected f to return \(7,\), one number per sample, got shape \(7, 3\)"):
         nested.batched_gradient(lambda x: x)(X)
-    with pytest.raises(TypeError, match="expected floating samples, got int32"):
+    with pytest.raises(TypeError, match="expected real floating samples, got int32"):
         nested.batched_jacobian(lambda x: x)(jnp.arange(3))
     with pytest.raises(ValueError, match=r"expected samples of shape \(batch, ...\), got a scalar"):
         nested.batched_jacobian(lambda x: x)(1.0)

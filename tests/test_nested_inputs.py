@@ -183,6 +183,88 @@ def test_what_is_no_parameter_is_no_hindrance(name, mode):
     assert_close(got, want, 1e-5 if name != "bf16 with f32" else 1e-2)
 
 
+# -- Which order it is
+
+
+def _square(x, forward=True):
+    """A square that can be differentiated in reverse, and of which the derivative cannot unless it is to be forward."""
+    slope = (lambda x: 2 * x) if forward else _square_of_slope
+    square = jax.custom_vjp(lambda x: x**2)
+    square.defvjp(lambda x: (x**2, x), lambda x, g: (slope(x) * g,))
+    return square(x)
+
+
+def _square_of_slope(x):
+    double = jax.custom_vjp(lambda x: 2 * x)
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    return double(x)
+
+
+@pytest.mark.parametrize("derivative", ["gradient", "vjp", "jacobian"])
+def test_each_order_is_the_one_that_is_asked_for(derivative):
+    """A rule for `vjp` cannot go forward: it shows in which direction each of the two derivatives goes."""
+
+    def works(mode, forward):
+        f = lambda w, x: jnp.sum(_square(w * x, forward))
+        g = {
+            "gradient": lambda: nested.gradient(f, mode=mode),
+            "vjp": lambda: lambda w, x: nested.vjp(f, mode=mode)(w, x, 1.0)[1],
+            "jacobian": lambda: nested.jacobian(f, mode=mode),
+        }[derivative]()
+        try:
+            found = jax.grad(lambda w: jnp.sum(g(w, jnp.array([3.0, 1.0]))))(2.0)
+        except (TypeError, NotImplementedError):
+            return False
+        np.testing.assert_allclose(found, 32.0)  # of 2 w^2 times 4
+        return True
+
+    assert works("reverse/reverse", True)
+    assert works("reverse/reverse", False)
+    assert works("forward/reverse", True)
+    assert not works("forward/reverse", False)
+    assert not works("reverse/forward", True)
+
+
+def _recurrent(model, x):
+    step = lambda state, each: (jnp.tanh(model["w"] @ state + each), None)
+    return jax.lax.scan(step, jnp.zeros(8), x)[0]
+
+
+def test_defaults_cost_what_jax_costs_by_itself():
+    model, x = {"w": jnp.eye(8)}, jnp.ones((5, 8))
+    scalar = lambda model, x: jnp.sum(_recurrent(model, x))
+    plain = {
+        "gradient": lambda model, x: jax.grad(scalar, 1)(model, x),
+        "vjp": lambda model, x: jax.vjp(lambda x: _recurrent(model, x), x)[1](jnp.ones(8))[0],
+        "jvp": lambda model, x: jax.jvp(lambda x: _recurrent(model, x), (x,), (x,))[1],
+    }
+    ours = {
+        "gradient": nested.gradient(scalar),
+        "vjp": lambda model, x: nested.vjp(_recurrent)(model, x, jnp.ones(8))[1],
+        "jvp": lambda model, x: nested.jvp(_recurrent)(model, x, x)[1],
+    }
+    for name in plain:
+        for of in (lambda f: f, lambda f: jax.grad(lambda model, x: jnp.sum(f(model, x) ** 2))):
+            assert _flops(of(ours[name]), model, x) <= 1.01 * _flops(of(plain[name]), model, x)
+
+
+def test_value_and_product_are_of_one_pass():
+    model, x = {"w": jnp.eye(8)}, jnp.ones((5, 8))
+    count = lambda f: str(jax.make_jaxpr(f)(model, x)).count("scan[")
+    assert count(lambda model, x: nested.jvp(_recurrent)(model, x, x)) == 1
+    assert count(lambda model, x: nested.vjp(_recurrent)(model, x, jnp.ones(8))) == 2
+
+
+@by_order
+def test_numbers_that_are_differentiated_outside_of_jit(mode):
+    f = lambda model, x, n: model * x**n
+    gradient = nested.gradient(f, mode=mode)
+    np.testing.assert_allclose(jax.grad(lambda m: gradient(m, 2.0, 3))(1.5), 12.0)
+    np.testing.assert_allclose(jax.jvp(lambda x: gradient(1.5, x, 3), (2.0,), (1.0,))[1], 18.0)
+    value, product = nested.vjp(lambda model, x: 3.0, mode=mode)(None, 2.0, 1.0)
+    assert (value, product) == (3, 0)
+
+
 # -- What the gradient reaches
 
 
@@ -305,8 +387,16 @@ def test_errors(without_type_checks):
     for function in (nested.gradient, nested.jacobian, nested.vjp, nested.jvp):
         with pytest.raises(ValueError, match="mode must be one of 'reverse/reverse', 'forward/reverse', 'reverse/forw"):
             function(f, mode="forward")
-    with pytest.raises(TypeError, match=r"expected f to return a scalar, got float32\[2\]; use nested.jacobian or"):
+    with pytest.raises(TypeError, match=r"expected f to return a real floating scalar, got float32\[2\]; use nested."):
         nested.gradient(f)(model, jnp.ones(2))
+    with pytest.raises(TypeError, match=r"expected f to return a real floating scalar, got int32\[\]; it has no"):
+        nested.gradient(lambda model, x: jnp.argmax(x))(model, jnp.ones(2))
+    with pytest.raises(TypeError, match=r"expected f to return a real floating scalar, got tuple; use nested.vjp"):
+        nested.gradient(lambda model, x: (x, x))(model, jnp.ones(2))
+    with pytest.raises(TypeError, match=r"expected the output of f to be floating, got int32\[\] at 'n'; leave it out"):
+        nested.vjp(lambda model, x: {"n": jnp.argmax(x)})(model, jnp.ones(2), {"n": 1.0})
+    with pytest.raises(TypeError, match="expected a real cotangent, got complex64"):
+        nested.vjp(f)(model, jnp.ones(2), jnp.ones(2, jnp.complex64))
     with pytest.raises(TypeError, match=r"expected x to be floating, got int32\[2\]; convert it, or pass it in \*args"):
         nested.gradient(f)(model, jnp.arange(2))
     with pytest.raises(TypeError, match=r"expected x to be floating, got int32\[2\] at 'a.1'; convert it"):
@@ -324,4 +414,4 @@ def test_errors(without_type_checks):
     with pytest.raises(TypeError, match="expected f to return a real floating array, got tuple"):
         nested.jacobian(lambda model, x: (x, x))(model, jnp.ones(2))
     with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
-        nested.jacobian(f, chunk=0)(model, jnp.ones(2))
+        nested.jacobian(f, chunk=0)

@@ -42,6 +42,17 @@ def _other_rule_jvp(primals, tangents):
     return _other_rule(x), 5 * x[0] ** 2 * t  # not its derivative, so that it shows which one is used
 
 
+@jax.custom_jvp
+def _flipped_rule(x):
+    return x**2
+
+
+@_flipped_rule.defjvp
+def _flipped_rule_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return _flipped_rule(x), x[0] * jnp.flip(t)  # not elementwise, as the function is
+
+
 _UNARY = {
     "acos": _within, "acosh": lambda x: 1 + _positive(x), "asin": _within, "asinh": None, "atan": None,
     "atanh": _within, "cbrt": _positive, "cos": None, "cosh": None, "digamma": _positive, "erf": None,
@@ -104,9 +115,16 @@ STRUCTURE = {
     "layer norm": lambda x: eqx.nn.LayerNorm(4)(jnp.sin(x)),
     "restructure": lambda x: _restructured(x),
     "empty": lambda x: x[:0] ** 2,
+    "Fourier": lambda x: jnp.abs(jnp.fft.fft(x**2)) ** 2 + jnp.fft.irfft(jnp.fft.rfft(x**3), 4),
+    "waves": lambda x: jnp.real(jnp.exp(_complex(x[1:], A @ x)) * jnp.conj(_complex(x[:3], x[1:])))
+    + jnp.imag(1 / _complex(x[:3], 2 + x[1:])),
+    "complex chains": lambda x: jnp.log(jnp.abs(jnp.sin(_complex(x, x**2)) ** 2 + 3)),
 }  # fmt: skip
 
 _jitted = jax.jit(lambda y: jnp.tanh(y) * y)
+
+
+_complex = jax.lax.complex
 
 
 def _table(x):
@@ -187,9 +205,7 @@ def test_what_has_no_rule_is_exact_and_named(name):
     f = OTHERS[name]
     with enable_x64(True):
         x = jnp.asarray(X)
-        with pytest.warns(
-            UserWarning, match=f"no rule for '{name}': what it gives is exact, but takes one second deriv"
-        ):
+        with pytest.warns(UserWarning, match=f"no rule for {name}: what it gives is exact, but takes one second deriv"):
             got = nested.laplacian(_of(f))(None, x)
         np.testing.assert_allclose(got, _trace(f, x), 1e-10, 1e-12)
 
@@ -199,6 +215,37 @@ def test_a_rule_for_jvp_is_the_one_that_counts():
     got = nested.laplacian(_of(_other_rule))(None, x)
     np.testing.assert_allclose(got, _trace(_other_rule, x), 1e-5)
     np.testing.assert_allclose(got, [10 * x[0], 0, 0, 0], 1e-5)
+
+
+def test_a_rule_that_is_not_elementwise_as_its_function_is():
+    x = jnp.asarray(X, jnp.float32)
+    _, jacobian, got = nested.laplacian(_of(_flipped_rule), full=True)(None, x)
+    np.testing.assert_allclose(got, _trace(_flipped_rule, x), 1e-5)
+    np.testing.assert_allclose(jacobian, jax.jacfwd(_flipped_rule)(x), 1e-5)
+
+
+def test_a_chain_with_many_ends_is_traced_in_linear_time():
+    def f(count):
+        def of(model, x):
+            total = 0.0
+            for _ in range(count):
+                x = jnp.sin(x)
+                total += jnp.sum(x)
+            return total
+
+        return of
+
+    size = lambda count: len(jax.make_jaxpr(lambda x: nested.laplacian(f(count))(None, x))(jnp.ones(2)).eqns)
+    assert size(120) < 2.3 * size(60)
+
+
+def test_results_that_do_not_depend_on_the_input():
+    for constant in (lambda model, x: 3.0, lambda model, x: jax.jit(lambda x: 2.0)(x), lambda model, x: model):
+        value, jacobian, laplacian = nested.laplacian(constant, full=True)(jnp.float32(3), jnp.ones(2))
+        assert (value.shape, jacobian.shape, laplacian.shape) == ((), (2,), ())
+        assert value > 1
+        assert not jnp.any(jacobian)
+        assert laplacian == 0
 
 
 def test_a_rule_for_vjp_alone_is_an_error():

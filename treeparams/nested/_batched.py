@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float
 
 from ._inputs import basis
 from ._mapped import in_chunks
@@ -85,7 +85,7 @@ def batched_jacobian(
     Raises:
         ValueError: `mode` or `chunk` is none of these; when called: x or the output has no batch axis, or another batch
             size; `check=True` and f mixes samples.
-        TypeError: when called: x is not floating; `check=True` inside of a trace.
+        TypeError: when called: x or the output is not real and floating; `check=True` inside of a trace.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f'mode must be "auto", "forward" or "reverse", got {mode!r}')
@@ -108,10 +108,10 @@ def batched_jacobian(
     return jacobian
 
 
-def _batch(x: Any) -> Inexact[Array, "batch ..."]:
+def _batch(x: Any) -> Float[Array, "batch ..."]:
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"expected floating samples, got {x.dtype}; convert them with x.astype(float)")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"expected real floating samples, got {x.dtype}; convert them with x.astype(float)")
     if x.ndim == 0:
         raise ValueError("expected samples of shape (batch, ...), got a scalar")
     return x
@@ -121,6 +121,8 @@ def _check_output(x: Any, y: Any) -> None:
     if not hasattr(y, "shape") or y.ndim == 0 or y.shape[0] != len(x):
         got = f"shape {tuple(y.shape)}" if hasattr(y, "shape") else type(y).__name__
         raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got {got}")
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        raise TypeError(f"expected f to return real floating numbers, got {y.dtype}")
 
 
 def _size(of: Any) -> int:

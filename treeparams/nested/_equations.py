@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-# By name, of which some have changed between versions of JAX.
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-CUSTOM = frozenset({"custom_jvp_call"})
-CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
+CALLS = frozenset({"jit", "pjit", "closed_call"})  # "pjit" up to JAX 0.6
+CUSTOM = "custom_jvp_call"
+CHECKPOINT = "remat2"
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -7,13 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._equations import CALLS, CHECKPOINTS, bind, inner
-from ._series import Series, elementwise, is_linear_in, is_pointwise, through
+from ._equations import CALLS, CHECKPOINT, bind, inner
+from ._series import Series, elementwise, is_linear_in, is_pointwise, rule_of, traced
+
+_LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
 
 
-def forward(closed: ClosedJaxpr, start: Series) -> list[Any]:
-    """The results of a program of one argument: a `Series` each, or an array that does not depend on the argument."""
-    return [_series(result) for result in _propagate(closed.jaxpr, closed.consts, [start])]
+def forward(closed: ClosedJaxpr, start: Series) -> tuple[list[Any], set[str]]:
+    """The results of a program of one argument, and the primitives that it went through without a rule.
+
+    A result is a `Series`, or an array or number that does not depend on the argument.
+    """
+    unknown: set[str] = set()
+    results = _propagate(closed.jaxpr, closed.consts, [start], unknown)
+    return list(map(_series, results)), unknown
 
 
 class _Chain:
@@ -33,7 +40,7 @@ class _Chain:
     def series(self) -> Series:
         """The result with its derivatives."""
         if self._made is None:
-            (self._made,) = elementwise(self._replay, [self.root])
+            self._made = elementwise(self._replay, [self.root])
         return self._made
 
     def _replay(self, value: jax.Array) -> list[Any]:
@@ -43,54 +50,60 @@ class _Chain:
         return [done[id(self)]]
 
 
-def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown: set[str]) -> list[Any]:
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda var: var.val if isinstance(var, Literal) else values[var]
     for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars))), strict=True))
+        values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars)), unknown), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _evaluate(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]:
     depends = list(filter(_depends, operands))
     values = [operand.value if _depends(operand) else operand for operand in operands]
-    floating = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars]
-    if not depends or not any(floating) or eqn.primitive.name == "stop_gradient":
+    moves = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
+    if not depends or not any(moves) or eqn.primitive.name == "stop_gradient":
         return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)
     if pointwise and _continues(eqn, operands):
         return [_Chain(_root(depends[0]), eqn, operands, *bind(eqn, values))]
     if eqn.primitive.name in CALLS and not pointwise:
-        return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands)
+        return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands, unknown)
     operands = list(map(_series, operands))
-    if eqn.primitive.name in CHECKPOINTS:
-        return _checkpointed(eqn, operands)
-    return _through(eqn, operands, values, floating)
+    if eqn.primitive.name == CHECKPOINT:
+        return _checkpointed(eqn, operands, unknown)
+    return _through(eqn, operands, values, moves, unknown)
 
 
 def _continues(eqn: Any, operands: list[Any]) -> bool:
     """Whether an elementwise equation begins or goes on with a chain."""
+    if any(_is_chain(operand) and len(operand.steps) >= _LONGEST for operand in operands):
+        return False
     roots = {id(_root(operand)) for operand in operands if _depends(operand)}
     # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
     begins_linear = is_linear_in(eqn, list(map(_depends, operands))) and not any(map(_is_chain, operands))
     return len(roots) == 1 and not begins_linear
 
 
-def _through(eqn: Any, operands: list[Any], values: list[Any], floating: list[bool]) -> list[Any]:
+def _through(eqn: Any, operands: list[Any], values: list[Any], moves: list[bool], unknown: set[str]) -> list[Any]:
     which = list(map(_depends, operands))
 
     def of(*moving: Any) -> list[Any]:
         """The equation as a function of what depends on the input; of the results those that can be differentiated."""
         given = iter(moving)
         filled = [next(given) if depends else value for depends, value in zip(which, values, strict=True)]
-        return [result for result, keep in zip(bind(eqn, filled), floating, strict=True) if keep]
+        return [result for result, keep in zip(bind(eqn, filled), moves, strict=True) if keep]
 
-    found = iter(through(eqn, of, which, list(filter(_depends, operands))))
-    return [next(found) if keep else result for result, keep in zip(bind(eqn, values), floating, strict=True)]
+    depends = list(filter(_depends, operands))
+    rule = rule_of(eqn, which, depends)
+    if rule is None:
+        unknown.add(eqn.primitive.name)
+    found = iter((rule or traced)(eqn, of, depends))
+    return [next(found) if keep else result for result, keep in zip(bind(eqn, values), moves, strict=True)]
 
 
-def _checkpointed(eqn: Any, operands: list[Any]) -> list[Any]:
-    run = lambda operands: list(map(_series, _propagate(eqn.params["jaxpr"], (), operands)))
+def _checkpointed(eqn: Any, operands: list[Any], unknown: set[str]) -> list[Any]:
+    run = lambda operands: list(map(_series, _propagate(eqn.params["jaxpr"], (), operands, unknown)))
     policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(operands)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._describe import count_of
 from .._structure import describe, scan
 from ._mapped import mapped
 from ._orders import ORDERS, Order, pulled, pushed
@@ -41,23 +42,24 @@ def gradient(f: _F, *, mode: Order | None = None) -> _F:
             `"reverse/reverse"` (what JAX does as it is), `"forward/reverse"` (by one product with the Hessian, as Lux
             rewrites it) or `"reverse/forward"` (the gradient of one directional derivative); `None`: the one that was
             found best for this function, `"reverse/reverse"`. Values are the same. The order holds for the first
-            derivative of the gradient; further ones are JAX's own of it. Orders that are not JAX's own need f to be
-            differentiable in forward mode, and take longer to trace. Figures: `benchmarks/RESULTS.md`, "orders".
+            derivative of the gradient; further ones are JAX's own of it. The others take longer to trace, each level of
+            nesting several times as long, and `"reverse/forward"` needs f to be differentiable in forward mode.
+            Figures: `benchmarks/RESULTS.md`, "orders".
 
     Returns:
         A function of `(model, x, *args)` that returns the gradient, a tree like x.
 
     Raises:
         ValueError: `mode` is none of these.
-        TypeError: when called: x has a leaf that is not floating; f returns no scalar.
+        TypeError: when called: x has a leaf that is not floating; f returns no real floating scalar.
     """
-    order = _order(mode, "reverse/reverse")
+    order = _checked(mode) or "reverse/reverse"
 
     def of(model: PyTree, x: Any, *args: Any) -> Any:
-        x = _floating(x)
+        x = _floating(x, "x")
         y = jax.eval_shape(lambda x: f(model, x, *args), x)
-        if getattr(y, "shape", None) != ():
-            raise TypeError(f"expected f to return a scalar, got {describe(y)}; use nested.jacobian or nested.vjp")
+        if getattr(y, "shape", None) != () or not jnp.issubdtype(y.dtype, jnp.floating):
+            raise TypeError(f"expected f to return a real floating scalar, got {describe(y)}; {_instead(y)}")
         return pulled(f, order, model, x, jnp.ones((), y.dtype), args)
 
     return of
@@ -91,7 +93,9 @@ def jacobian(f: _F, *, mode: Order | None = None, chunk: int | None = None) -> _
         ValueError: `mode` or `chunk` is none of these.
         TypeError: when called: x or the output is no real floating array.
     """
-    _order(mode, "reverse/forward")
+    _checked(mode)
+    if chunk is not None:
+        count_of("chunk", chunk, "sweeps")
 
     def of(model: PyTree, x: Any, *args: Any) -> jax.Array:
         x = real_array(x)
@@ -120,7 +124,7 @@ def vjp(f: _F, *, mode: Order | None = None) -> _F:
 
     Args:
         f: called as `f(model, x, *args)`, returns a tree of floating arrays.
-        mode: as for `gradient`.
+        mode: as for `gradient`; orders that are not the default call f once more for the value.
 
     Returns:
         A function of `(model, x, cotangent, *args)`, with the cotangent like the output of f, that returns the output
@@ -128,13 +132,17 @@ def vjp(f: _F, *, mode: Order | None = None) -> _F:
 
     Raises:
         ValueError: `mode` is none of these; when called: the cotangent has another structure or shape than the output.
-        TypeError: when called: x has a leaf that is not floating.
+        TypeError: when called: x or the output has a leaf that is not floating; the cotangent is complex where the
+            output is real.
     """
-    order = _order(mode, "reverse/reverse")
+    order = _checked(mode) or "reverse/reverse"
 
     def of(model: PyTree, x: Any, cotangent: Any, *args: Any) -> tuple[Any, Any]:
-        x = _floating(x)
-        y = f(model, x, *args)
+        x = _floating(x, "x")
+        if order == "reverse/reverse":  # all in one
+            y, pull = jax.vjp(lambda x: _floating(f(model, x, *args), "the output of f"), x)
+            return y, pull(_like("cotangent", cotangent, y))[0]
+        y = _floating(f(model, x, *args), "the output of f")
         return y, pulled(f, order, model, x, _like("cotangent", cotangent, y), args)
 
     return of
@@ -152,7 +160,8 @@ def jvp(f: _F, *, mode: Order | None = None) -> _F:
 
     Args:
         f: called as `f(model, x, *args)`, returns a tree of floating arrays.
-        mode: as for `gradient`; `None`: `"reverse/forward"`, which is what JAX does as it is.
+        mode: as for `gradient`; `None`: `"reverse/forward"`, which is what JAX does as it is. Orders that are not the
+            default call f once more for the value.
 
     Returns:
         A function of `(model, x, tangent, *args)`, with the tangent like x, that returns the output and the product, a
@@ -160,13 +169,16 @@ def jvp(f: _F, *, mode: Order | None = None) -> _F:
 
     Raises:
         ValueError: `mode` is none of these; when called: the tangent has another structure or shape than x.
-        TypeError: when called: x has a leaf that is not floating.
+        TypeError: when called: x or the output has a leaf that is not floating; the tangent is complex where x is real.
     """
-    order = _order(mode, "reverse/forward")
+    order = _checked(mode) or "reverse/forward"
 
     def of(model: PyTree, x: Any, tangent: Any, *args: Any) -> tuple[Any, Any]:
-        x = _floating(x)
-        return f(model, x, *args), pushed(f, order, model, x, _like("tangent", tangent, x), args)
+        x = _floating(x, "x")
+        tangent = _like("tangent", tangent, x)
+        if order == "reverse/forward":  # all in one
+            return jax.jvp(lambda x: _floating(f(model, x, *args), "the output of f"), (x,), (tangent,))
+        return _floating(f(model, x, *args), "the output of f"), pushed(f, order, model, x, tangent, args)
 
     return of
 
@@ -191,20 +203,25 @@ def basis(of: Any) -> jax.Array:
     return jnp.eye(size, dtype=of.dtype).reshape(size, *of.shape)
 
 
-def _order(mode: Order | None, default: Order) -> Order:
+def _checked(mode: Order | None) -> Order | None:
     if mode is not None and mode not in ORDERS:
         raise ValueError(f"mode must be one of {', '.join(map(repr, ORDERS))}, got {mode!r}")
-    return mode or default
+    return mode
 
 
-def _floating(x: Any) -> Any:
-    leaves = jax.tree.leaves(x)
-    for i, leaf in enumerate(leaves):
+def _instead(y: Any) -> str:
+    if not hasattr(y, "dtype"):
+        return "use nested.vjp"
+    return "use nested.jacobian" if jnp.issubdtype(y.dtype, jnp.floating) else "it has no gradient"
+
+
+def _floating(tree: Any, what: str) -> Any:
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
-            raise TypeError(
-                f"expected x to be floating, got {describe(leaf)}{_at(x, i)}; convert it, or pass it in *args"
-            )
-    return jax.tree.map(jnp.asarray, x)
+            got = f"{describe(leaf)}{_at(tree, i)}"
+            instead = "convert it, or pass it in *args" if what == "x" else "leave it out"
+            raise TypeError(f"expected {what} to be floating, got {got}; {instead}")
+    return jax.tree.map(jnp.asarray, tree)
 
 
 def _like(what: str, given: Any, like: Any) -> Any:
@@ -216,6 +233,8 @@ def _like(what: str, given: Any, like: Any) -> Any:
     for i, (to, leaf) in enumerate(pairs):
         if jnp.shape(to) != leaf.shape:
             raise ValueError(f"expected a {what} of shape {leaf.shape}{_at(like, i)}, got {jnp.shape(to)}")
+        if jnp.iscomplexobj(to) and not jnp.iscomplexobj(leaf):
+            raise TypeError(f"expected a real {what}{_at(like, i)}, got {jnp.result_type(to)}")
     return jax.tree.map(lambda to, leaf: jnp.asarray(to, leaf.dtype), given, like)
 
 

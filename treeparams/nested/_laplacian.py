@@ -1,5 +1,6 @@
 """The Laplacian of a model's output in its input, by one pass forward."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,9 @@ def laplacian(f: Callable[..., Any], *, full: bool = False) -> Callable[..., Any
       `jax.nn` that are made of them, such as `gelu`, as one;
     - `jax.jit` and `jax.checkpoint` around all this, and functions with a rule for `jvp`, whose rule is used.
 
-    Anything else that JAX differentiates forward (loops, branches, factorisations) is as exact, by one second
-    derivative of that part alone per entry of x, and a warning names it. What treats the entries of x independently is
-    not made use of.
+    What is in between may be complex. Anything else that JAX differentiates forward (loops, branches, factorisations)
+    is as exact, by one second derivative of that part alone per entry of x, and a warning names it. It makes no use of
+    entries of x that are treated independently.
 
     Args:
         f: called as `f(model, x, *args)` with an array x, returns an array.
@@ -48,7 +49,8 @@ def laplacian(f: Callable[..., Any], *, full: bool = False) -> Callable[..., Any
         `(*out, *in)`.
 
     Raises:
-        TypeError: when called: x or the output is no real floating array; a function has a rule for `vjp` alone.
+        TypeError: when called: x or the output is no real floating array; a function has a rule for `vjp` alone (within
+            a loop the error is JAX's own).
     """
 
     def of(model: PyTree, x: Any, *args: Any) -> Any:
@@ -56,8 +58,15 @@ def laplacian(f: Callable[..., Any], *, full: bool = False) -> Callable[..., Any
         closed, shape = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
         if not hasattr(shape, "dtype") or not jnp.issubdtype(shape.dtype, jnp.floating):
             raise TypeError(f"expected f to return a real floating array, got {describe(shape)}")
-        (y,) = forward(closed, Series(x, basis(x), jnp.zeros_like(x)))
+        (y,), unknown = forward(closed, Series(x, basis(x), jnp.zeros_like(x)))
+        if unknown:
+            warnings.warn(
+                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: what it gives is exact, but takes one "
+                "second derivative of that part per entry of the input",
+                stacklevel=2,
+            )
         if not isinstance(y, Series):  # it does not depend on x
+            y = jnp.asarray(y, shape.dtype)
             y = Series(y, jnp.zeros((x.size, *y.shape), y.dtype), jnp.zeros_like(y))
         if not full:
             return y.laplacian

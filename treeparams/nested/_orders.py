@@ -6,6 +6,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 Order = Literal["reverse/reverse", "forward/reverse", "reverse/forward"]
 
@@ -25,6 +26,7 @@ def pulled(f: Callable[..., Any], order: Order, model: Any, x: Any, cotangent: A
     """
     if order == "reverse/reverse":  # what JAX does as it is
         return _pull(_Call(f, order), (model, args), x, cotangent)
+    model, x, args = _as_arrays((model, x, args))
     return _pulled(_Call(eqx.filter_closure_convert(f, model, x, *args), order), (model, args), x, cotangent)
 
 
@@ -32,7 +34,14 @@ def pushed(f: Callable[..., Any], order: Order, model: Any, x: Any, tangent: Any
     """`J tangent` for the Jacobian J of `f(model, x, *args)` in x; arguments as of `pulled`."""
     if order == "reverse/forward":  # what JAX does as it is
         return _push(_Call(f, order), (model, args), x, tangent)
+    model, x, args = _as_arrays((model, x, args))
     return _pushed(_Call(eqx.filter_closure_convert(f, model, x, *args), order), (model, args), x, tangent)
+
+
+def _as_arrays(tree: Any) -> Any:
+    """A Python number that is differentiated outside of `jit` would come to the rules as itself, not as an array."""
+    is_number = lambda leaf: isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if is_number(leaf) else leaf, tree)
 
 
 class _Call(eqx.Module):

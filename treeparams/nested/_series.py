@@ -5,28 +5,32 @@ second derivatives are summed as soon as they arise (Li et al., 2024, "A computa
 network-based variational Monte Carlo with Forward Laplacian"). What a primitive needs of its own is the last term.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._equations import CALLS, CUSTOM, inner
+from ._equations import CALLS, CUSTOM, bind, inner
 
-# No last term: linear, or of linear pieces, in all that depends on the input together.
-LINEAR = frozenset({
-    "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "copy_p",
-    "cumsum", "cut", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "join", "max", "min", "neg",
-    "pad", "reduce_max", "reduce_min", "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev",
-    "scatter", "scatter-add", "select_n", "sharding_constraint", "slice", "sort", "split", "squeeze", "stack",
-    "sub", "tile", "transpose",
+# No last term: linear over the reals in all that depends on the input together,
+_LINEAR = frozenset({
+    "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p",
+    "cumsum", "cut", "dynamic_slice", "dynamic_update_slice", "expand_dims", "fft", "gather", "imag", "join", "neg",
+    "pad", "real", "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev", "scatter", "scatter-add",
+    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose",
 })  # fmt: skip
+
+# or made of linear pieces, of what is real.
+_PIECEWISE = frozenset({"abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"})
+
+LINEAR = _LINEAR | _PIECEWISE
 
 # Linear in each of two operands.
 BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
 
-# Each entry of the result depends on the entries of the operands at its own place.
+# Each entry of the result depends on the entries of the operands at its own place, and has a derivative in them.
 ELEMENTWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
     "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "pow", "rsqrt",
@@ -51,47 +55,51 @@ class Series(NamedTuple):
     laplacian: jax.Array  # the shape of the value
 
 
-def through(eqn: Any, of: Function, which: Sequence[bool], depends: list[Series]) -> list[Series]:
-    """The results of an equation.
+Rule = Callable[[Any, Function, list[Series]], list[Series]]
+
+
+def rule_of(eqn: Any, which: Sequence[bool], depends: list[Series]) -> Rule | None:
+    """How an equation is gone through, given the function that it is of what depends on the input.
 
     Args:
         eqn: the equation.
-        of: the equation as a function of the operands that depend on the input.
-        which: of all operands, the ones that do.
-        depends: these operands.
+        which: of its operands, the ones that depend on the input.
+        depends: these.
+
+    Returns:
+        The rule; `None` if there is none but `traced`.
 
     Raises:
         TypeError: a function has a rule for `vjp` alone.
     """
     name = eqn.primitive.name
     if is_linear_in(eqn, which):
-        return linear(of, depends)
+        return _linear
     if name in BILINEAR:
-        return _bilinear(eqn, of, depends)
+        return _bilinear
     if name in ELEMENTWISE or is_pointwise(eqn, depends):
-        return elementwise(of, depends)
+        return _elementwise
     if name.startswith("custom_vjp_call"):
         raise TypeError(
             "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no derivative forward; give it a "
             "rule for jvp, or take the trace of jax.jacrev(jax.grad(f))"
         )
-    if name not in CUSTOM:
-        warnings.warn(
-            f"nested.laplacian has no rule for {name!r}: what it gives is exact, but takes one second derivative of "
-            "that part per entry of the input",
-            stacklevel=2,
-        )
-    return _traced(of, depends)
+    return traced if name in (CUSTOM, "abs") else None
 
 
 def is_linear_in(eqn: Any, which: Sequence[bool]) -> bool:
     """Whether an equation is linear, at least in pieces, in those of its operands together."""
     name = eqn.primitive.name
-    return name in LINEAR or (name in BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
+    if name in _PIECEWISE:
+        return not _is_complex(eqn)
+    return name in _LINEAR or (name in BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
 
 
-def linear(of: Function, depends: list[Series]) -> list[Series]:
-    """A function without a last term."""
+def _is_complex(eqn: Any) -> bool:
+    return any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in (*eqn.invars, *eqn.outvars))
+
+
+def _linear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
     values, jacobians, laplacians = zip(*depends, strict=True)
     results, laplacians = jax.jvp(of, values, laplacians)
     push = lambda *tangents: jax.jvp(of, values, tangents)[1]
@@ -99,7 +107,7 @@ def linear(of: Function, depends: list[Series]) -> list[Series]:
 
 
 def _bilinear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
-    ((value, jacobian, laplacian),) = linear(of, depends)
+    ((value, jacobian, laplacian),) = _linear(eqn, of, depends)
     a, b = (operand.jacobian for operand in depends)
     if eqn.primitive.name == "dot_general":
         crossed = _summed_dot(eqn, a, b)
@@ -117,7 +125,11 @@ def _summed_dot(eqn: Any, a: jax.Array, b: jax.Array) -> jax.Array:
     return eqn.primitive.bind(a, b, **params)
 
 
-def elementwise(of: Function, depends: Sequence[Series]) -> list[Series]:
+def _elementwise(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
+    return [elementwise(of, depends)]
+
+
+def elementwise(of: Function, depends: Sequence[Series]) -> Series:
     """A function of entries at one place, also of arrays that are broadcast: a derivative is one number per entry."""
     values, jacobians, laplacians = zip(*depends, strict=True)
     (result,) = of(*values)
@@ -133,7 +145,7 @@ def elementwise(of: Function, depends: Sequence[Series]) -> list[Series]:
         for i in range(j + 1):
             curvature = (1 if i == j else 2) * jax.jvp(first[j], values, ones[i])[1]
             laplacian += curvature * jnp.sum(jacobians[i] * jacobians[j], 0).astype(dtype)
-    return [Series(result, jacobian, laplacian)]
+    return Series(result, jacobian, laplacian)
 
 
 def _aligned(jacobian: jax.Array, ndim: int) -> jax.Array:
@@ -141,7 +153,7 @@ def _aligned(jacobian: jax.Array, ndim: int) -> jax.Array:
     return jnp.expand_dims(jacobian, tuple(range(1, 1 + ndim - jacobian.ndim)))
 
 
-def _traced(of: Function, depends: list[Series]) -> list[Series]:
+def traced(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
     """Any primitive: the last term by second derivatives, one per entry of the input."""
     values, jacobians, _ = zip(*depends, strict=True)
 
@@ -152,7 +164,7 @@ def _traced(of: Function, depends: list[Series]) -> list[Series]:
     last = jax.vmap(second)(*jacobians)
     return [
         Series(value, jacobian, laplacian + jnp.sum(each, 0))
-        for (value, jacobian, laplacian), each in zip(linear(of, depends), last, strict=True)
+        for (value, jacobian, laplacian), each in zip(_linear(eqn, of, depends), last, strict=True)
     ]
 
 
@@ -160,19 +172,35 @@ def _traced(of: Function, depends: list[Series]) -> list[Series]:
 
 
 def is_pointwise(eqn: Any, depends: Sequence[Any]) -> bool:
-    """Whether an equation, or all of what it calls, acts on each entry of operands of the result's shape by itself."""
+    """Whether an equation, or all of what it calls, acts on each entry of real operands of the result's shape."""
     shapes = {var.aval.shape for var in eqn.outvars} | {operand.value.shape for operand in depends}
-    if len(shapes) != 1 or len(eqn.outvars) != 1:
+    if len(shapes) != 1 or len(eqn.outvars) != 1 or _is_complex(eqn):
         return False
-    if eqn.primitive.name in CALLS | CUSTOM:
+    if eqn.primitive.name == CUSTOM or eqn.primitive.name in CALLS:
         return _is_within(eqn, shapes.pop())
     return eqn.primitive.name in _POINTWISE
 
 
-def _is_within(eqn: Any, shape: tuple[int, ...]) -> bool:
+def _is_within(eqn: Any, shape: tuple[int, ...], rules: int = 2) -> bool:
     # Nothing here makes a scalar of what has the shape: scalars do not depend on the input unless all is one.
-    if not all(var.aval.shape in ((), shape) for var in (*eqn.invars, *eqn.outvars)):
+    if not all(var.aval.shape in ((), shape) for var in (*eqn.invars, *eqn.outvars)) or _is_complex(eqn):
         return False
-    if eqn.primitive.name in CALLS | CUSTOM:
-        return all(_is_within(each, shape) for each in inner(eqn).jaxpr.eqns)
+    if eqn.primitive.name in CALLS:
+        return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)
+    if eqn.primitive.name == CUSTOM:
+        # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
+        programs = [inner(eqn)] + ([_derivative(eqn)] if rules else [])
+        return all(_is_within(each, shape, rules - 1) for program in programs for each in program.jaxpr.eqns)
     return eqn.primitive.name in _POINTWISE
+
+
+def _derivative(eqn: Any) -> Any:
+    """The program of value and derivative, by the rule that an equation has."""
+    operands = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    moves = [jnp.issubdtype(operand.dtype, jnp.floating) for operand in operands]
+
+    def of(values: Any, tangents: Any) -> Any:
+        moving, still = eqx.partition(values, moves)
+        return jax.jvp(lambda moving: bind(eqn, eqx.combine(moving, still)), (moving,), (eqx.filter(tangents, moves),))
+
+    return jax.make_jaxpr(of)(operands, operands)
