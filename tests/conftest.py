@@ -1,8 +1,6 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
 import os
-import shutil
-import tempfile
 
 # Four CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
@@ -16,30 +14,6 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-# The workers compile many of the same programs, small ones above all: what one has compiled the other takes from a
-# folder, which goes with the session.
-
-
-def pytest_configure(config):
-    folder = getattr(config, "workerinput", {}).get("compiled")
-    if folder is None:
-        config.compiled = tempfile.mkdtemp(prefix="treeparams-")
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    node.workerinput["compiled"] = node.config.compiled
-
-
-def pytest_unconfigure(config):
-    if hasattr(config, "compiled"):
-        shutil.rmtree(config.compiled, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
