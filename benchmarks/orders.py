@@ -40,6 +40,8 @@ def run(scale: Scale) -> Iterator[Table]:
     yield _table("`nested.jvp`", (_FORWARD, _LUX, _REVERSE), {"sliced score matching 8-128x2-8": _score(small)}, scale)
     wide = {"MLP 4-64x2-32": _jacobian(4, 32, small), "MLP 8-64x2-8": _jacobian(8, 8, small)}
     yield _table("`nested.jacobian`, no more inputs than outputs", (_FORWARD, _LUX, _REVERSE), wide, scale)
+    if small:
+        return
     tall = {"MLP 32-64x2-4": _jacobian(32, 4, small)}
     yield _table("`nested.jacobian`, more inputs than outputs", (_REVERSE, _LUX, _FORWARD), tall, scale)
 

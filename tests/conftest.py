@@ -16,6 +16,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of one run of an example stay with one worker, or each would run it."""
+    for item in items:
+        for run in {"outcomes", "finetuned", "minima"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(run))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
     """Compiled programs of one file are of no use to the next, and memory is finite."""

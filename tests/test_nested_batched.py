@@ -140,13 +140,22 @@ def test_gradients_of_examples(specimen, chunk):
     layout = specimen.layout(model)
     _, restructure = tp.ravel(model, layout)
     one = lambda i: jax.tree.map(lambda leaf: leaf[i], EXAMPLES)
-    want = jnp.stack([restructure.ravel_gradient(tp.grad(_loss, layout)(model, one(i))) for i in range(5)])
-    tree = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk)
-    matrix = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk, flat=True)
+
+    @tp.jit
+    def run(model):
+        tree = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk)
+        return (
+            jnp.stack([restructure.ravel_gradient(tp.grad(_loss, layout)(model, one(i))) for i in range(5)]),
+            tree,
+            jax.vmap(restructure.ravel_gradient)(tree),
+            nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk, flat=True),
+            nested.per_example_norms(_loss, model, EXAMPLES, trainable=layout),
+        )
+
+    want, tree, joined, matrix, norms = run(model)
     assert jax.tree.structure(tree) == jax.tree.structure(tp.partition(model, layout)[0])
     np.testing.assert_allclose(matrix, want, 1e-2 if layout.nbytes < 4 * layout.size else 1e-5, 1e-6)
-    np.testing.assert_allclose(jax.vmap(restructure.ravel_gradient)(tree), matrix, 1e-6)
-    norms = nested.per_example_norms(_loss, model, EXAMPLES, trainable=layout)
+    np.testing.assert_allclose(joined, matrix, 1e-6)
     np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(matrix), axis=1), 2e-3, 1e-6)
 
 
