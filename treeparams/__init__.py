@@ -33,7 +33,7 @@ only from those above it:
     _ties        tie, untie, ties
     _ema         Ema
     optim        Optax over models; a module of its own, imported by name
-    nested       curvature, and derivatives sample by sample; a module of its own, imported by name
+    nested       derivatives within losses, curvature, by sample; a module of its own, imported by name
     plot         pictures of layouts; a module of its own, imported by name
 """
 

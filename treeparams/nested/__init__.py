@@ -10,7 +10,7 @@ The files, from the ground up:
     _mapped       all at once or some at a time
     _orders       products with a Jacobian, differentiated in a chosen order
     _inputs       gradient, jacobian, vjp, jvp
-    _equations    one equation of a program
+    _equations    a program, equation by equation
     _series       what the forward Laplacian carries, through one equation
     _forward      the same through a program
     _laplacian    laplacian

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._equations import CALLS, CHECKPOINT, bind, inner
+from ._equations import CALLS, CHECKPOINT, bind, evaluate, inner
 from ._series import Series, elementwise, is_linear_in, is_pointwise, rule_of, traced
 
 _LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
@@ -51,11 +51,7 @@ class _Chain:
 
 
 def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown: set[str]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda var: var.val if isinstance(var, Literal) else values[var]
-    for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars)), unknown), strict=True))
-    return list(map(read, jaxpr.outvars))
+    return evaluate(jaxpr, consts, args, lambda eqn, operands: _evaluate(eqn, operands, unknown))
 
 
 def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]:
@@ -72,7 +68,7 @@ def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]
     operands = list(map(_series, operands))
     if eqn.primitive.name == CHECKPOINT:
         return _checkpointed(eqn, operands, unknown)
-    return _through(eqn, operands, values, moves, unknown)
+    return _through(eqn, operands, values, moves, pointwise, unknown)
 
 
 def _continues(eqn: Any, operands: list[Any]) -> bool:
@@ -85,7 +81,9 @@ def _continues(eqn: Any, operands: list[Any]) -> bool:
     return len(roots) == 1 and not begins_linear
 
 
-def _through(eqn: Any, operands: list[Any], values: list[Any], moves: list[bool], unknown: set[str]) -> list[Any]:
+def _through(
+    eqn: Any, operands: list[Any], values: list[Any], moves: list[bool], pointwise: bool, unknown: set[str]
+) -> list[Any]:
     which = list(map(_depends, operands))
 
     def of(*moving: Any) -> list[Any]:
@@ -95,10 +93,13 @@ def _through(eqn: Any, operands: list[Any], values: list[Any], moves: list[bool]
         return [result for result, keep in zip(bind(eqn, filled), moves, strict=True) if keep]
 
     depends = list(filter(_depends, operands))
-    rule = rule_of(eqn, which, depends)
+    rule = rule_of(eqn, which, pointwise)
     if rule is None:
         unknown.add(eqn.primitive.name)
-    found = iter((rule or traced)(eqn, of, depends))
+    results = (rule or traced)(eqn, of, depends)
+    if all(moves):
+        return results
+    found = iter(results)
     return [next(found) if keep else result for result, keep in zip(bind(eqn, values), moves, strict=True)]
 
 

@@ -100,8 +100,7 @@ def jacobian(f: _F, *, mode: Order | None = None, chunk: int | None = None) -> _
     def of(model: PyTree, x: Any, *args: Any) -> jax.Array:
         x = real_array(x)
         y = jax.eval_shape(lambda x: f(model, x, *args), x)
-        if not hasattr(y, "shape") or not jnp.issubdtype(y.dtype, jnp.floating):
-            raise TypeError(f"expected f to return a real floating array, got {describe(y)}")
+        check_output(y)
         order = mode or ("reverse/forward" if x.size <= math.prod(y.shape) else "reverse/reverse")
         if order == "reverse/forward":
             columns = mapped(lambda e: pushed(f, order, model, x, e, args), basis(x), chunk, "sweeps")
@@ -195,6 +194,16 @@ def real_array(x: Any) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected x to be real and floating, got {x.dtype}")
     return x
+
+
+def check_output(y: Any) -> None:
+    """Raises if an output, or its shape and dtype, is no array of real floating numbers.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not hasattr(y, "dtype") or not jnp.issubdtype(y.dtype, jnp.floating):
+        raise TypeError(f"expected f to return a real floating array, got {describe(y)}")
 
 
 def basis(of: Any) -> jax.Array:

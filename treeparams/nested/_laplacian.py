@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._structure import describe
 from ._forward import forward
-from ._inputs import basis, real_array
+from ._inputs import basis, check_output, real_array
 from ._series import Series
 
 
@@ -56,8 +55,7 @@ def laplacian(f: Callable[..., Any], *, full: bool = False) -> Callable[..., Any
     def of(model: PyTree, x: Any, *args: Any) -> Any:
         x = real_array(x)
         closed, shape = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
-        if not hasattr(shape, "dtype") or not jnp.issubdtype(shape.dtype, jnp.floating):
-            raise TypeError(f"expected f to return a real floating array, got {describe(shape)}")
+        check_output(shape)
         (y,), unknown = forward(closed, Series(x, basis(x), jnp.zeros_like(x)))
         if unknown:
             warnings.warn(

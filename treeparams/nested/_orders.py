@@ -25,17 +25,20 @@ def pulled(f: Callable[..., Any], order: Order, model: Any, x: Any, cotangent: A
         args: the others.
     """
     if order == "reverse/reverse":  # what JAX does as it is
-        return _pull(_Call(f, order), (model, args), x, cotangent)
-    model, x, args = _as_arrays((model, x, args))
-    return _pulled(_Call(eqx.filter_closure_convert(f, model, x, *args), order), (model, args), x, cotangent)
+        return _pull(_Call(f, order, True), (model, args), x, cotangent)
+    return _in_order(f, order, True, model, x, cotangent, args)
 
 
 def pushed(f: Callable[..., Any], order: Order, model: Any, x: Any, tangent: Any, args: tuple[Any, ...]) -> Any:
     """`J tangent` for the Jacobian J of `f(model, x, *args)` in x; arguments as of `pulled`."""
     if order == "reverse/forward":  # what JAX does as it is
-        return _push(_Call(f, order), (model, args), x, tangent)
+        return _push(_Call(f, order, False), (model, args), x, tangent)
+    return _in_order(f, order, False, model, x, tangent, args)
+
+
+def _in_order(f: Any, order: Order, pulls: bool, model: Any, x: Any, direction: Any, args: tuple[Any, ...]) -> Any:
     model, x, args = _as_arrays((model, x, args))
-    return _pushed(_Call(eqx.filter_closure_convert(f, model, x, *args), order), (model, args), x, tangent)
+    return _product(_Call(eqx.filter_closure_convert(f, model, x, *args), order, pulls), (model, args), x, direction)
 
 
 def _as_arrays(tree: Any) -> Any:
@@ -45,10 +48,11 @@ def _as_arrays(tree: Any) -> Any:
 
 
 class _Call(eqx.Module):
-    """The function, with what it captured among its leaves, and the order."""
+    """The function, with what it captured among its leaves, the order, and on which side the direction is."""
 
     f: Any
     order: Order = eqx.field(static=True)
+    pulls: bool = eqx.field(static=True)
 
     def __call__(self, others: Any, x: Any) -> Any:
         model, args = others
@@ -63,40 +67,31 @@ def _push(call: _Call, others: Any, x: Any, tangent: Any) -> Any:
     return jax.jvp(lambda x: call(others, x), (x,), (tangent,))[1]
 
 
-# -- The rules
+# -- The rule
 #
 # The gradient of a product with J is the gradient of `cotangent^T J tangent`, where one of the two is given with the
-# product and the other comes from without. The rules are for `jvp`, so that derivatives of every kind and degree go
+# product and the other comes from without. The rule is for `jvp`, so that derivatives of every kind and degree go
 # through: the derivative of the product is the transpose of that gradient, as a function of what comes from without. In
 # reverse mode JAX transposes it back, and what runs is the gradient in the order in which it was written.
 
 
 @eqx.filter_custom_jvp
-def _pulled(call: Any, others: Any, x: Any, cotangent: Any) -> Any:
-    return _pull(call, others, x, cotangent)
+def _product(call: Any, others: Any, x: Any, direction: Any) -> Any:
+    return (_pull if call.pulls else _push)(call, others, x, direction)
 
 
-@_pulled.def_jvp
-def _pulled_jvp(primals: Any, tangents: Any) -> Any:
-    call, others, x, cotangent = primals
+@_product.def_jvp
+def _product_jvp(primals: Any, tangents: Any) -> Any:
+    call, others, x, given = primals
     at, along, direction = primals[:3], tangents[:3], tangents[3]
-    product = _pulled(*primals)
-    moved = _transposed(lambda tangent: _gradient(at, along, tangent, cotangent), product, along)
-    return product, _plus(moved, lambda each: _pulled(call, others, x, each), direction, cotangent)
+    product = _product(*primals)
 
+    def gradient(other: Any) -> Any:
+        tangent, cotangent = (other, given) if call.pulls else (given, other)
+        return _gradient(at, along, tangent, cotangent)
 
-@eqx.filter_custom_jvp
-def _pushed(call: Any, others: Any, x: Any, tangent: Any) -> Any:
-    return _push(call, others, x, tangent)
-
-
-@_pushed.def_jvp
-def _pushed_jvp(primals: Any, tangents: Any) -> Any:
-    call, others, x, tangent = primals
-    at, along, direction = primals[:3], tangents[:3], tangents[3]
-    product = _pushed(*primals)
-    moved = _transposed(lambda cotangent: _gradient(at, along, tangent, cotangent), product, along)
-    return product, _plus(moved, lambda each: _pushed(call, others, x, each), direction, tangent)
+    moved = _transposed(gradient, product, along)
+    return product, _plus(moved, lambda each: _product(call, others, x, each), direction, given)
 
 
 def _gradient(at: Any, along: Any, tangent: Any, cotangent: Any) -> Any:

@@ -58,13 +58,13 @@ class Series(NamedTuple):
 Rule = Callable[[Any, Function, list[Series]], list[Series]]
 
 
-def rule_of(eqn: Any, which: Sequence[bool], depends: list[Series]) -> Rule | None:
+def rule_of(eqn: Any, which: Sequence[bool], pointwise: bool) -> Rule | None:
     """How an equation is gone through, given the function that it is of what depends on the input.
 
     Args:
         eqn: the equation.
         which: of its operands, the ones that depend on the input.
-        depends: these.
+        pointwise: what `is_pointwise` says of it.
 
     Returns:
         The rule; `None` if there is none but `traced`.
@@ -77,7 +77,7 @@ def rule_of(eqn: Any, which: Sequence[bool], depends: list[Series]) -> Rule | No
         return _linear
     if name in BILINEAR:
         return _bilinear
-    if name in ELEMENTWISE or is_pointwise(eqn, depends):
+    if name in ELEMENTWISE or pointwise:
         return _elementwise
     if name.startswith("custom_vjp_call"):
         raise TypeError(

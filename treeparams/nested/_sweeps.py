@@ -6,14 +6,13 @@ far apart in memory for one direction, and a net of dense layers takes up to hal
 equation by equation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal
 
-from ._equations import CALLS, bind, inner
+from ._equations import CALLS, bind, evaluate, inner
 
 
 class _Swept(NamedTuple):
@@ -36,25 +35,17 @@ def swept(f: Callable[[Any], Any], directions: jax.Array, batch: int) -> Any:
     one = jax.ShapeDtypeStruct((batch, *directions.shape[1:]), directions.dtype)
     closed = jax.make_jaxpr(f)(one)
     start = _Swept(jnp.broadcast_to(directions[None], (batch, *directions.shape)))
-    (result,) = _evaluate(closed.jaxpr, closed.consts, [start])
+    (result,) = evaluate(closed.jaxpr, closed.consts, [start], _results)
     if not isinstance(result, _Swept):  # it does not depend on the direction
         return jnp.broadcast_to(result, (len(directions), *result.shape))
     return jnp.moveaxis(result.array, 1, 0)
-
-
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda var: var.val if isinstance(var, Literal) else values[var]
-    for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, _results(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
 
 
 def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     if not any(isinstance(operand, _Swept) for operand in operands):
         return bind(eqn, operands)
     if eqn.primitive.name in CALLS:
-        return _evaluate(inner(eqn).jaxpr, inner(eqn).consts, operands)
+        return evaluate(inner(eqn).jaxpr, inner(eqn).consts, operands, _results)
     arrays = [operand.array if isinstance(operand, _Swept) else operand for operand in operands]
     axes = [min(1, operand.array.ndim - 1) if isinstance(operand, _Swept) else None for operand in operands]
     behind = [min(1, len(var.aval.shape)) for var in eqn.outvars]
