@@ -1,0 +1,212 @@
+"""Low-rank changes of frozen matrices (LoRA): put into a model, and folded back."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, PyTree
+
+from .._declare import field
+from .._seen import structure_of
+from .._select import Where, select
+from .._structure import Structure
+from ._matrix import AbstractMatrix
+from ._replace import replace
+from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense
+
+
+class LowRank(AbstractMatrix):
+    """A frozen matrix and a change of low rank that is trained: `base + scale * a @ b`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> weight = matrices.LowRank(jnp.ones((3, 2)), jnp.ones((3, 1)), jnp.zeros((1, 2)))
+    >>> weight @ jnp.ones(2), tp.layout(weight).paths
+    (Array([2., 2., 2.], dtype=float32), ('a', 'b'))
+
+    The dtype is that of the base, so that what comes out of a layer does not change; factors may have a wider one.
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+
+    Args:
+        base: `m` by `n`, an array or a matrix; declared frozen, so that no gradient of it is computed.
+        a: shape `(m, rank)`.
+        b: shape `(rank, n)`.
+        scale: a number, no parameter.
+
+    Raises:
+        TypeError: a factor is no floating array.
+        ValueError: the shapes do not fit.
+    """
+
+    base: Weight = field(trainable=False, converter=as_weight)
+    a: Inexact[Array, "m rank"] = eqx.field(converter=as_parameter)
+    b: Inexact[Array, "rank n"] = eqx.field(converter=as_parameter)
+    scale: float = eqx.field(static=True, default=1.0)
+
+    ranks = {"base": 2, "a": 2, "b": 2}
+
+    def __check_init__(self) -> None:
+        self._check_rank()
+        (m, n), rank = self.shape, self.a.shape[1]
+        if self.a.shape != (m, rank) or self.b.shape != (rank, n):
+            raise ValueError(
+                f"expected factors of shapes ({m}, rank) and (rank, {n}) for a base of shape ({m}, {n}), "
+                f"got {self.a.shape} and {self.b.shape}"
+            )
+
+    @classmethod
+    def random(cls, base: Any, rank: int, *, key: Array, scale: float = 1.0, dtype: Any = None) -> "LowRank":
+        """Factors that change nothing yet: columns of `a` are random, about of unit length, and `b` is zero.
+
+        Args:
+            base: `m` by `n`, an array or a matrix.
+            rank: of the change.
+            key: of `jax.random`.
+            scale: of the change.
+            dtype: of the factors; `None`: that of the base.
+
+        Raises:
+            ValueError: the rank is not positive.
+        """
+        if rank < 1:
+            raise ValueError(f"the rank of a change is at least 1, got {rank}")
+        base = as_weight(base)
+        m, n = shape_of(base)
+        dtype = base.dtype if dtype is None else dtype
+        return cls(
+            base, jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5, jnp.zeros((rank, n), dtype), scale
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return shape_of(self.base)
+
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
+    def apply(self, x: Array) -> Array:
+        return apply(self.base, x) + self.scale * apply(self.a, apply(self.b, x))
+
+    def apply_transposed(self, x: Array) -> Array:
+        change = apply_transposed(self.b, apply_transposed(self.a, x))
+        return apply_transposed(self.base, x) + self.scale * change
+
+    def to_dense(self) -> Array:
+        self._check_rank()
+        base = to_dense(self.base)
+        return _changed(base, (self.scale * self.a @ self.b).astype(base.dtype))
+
+
+@jax.custom_jvp
+def _changed(base: Array, change: Array) -> Array:
+    # Minus zero plus zero is zero: an untouched base is to be the same bit for bit.
+    return jnp.where(change == 0, base, base + change)
+
+
+@_changed.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _changed(*primals), tangents[0] + tangents[1]
+
+
+def lora(model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: Any = None) -> PyTree:
+    """The model with low-rank changes of what `where` selects, which alone is frozen.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> from treeparams import matrices
+    >>> mlp = eqx.nn.MLP(4, 2, 8, depth=1, key=jax.random.key(0))
+    >>> model = matrices.lora(mlp, "layers.0", 2, key=jax.random.key(1))
+    >>> print(tp.layout(model))
+    path                  shape  dtype    offset  size  tied to
+    layers.0.weight.a     8,2    float32       0    16
+    layers.0.weight.b     2,4    float32      16     8
+    layers.0.bias         8      float32      24     8
+    layers.1.weight       2,8    float32      32    16
+    layers.1.bias         2      float32      48     2
+    layers.0.weight.base  8,4    float32  frozen    32
+    5 slots, 50 elements, 200 bytes; 32 elements frozen
+
+    At first the model computes what it did. To train the factors alone, pass
+    `tp.layout(model, matrices.LowRank)` or write `trainable=matrices.LowRank`; `merge` folds them in.
+
+    Args:
+        model: any pytree.
+        where: as for `tp.layout`. Of what it selects, every parameter with two axes is changed; those with one or none,
+            such as biases, stay as they are. An array at several paths must be selected at all of them and gets one
+            change.
+        rank: of the changes.
+        key: of `jax.random`.
+        scale: of the changes.
+        dtype: of the factors; `None`: that of each base.
+
+    Returns:
+        The model with a `LowRank` at each of these places.
+
+    Raises:
+        ValueError: `where` selects nothing with two axes, one with more or within a matrix, or only some of
+            the paths of one array.
+    """
+    leaves, treedef, structure = structure_of(model)
+    chosen = _bases(structure, where)
+    firsts = sorted({structure.first[i] for i in chosen})
+    keys = dict(zip(firsts, jax.random.split(key, len(firsts)), strict=True))
+    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in firsts}
+    for i in chosen:
+        leaves[i] = changed[structure.first[i]]
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def merge(model: PyTree) -> PyTree:
+    """The model with every `LowRank` folded into an array, as if it had never been there.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp
+    >>> from treeparams import matrices
+    >>> layer = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+    >>> model = matrices.lora(layer, "weight", 1, key=jax.random.key(1))
+    >>> bool(jnp.all(matrices.merge(model).weight == layer.weight))
+    True
+
+    One that stands at several places becomes one array. An untouched one gives its base bit for bit.
+
+    Args:
+        model: any pytree.
+
+    Returns:
+        The model.
+    """
+    return replace(model, LowRank, LowRank.to_dense)
+
+
+def _bases(structure: Structure, where: Where) -> list[int]:
+    chosen = sorted(i for i in select(structure, where) if len(structure.spec(i).shape) >= 2)
+    paths = structure.paths
+    if not chosen:
+        raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
+    for i in chosen:
+        if len(structure.spec(i).shape) > 2:
+            raise ValueError(
+                f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}; "
+                "of an ensemble, call lora within equinox.filter_vmap"
+            )
+    for node in structure.nodes:
+        inside = [i for i in chosen if node.start <= i < node.stop]
+        if inside and issubclass(node.cls, AbstractMatrix):
+            raise ValueError(
+                f"{paths[inside[0]]!r} is a part of {node.path!r}, which is a {node.cls.__name__}; to change that at "
+                "low rank, put matrices.LowRank.random(matrix, rank, key=key) there by equinox.tree_at"
+            )
+    _check_ties(structure, chosen, where)
+    return chosen
+
+
+def _check_ties(structure: Structure, chosen: list[int], where: Where) -> None:
+    first = {structure.first[i]: i for i in chosen}
+    for i in structure.parameters:
+        other = first.get(structure.first[i])
+        if other is not None and i not in chosen:
+            raise ValueError(
+                f"{structure.paths[i]!r} and {structure.paths[other]!r} are one array, but {where!r} selects only the "
+                "latter: select both, or tp.untie the model first"
+            )

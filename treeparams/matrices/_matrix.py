@@ -1,0 +1,291 @@
+"""What every matrix of this module is: a node of the model that stands where an array stood.
+
+A layer writes `weight @ x` and does not know what `weight` is. A matrix here is an `equinox.Module` that holds the
+arrays it is made of, which are trained, frozen, flattened and averaged like any others, and knows two products: with a
+vector, and of its transpose with one. Everything else follows from these.
+
+There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M` ever asks the matrix.
+"""
+
+import abc
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Inexact
+
+
+def _refused(operation: str) -> Callable[..., Any]:
+    def refuse(self: "AbstractMatrix", *_: Any) -> Any:
+        raise TypeError(f"{operation} needs all entries of a {type(self).__name__}: take M.to_dense() first")
+
+    return refuse
+
+
+class AbstractMatrix(eqx.Module):
+    """A matrix made of parameters; subclasses say of which, and how a vector is multiplied.
+
+    >>> import equinox as eqx, jax.numpy as jnp
+    >>> from treeparams import matrices
+    >>> class Ones(matrices.AbstractMatrix):  # all entries are one number
+    ...     value: jnp.ndarray
+    ...     n: int = eqx.field(static=True)
+    ...
+    ...     @property
+    ...     def shape(self):
+    ...         return self.n, self.n
+    ...
+    ...     def apply(self, x):
+    ...         return jnp.broadcast_to(self.value * jnp.sum(x, axis=-1, keepdims=True), x.shape)
+    ...
+    ...     apply_transposed = apply
+    >>> weight = Ones(jnp.array(2.0), 3)
+    >>> weight @ jnp.ones(3), weight.T @ jnp.ones((3, 1)), jnp.ones((1, 3)) @ weight
+    (Array([6., 6., 6.], dtype=float32), Array([[6.],
+           [6.],
+           [6.]], dtype=float32), Array([[6., 6., 6.]], dtype=float32))
+    >>> weight
+    Ones(shape=(3, 3), value=f32[], n=3)
+
+    `M @ x` and `x @ M` take arrays of JAX and of NumPy, with the shapes and the dtype that `jnp.matmul` gives. `M @ N`,
+    `M + N`, `2 * M` and `M.T` of matrices are matrices that hold the same arrays, so that these are tied. What needs
+    all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raises a `TypeError` that says `to_dense()`.
+    """
+
+    __array_ufunc__ = None  # so that NumPy leaves `x @ M` to us
+
+    ranks: ClassVar[Mapping[str, int]] = {}  # of the fields that are arrays, so that an ensemble is told from a matrix
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns; from the last axes of arrays, so that it holds for an ensemble too."""
+
+    @abc.abstractmethod
+    def apply(self, x: Inexact[Array, "*batch columns"]) -> Inexact[Array, "*batch rows"]:
+        """The product with each vector along the last axis; x comes in the dtype of the result."""
+
+    @abc.abstractmethod
+    def apply_transposed(self, x: Inexact[Array, "*batch rows"]) -> Inexact[Array, "*batch columns"]:
+        """The same of the transpose."""
+
+    def to_dense(self) -> Inexact[Array, "rows columns"]:
+        """All entries, as an array."""
+        self._check_rank()
+        identity = jnp.eye(self.shape[1], dtype=self.dtype)
+        return jnp.swapaxes(self.apply(identity), -1, -2).astype(self.dtype)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the product with an array of ones: `jnp.result_type` of the parameters."""
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")]
+        inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+        return jnp.result_type(*inexact) if inexact else jnp.result_type(float)
+
+    @property
+    def ndim(self) -> int:
+        """Always 2."""
+        return 2
+
+    @property
+    def T(self) -> "AbstractMatrix":  # noqa: N802 - as of an array
+        """The transpose, made of the same arrays."""
+        return Transposed(self)
+
+    # -- Products
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, AbstractMatrix):
+            return Product(self, other)
+        if not is_array(other):
+            return NotImplemented
+        return self._product(other, -1 if np.ndim(other) == 1 else -2, False)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self._product(other, -1, True) if is_array(other) else NotImplemented
+
+    def _product(self, x: Any, axis: int, transposed: bool) -> Array:
+        x = jnp.asarray(x)
+        self._check_rank()
+        self._check_operand(x, axis, transposed)
+        dtype = jnp.result_type(self.dtype, x)
+        x = jnp.moveaxis(x, axis, -1).astype(dtype)
+        y = self.apply_transposed(x) if transposed else self.apply(x)
+        return jnp.moveaxis(y, -1, axis).astype(dtype)
+
+    def _check_operand(self, x: Array, axis: int, transposed: bool) -> None:
+        size = self.shape[0 if transposed else 1]
+        if x.ndim == 0 or x.shape[axis] != size:
+            operation = "x @ M" if transposed else "M @ x"
+            shapes = f"({size},) or (..., {size}, batch)" if not transposed else f"({size},) or (..., {size})"
+            raise ValueError(
+                f"{operation}: M is a {type(self).__name__} of shape {self.shape}, so x must have shape {shapes}, "
+                f"got {x.shape}"
+            )
+
+    def _check_rank(self) -> None:
+        for name, rank in self.ranks.items():
+            array = getattr(self, name)
+            if is_array(array) and array.ndim != rank:
+                raise ValueError(
+                    f"{type(self).__name__}.{name} has shape {array.shape}, but one matrix has {rank} axes there. "
+                    "Of an ensemble, take each by jax.vmap or equinox.filter_vmap"
+                )
+
+    # -- Sums and multiples
+
+    def __add__(self, other: Any) -> "AbstractMatrix":
+        return Sum(self, other) if isinstance(other, AbstractMatrix) else _refused("M + x")(self)
+
+    def __sub__(self, other: Any) -> "AbstractMatrix":
+        return Sum(self, -other) if isinstance(other, AbstractMatrix) else _refused("M - x")(self)
+
+    def __mul__(self, other: Any) -> "AbstractMatrix":
+        return Scaled(self, other) if _is_scalar(other) else _refused("M * x")(self)
+
+    def __truediv__(self, other: Any) -> "AbstractMatrix":
+        return Scaled(self, 1 / other) if _is_scalar(other) else _refused("M / x")(self)
+
+    def __neg__(self) -> "AbstractMatrix":
+        return Scaled(self, -1)
+
+    __rmul__ = __mul__
+    __radd__ = _refused("x + M")
+    __rsub__ = _refused("x - M")
+    __rtruediv__ = _refused("x / M")
+    __pow__ = __rpow__ = _refused("**")
+    __mod__ = __rmod__ = _refused("%")
+    __floordiv__ = __rfloordiv__ = _refused("//")
+    __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
+    __abs__ = _refused("abs")
+    __getitem__ = _refused("indexing")
+    __iter__ = _refused("iteration")
+    __array__ = _refused("conversion to an array")
+
+    # -- To look at
+
+    def __pdoc__(self, **kwargs: Any) -> Any:
+        import wadler_lindig as wl  # what Equinox prints by; it calls this, so it is there
+
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr]
+        docs = wl.named_objs([("shape", _shape_in_text(self)), *fields], **kwargs)
+        name = wl.TextDoc(f"{type(self).__name__}(")
+        return wl.bracketed(name, docs, wl.comma, wl.TextDoc(")"), kwargs["indent"])
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of JAX or of NumPy."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _shape_in_text(matrix: AbstractMatrix) -> Any:
+    # The arrays are missing where a tree of other things has the structure of a model, such as a mask.
+    try:
+        return matrix.shape
+    except AttributeError:
+        return None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, numbers.Number | np.generic) or (is_array(value) and value.ndim == 0)
+
+
+class Transposed(AbstractMatrix):
+    """The transpose of a matrix, made of its arrays; `M.T` makes it."""
+
+    matrix: AbstractMatrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.matrix.shape
+        return columns, rows
+
+    def apply(self, x: Array) -> Array:
+        return self.matrix.apply_transposed(x)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return self.matrix.apply(x)
+
+    def to_dense(self) -> Array:
+        return jnp.swapaxes(self.matrix.to_dense(), -1, -2)
+
+    @property
+    def T(self) -> AbstractMatrix:  # noqa: N802
+        return self.matrix
+
+
+class Product(AbstractMatrix):
+    """The product of two matrices, one after the other; `M @ N` makes it."""
+
+    left: AbstractMatrix
+    right: AbstractMatrix
+
+    def __check_init__(self) -> None:
+        if self.left.shape[1] != self.right.shape[0]:
+            raise ValueError(f"M @ N: the shapes {self.left.shape} and {self.right.shape} do not fit")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.left.shape[0], self.right.shape[1]
+
+    def apply(self, x: Array) -> Array:
+        return self.left.apply(self.right.apply(x))
+
+    def apply_transposed(self, x: Array) -> Array:
+        return self.right.apply_transposed(self.left.apply_transposed(x))
+
+
+class Sum(AbstractMatrix):
+    """The sum of two matrices; `M + N` makes it."""
+
+    left: AbstractMatrix
+    right: AbstractMatrix
+
+    def __check_init__(self) -> None:
+        if self.left.shape != self.right.shape:
+            raise ValueError(f"M + N: the shapes {self.left.shape} and {self.right.shape} differ")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.left.shape
+
+    def apply(self, x: Array) -> Array:
+        return self.left.apply(x) + self.right.apply(x)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return self.left.apply_transposed(x) + self.right.apply_transposed(x)
+
+    def to_dense(self) -> Array:
+        return self.left.to_dense() + self.right.to_dense()
+
+
+class Scaled(AbstractMatrix):
+    """A multiple of a matrix; `2 * M` makes it. An array as the factor is a parameter, a Python number is none."""
+
+    matrix: AbstractMatrix
+    factor: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.result_type(self.matrix.dtype, self.factor)
+
+    def apply(self, x: Array) -> Array:
+        return self._scaled(self.matrix.apply(x))
+
+    def apply_transposed(self, x: Array) -> Array:
+        return self._scaled(self.matrix.apply_transposed(x))
+
+    def to_dense(self) -> Array:
+        return self._scaled(self.matrix.to_dense().astype(self.dtype))
+
+    def _scaled(self, y: Array) -> Array:
+        return y * jnp.asarray(self.factor, y.dtype)

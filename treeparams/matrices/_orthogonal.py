@@ -1,0 +1,283 @@
+"""Products of reflections and of rotations: matrices that stay orthogonal whatever their parameters become.
+
+A *reflection* by a vector v is `I - 2 v v^T / (v^T v)`. A product of k of them, `H_1 H_2 ... H_k`, with the vectors as the
+rows of V, is
+
+    I - V^T T V,    where the inverse of T is triu(V V^T, 1) + diag(V V^T) / 2
+
+(Joffrain et al. 2006, "Accumulating Householder transformations, revisited"), so that a product with a batch is two
+matrix products and the inverse of a small triangle. No entry of `I - V^T T V` is ever written. Blocks of reflections
+bound the triangle; a scan over them bounds the program.
+
+A *rotation* by an angle acts on a pair of rows. Layers of them alternate between the pairs (0, 1), (2, 3), ... and
+(1, 2), (3, 4), ...: with n layers every rotation of n dimensions can be written so (Clements et al. 2016, "Optimal
+design for universal multiport interferometers").
+"""
+
+import abc
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._matrix import AbstractMatrix
+from ._weights import as_parameter
+
+_BLOCK = 128  # reflections; measured at n = 1024 to 4096: half of it takes as long and three times the memory in AD
+
+
+def as_real(value: Any) -> Array:
+    """What a constructor was given for a real array, checked; for the `converter` of a field."""
+    array = as_parameter(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"expected real numbers, got {array.dtype}")
+    return array
+
+
+class AbstractOrthogonal(AbstractMatrix):
+    """A square matrix whose transpose is its inverse."""
+
+    def inv(self) -> AbstractMatrix:
+        """The inverse, which is the transpose, made of the same arrays."""
+        return self.T
+
+    def solve(self, b: Any) -> Array:
+        """The x with `M @ x = b`; shapes as of `M @ x`."""
+        return self.inv() @ b
+
+    def logdet(self) -> Float[Array, ""]:
+        """The logarithm of the absolute determinant: zero."""
+        return jnp.zeros((), self.dtype)
+
+    def slogdet(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The sign of the determinant and the logarithm of its absolute value."""
+        return self.sign(), self.logdet()
+
+    @abc.abstractmethod
+    def sign(self) -> Float[Array, ""]:
+        """The determinant, one or minus one."""
+
+
+class Orthogonal(AbstractOrthogonal):
+    """An orthogonal matrix: a product of Householder reflections.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from treeparams import matrices
+    >>> q = matrices.Orthogonal.random(4, key=jax.random.key(0), reflections=2)
+    >>> q
+    Orthogonal(shape=(4, 4), vectors=f32[2,4])
+    >>> bool(jnp.allclose(q.T @ (q @ jnp.ones(4)), 1, atol=1e-5))
+    True
+
+    It is orthogonal whatever the vectors are, so nothing has to be put right after a step. A vector of zeros is the
+    identity, where its gradient is zero.
+
+    Args:
+        vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
+
+    Raises:
+        TypeError: they are no real floating array.
+        ValueError: they have another rank.
+    """
+
+    vectors: Float[Array, "reflections n"] = eqx.field(converter=as_real)
+
+    ranks = {"vectors": 2}
+
+    def __check_init__(self) -> None:
+        self._check_rank()
+
+    @classmethod
+    def random(cls, n: int, *, key: Array, reflections: int | None = None) -> "Orthogonal":
+        """A random one; of all n reflections it is spread evenly over the orthogonal matrices.
+
+        Args:
+            n: rows and columns.
+            key: of `jax.random`.
+            reflections: how many; `None`: n.
+        """
+        return cls(jax.random.normal(key, (n if reflections is None else reflections, n)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n = self.vectors.shape[-1]
+        return n, n
+
+    def apply(self, x: Array) -> Array:
+        return _reflected(self.vectors, x, transposed=False)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return _reflected(self.vectors, x, transposed=True)
+
+    def sign(self) -> Float[Array, ""]:
+        self._check_rank()
+        moving = jnp.sum(jnp.any(self.vectors != 0, axis=1))
+        return jnp.asarray(1 - 2 * (moving % 2), self.dtype)
+
+
+class Givens(AbstractOrthogonal):
+    """A rotation of n dimensions: layers of rotations of neighbouring pairs.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import matrices
+    >>> quarter = matrices.Givens(jnp.array([[jnp.pi / 2]]), 2)
+    >>> jnp.round(quarter @ jnp.array([1.0, 2.0]), 3)
+    Array([-2.,  1.], dtype=float32)
+
+    Its determinant is one. Angles of zero are the identity.
+
+    Args:
+        angles: in radians, shape `(layers, n // 2)`; the last layer acts first. Layer 0, 2, ... rotates the pairs
+            (0, 1), (2, 3), ..., layer 1, 3, ... the pairs (1, 2), (3, 4), ..., with (n - 1, 0) as the last where n
+            is even.
+        n: rows and columns.
+
+    Raises:
+        TypeError: the angles are no real floating array.
+        ValueError: they have another shape.
+    """
+
+    angles: Float[Array, "layers pairs"] = eqx.field(converter=as_real)
+    n: int = eqx.field(static=True)
+
+    ranks = {"angles": 2}
+
+    def __check_init__(self) -> None:
+        self._check_rank()
+        if self.angles.shape[1] != self.n // 2:
+            raise ValueError(
+                f"expected angles of shape (layers, {self.n // 2}) for n={self.n}, got {self.angles.shape}"
+            )
+
+    @classmethod
+    def random(cls, n: int, *, key: Array, layers: int | None = None) -> "Givens":
+        """One of angles that are spread evenly over the circle.
+
+        Args:
+            n: rows and columns.
+            key: of `jax.random`.
+            layers: how many; `None`: n, with which every rotation can be written.
+        """
+        shape = (n if layers is None else layers, n // 2)
+        return cls(jax.random.uniform(key, shape, minval=-jnp.pi, maxval=jnp.pi), n)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.n
+
+    def apply(self, x: Array) -> Array:
+        return _rotated(self.angles, x, transposed=False)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return _rotated(self.angles, x, transposed=True)
+
+    def sign(self) -> Float[Array, ""]:
+        return jnp.ones((), self.dtype)
+
+
+AnyOrthogonal = Orthogonal | Givens
+Kind = Literal["householder", "givens"]
+
+
+def random_orthogonal(n: int, factors: int, kind: Kind, key: Array) -> AnyOrthogonal:
+    """A random one, of so many reflections or layers of rotations."""
+    if kind == "householder":
+        return Orthogonal.random(n, key=key, reflections=factors)
+    if kind == "givens":
+        return Givens.random(n, key=key, layers=factors)
+    raise ValueError(f'kind must be "householder" or "givens", got {kind!r}')
+
+
+def wide(x: Array) -> Array:
+    """In at least float32: what is computed in several steps loses too much in less."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# -- Reflections
+
+
+def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
+    count, n = vectors.shape
+    if count == 0 or n == 0:
+        return x
+    vectors, dtype = wide(vectors), x.dtype
+    x = x.astype(jnp.promote_types(vectors.dtype, dtype))
+    vectors = vectors.astype(jnp.promote_types(vectors.dtype, jnp.finfo(x.dtype).dtype))
+    blocks = -(-count // min(_BLOCK, n))  # more than n vectors depend on each other, which a triangle takes badly
+    size = -(-count // blocks)
+    if blocks == 1:
+        return _block(vectors, x, transposed).astype(dtype)
+    stacked = jnp.pad(vectors, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, n)
+    each = lambda x, block: (_block(block, x, transposed), None)
+    return jax.lax.scan(each, x, stacked, reverse=not transposed)[0].astype(dtype)
+
+
+def _block(vectors: Array, x: Array, transposed: bool) -> Array:
+    gram = vectors @ vectors.T
+    squares = jnp.diagonal(gram)
+    # With a one on the diagonal a vector of zeros takes no part.
+    triangle = jnp.triu(gram, 1) + jnp.diag(jnp.where(squares > 0, squares / 2, 1))
+    middle = _triangular_inverse(triangle)
+    return x - ((x @ vectors.T) @ (middle if transposed else middle.T)) @ vectors
+
+
+@jax.custom_jvp
+def _triangular_inverse(upper: Float[Array, "k k"]) -> Float[Array, "k k"]:
+    """The inverse of an upper triangle, from blocks of one upwards.
+
+    With A and C inverted, that of [[A, B], [0, C]] is [[A', -A' B C'], [0, C']]: as stable as substitution, but made of
+    products of matrices. LAPACK's solver for a triangle takes up to 50 times as long on CPU when other threads run.
+    """
+    count = len(upper)
+    size, full = 1, 1 << (count - 1).bit_length()
+    upper = jnp.pad(upper, ((0, full - count), (0, full - count)))
+    diagonal = jnp.diagonal(upper)
+    inverses = (1 / jnp.where(diagonal == 0, 1, diagonal)).reshape(full, 1, 1)
+    while size < full:
+        pairs = upper.reshape(full // (2 * size), 2, size, full // (2 * size), 2, size)[:, 0, :, :, 1, :]
+        corners = jnp.einsum("pipj->pij", pairs)
+        first, second = inverses[0::2], inverses[1::2]
+        upper_rows = jnp.concatenate([first, -first @ corners @ second], axis=2)
+        lower_rows = jnp.concatenate([jnp.zeros_like(first), second], axis=2)
+        inverses = jnp.concatenate([upper_rows, lower_rows], axis=1)
+        size *= 2
+    return inverses[0, :count, :count]
+
+
+@_triangular_inverse.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = _triangular_inverse(primals[0])
+    return inverse, -inverse @ tangents[0] @ inverse
+
+
+# -- Rotations
+
+
+def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
+    if angles.size == 0:
+        return x
+    dtype = x.dtype
+    angles = wide(angles)
+    x = x.astype(jnp.promote_types(angles.dtype, dtype))
+    angles = angles.astype(jnp.promote_types(angles.dtype, jnp.finfo(x.dtype).dtype))
+    two_by_two = jnp.pad(angles, ((0, len(angles) % 2), (0, 0))).reshape(-1, 2, angles.shape[1])
+    order = (0, 1) if transposed else (1, 0)
+
+    def two_layers(x: Array, pair: Array) -> tuple[Array, None]:
+        for odd in order:
+            x = jnp.roll(x, -odd, axis=-1)
+            x = jnp.roll(_rotate(-pair[odd] if transposed else pair[odd], x), odd, axis=-1)
+        return x, None
+
+    return jax.lax.scan(two_layers, x, two_by_two, reverse=not transposed)[0].astype(dtype)
+
+
+def _rotate(angles: Float[Array, " pairs"], x: Array) -> Array:
+    """Rotates the pairs (0, 1), (2, 3), ... of the last axis."""
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    paired, rest = x[..., : 2 * len(angles)], x[..., 2 * len(angles) :]
+    first, second = paired[..., 0::2], paired[..., 1::2]
+    turned = jnp.stack([cos * first - sin * second, sin * first + cos * second], axis=-1)
+    return jnp.concatenate([turned.reshape(paired.shape), rest], axis=-1)

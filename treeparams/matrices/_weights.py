@@ -1,0 +1,145 @@
+"""Matrices made of other matrices take these as arrays, as matrices of this module, or as lineax operators."""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ._matrix import AbstractMatrix, is_array
+
+Weight = Array | AbstractMatrix
+
+
+class Lineax(AbstractMatrix):
+    """A lineax operator as a matrix; `from_lineax` makes it. Its arrays are the parameters."""
+
+    operator: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.operator.out_size(), self.operator.in_size()
+
+    def apply(self, x: Array) -> Array:
+        return _each(self.operator.mv, x)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return _each(self.operator.transpose().mv, x)
+
+    def to_dense(self) -> Array:
+        return self.operator.as_matrix()
+
+
+def from_lineax(operator: Any) -> AbstractMatrix:
+    """A lineax operator as a matrix, to stand where a weight stood.
+
+    >>> import jax.numpy as jnp, lineax
+    >>> from treeparams import matrices
+    >>> weight = matrices.from_lineax(lineax.DiagonalLinearOperator(jnp.array([1.0, 2.0])))
+    >>> weight @ jnp.ones(2)
+    Array([1., 2.], dtype=float32)
+
+    The arrays that the operator holds are parameters like any others. The constructors of this module call this
+    themselves: they take an operator wherever they take a matrix.
+
+    Args:
+        operator: from vectors to vectors, `(columns,)` to `(rows,)`. What `to_lineax` made gives its matrix back.
+
+    Returns:
+        A matrix with the operator in its field `operator`.
+
+    Raises:
+        TypeError: it is no lineax operator, or one between other trees than vectors.
+    """
+    if not is_operator(operator):
+        raise TypeError(f"expected a lineax operator, got {type(operator).__name__}")
+    for structure, what in ((operator.in_structure(), "takes"), (operator.out_structure(), "gives")):
+        if not isinstance(structure, jax.ShapeDtypeStruct) or len(structure.shape) != 1:
+            raise TypeError(f"expected an operator between vectors, but {type(operator).__name__} {what} {structure}")
+    return Lineax(operator)
+
+
+def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
+    """A matrix as a lineax operator, for its solvers.
+
+    >>> import jax.numpy as jnp, lineax
+    >>> from treeparams import matrices
+    >>> weight = matrices.Diagonal(jnp.array([1.0, 2.0]))
+    >>> lineax.linear_solve(matrices.to_lineax(weight), jnp.ones(2), lineax.GMRES(1e-5, 1e-5)).value
+    Array([1. , 0.5], dtype=float32)
+
+    Args:
+        matrix: any matrix of this module.
+        tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`; it is not checked.
+
+    Returns:
+        A `lineax.FunctionLinearOperator` whose product is that of the matrix.
+
+    Raises:
+        ModuleNotFoundError: lineax is not installed: `pip install 'treeparams[lineax]'`.
+    """
+    try:
+        import lineax
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("to_lineax needs lineax: pip install 'treeparams[lineax]'") from None
+    return lineax.FunctionLinearOperator(
+        lambda x: matrix @ x, jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype), tags
+    )
+
+
+def is_operator(value: Any) -> bool:
+    """Whether it is a lineax operator; where lineax has not been imported, nothing is."""
+    lineax = sys.modules.get("lineax")
+    return lineax is not None and isinstance(value, lineax.AbstractLinearOperator)
+
+
+def as_weight(value: Any) -> Any:
+    """What a constructor was given for a matrix, checked; for the `converter` of a field."""
+    if isinstance(value, AbstractMatrix):
+        return value
+    if is_operator(value):
+        return from_lineax(value)
+    array = as_parameter(value)
+    if array.ndim != 2:
+        raise ValueError(f"expected a matrix, got an array of shape {array.shape}")
+    return array
+
+
+def as_parameter(value: Any) -> Array:
+    """What a constructor was given for a floating array, checked; for the `converter` of a field."""
+    if not is_array(value):
+        raise TypeError(f"expected an array, got {type(value).__name__}")
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(f"a parameter is floating or complex, got {array.dtype}: convert it with x.astype(float)")
+    return array
+
+
+# -- A weight is an array or a matrix
+
+
+def apply(weight: Weight, x: Array) -> Array:
+    """As `AbstractMatrix.apply`."""
+    return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.T.astype(x.dtype)
+
+
+def apply_transposed(weight: Weight, x: Array) -> Array:
+    """As `AbstractMatrix.apply_transposed`."""
+    return weight.apply_transposed(x) if isinstance(weight, AbstractMatrix) else x @ weight.astype(x.dtype)
+
+
+def to_dense(weight: Weight) -> Array:
+    """As `AbstractMatrix.to_dense`."""
+    return weight.to_dense() if isinstance(weight, AbstractMatrix) else weight
+
+
+def shape_of(weight: Weight) -> tuple[int, int]:
+    """Rows and columns."""
+    rows, columns = weight.shape[-2:]
+    return rows, columns
+
+
+def _each(f: Any, x: Array) -> Array:
+    y = jax.vmap(f)(x.reshape(-1, x.shape[-1]))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
