@@ -10,13 +10,15 @@ import numpy as np
 
 try:
     import folx  # noqa: F401
+    import lineax  # noqa: F401
     import paramax
+    import quax  # noqa: F401
     from flax import nnx
 except ImportError as error:
-    raise ImportError("the benchmarks compare with flax, folx and paramax: pip install 'treeparams[bench]'") from error
+    raise ImportError("the benchmarks compare with other libraries: pip install 'treeparams[bench]'") from error
 
 
-PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "paramax")
+PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "lineax", "paramax", "quax")
 
 
 class Net(eqx.Module):

@@ -23,11 +23,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(run))
 
 
+_compiled: list[str] = []  # since the last time that they were forgotten
+
+
+def _count_compilations(event: str, *_, **__):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Compiled programs of one file are of no use to the next, and memory is finite."""
+    """Each takes about a megabyte, and memory is finite; those of single operations serve the next files too."""
     yield
-    jax.clear_caches()
+    if len(_compiled) > 1500:
+        jax.clear_caches()
+        _compiled.clear()
 
 
 @pytest.fixture

@@ -398,6 +398,81 @@ def test_a_picture_needs_a_directory_and_its_package(name, monkeypatch, capsys):
         module.draw({}, Path("picture.png"))
 
 
+# -- imputing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def imputing():
+    return load("imputing")
+
+
+@pytest.fixture(scope="module")
+def imputed(imputing):
+    """How the nets of four seeds end, and the printed text."""
+    # Optax's Adam raises a float to an integer power, which strict promotion refuses.
+    with contextlib.redirect_stdout(io.StringIO()) as printed, jax.numpy_dtype_promotion("standard"):
+        return imputing.main(["--seeds", "4"]), printed.getvalue()
+
+
+def test_learned_values_beat_the_mean(imputed):
+    outcomes, printed = imputed
+    assert len(outcomes) == 7
+    assert "branches.weight.psi     3,10     float32     480    30" in printed
+    assert printed.count(" 4 of 4 seeds") >= 3
+    assert printed.count("  ok  ") == 6
+    assert "FAILED" not in printed
+
+
+def test_what_is_lost(imputing):
+    measured = datasets.load_breast_cancer().data.reshape(-1, 3, 10)
+    standard = (measured - measured.mean(0)) / measured.std(0)
+    for how, least, most in ((imputing.RANGE, 0.5, 1), (imputing.NOT_TAKEN, 0.3, 1), (imputing.RANDOM, -0.05, 0.05)):
+        gone = imputing.lost(measured, how, np.random.default_rng(0))
+        assert 0.32 < gone.mean() < 0.36
+        assert least < standard[gone].mean() < most
+        whole = np.all(gone, axis=2) | ~np.any(gone, axis=2)
+        assert whole.all() == (how == imputing.NOT_TAKEN)
+
+
+def test_a_net_is_scored_on_held_out_tumours_with_what_it_learned(imputing, imputed):
+    data = imputing.Data(*datasets.load_breast_cancer(return_X_y=True))
+    data = data._replace(measured=data.measured.reshape(-1, 3, 10))
+    for how, kind in ((imputing.RANGE, imputing.PRE), (imputing.NOT_TAKEN, imputing.POST)):
+        outcome = imputed[0][how, kind]
+        net = jax.tree.map(lambda leaf: np.asarray(leaf)[3], outcome.net)
+        x, benign = map(np.asarray, imputing.draw(data, how, 3).test)
+        assert len(x) == 169
+        weight = net.branches.weight
+        if kind == imputing.PRE:
+            x = np.where(np.isnan(x), weight.psi, x)
+        branches = np.einsum("nbi,boi->nbo", x, weight.matrix)
+        if kind == imputing.POST:
+            branches = np.where(np.isnan(branches), weight.psi, branches)
+        scores = np.maximum((branches + net.branches.bias).sum(1), 0) @ net.scores.weight.T + net.scores.bias
+        chance = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        np.testing.assert_allclose(outcome.log_loss[3], -np.log(chance[np.arange(169), benign]).mean(), rtol=1e-4)
+        np.testing.assert_allclose(outcome.accuracy[3], np.mean(scores.argmax(1) == benign), rtol=1e-6)
+
+
+def test_the_checks_of_imputing_can_fail(imputing, imputed):
+    bad = {
+        key: outcome._replace(
+            net=jax.tree.map(jnp.zeros_like, outcome.net), loss=outcome.loss + i, log_loss=outcome.log_loss * jnp.nan
+        )
+        for i, (key, outcome) in enumerate(imputed[0].items())
+    }
+    checks = imputing.facts(bad)
+    assert len(checks) == 6
+    assert not any(checks.values())
+
+
+def test_a_spread_needs_two_seeds(imputing, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        imputing.main(["--seeds", "1"])
+    assert stopped.value.code == 2
+    assert "a spread needs at least 2 seeds, got 1" in capsys.readouterr().err
+
+
 # -- All -------------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +484,7 @@ def test_a_picture_needs_a_directory_and_its_package(name, monkeypatch, capsys):
         ("finetune", "matplotlib.figure"),
         ("finetune", "sklearn.datasets"),
         ("finetune", "tqdm"),
+        ("imputing", "sklearn.datasets"),
         ("lbfgs", "scipy.optimize"),
         ("lbfgs", "sklearn.datasets"),
         ("lbfgs", "tqdm"),

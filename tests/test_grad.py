@@ -10,7 +10,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import Norm, ramp
+from .zoo import Norm, cost, ramp
 
 
 def test_what_is_no_parameter_is_no_trouble():
@@ -153,10 +153,6 @@ def test_higher_derivatives_and_transformations():
 
 
 # -- What it costs -----------------------------------------------------------------------------------------------------
-
-
-def cost(f, *args):
-    return jax.jit(f).lower(*args).compile().cost_analysis()
 
 
 def _trunk_and_head():

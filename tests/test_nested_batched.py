@@ -1,5 +1,7 @@
 """Derivatives sample by sample: one sweep serves all samples, and what mixes them is found out."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,15 +11,10 @@ import pytest
 import treeparams as tp
 from treeparams import nested
 
-from .zoo import ZOO, inexact_leaves, ramp
+from .zoo import ZOO, flops, inexact_leaves, ramp
 
 MLP = eqx.nn.MLP(3, 5, 8, 2, jnp.tanh, key=jax.random.key(0))
 X = jax.random.normal(jax.random.key(1), (7, 3))
-
-
-def _flops(f, *args):
-    cost = jax.jit(f).lower(*args).compile().cost_analysis()
-    return (cost[0] if isinstance(cost, list) else cost)["flops"]
 
 
 # -- Batches
@@ -31,10 +28,15 @@ def test_squares(mode, chunk):
     np.testing.assert_array_equal(got, [np.diag([2.0, 4]), np.diag([6.0, 8]), np.diag([10.0, 12])])
 
 
+@functools.cache
+def _jacobian_of_each_sample(f):
+    return jax.jit(jax.vmap(jax.jacfwd(lambda x: f(x[None])[0])))(X)
+
+
 @pytest.mark.parametrize("f", [jax.vmap(MLP), lambda x: jax.vmap(MLP)(x)[:, :2], lambda x: jax.vmap(MLP)(x)[:, 0]])
 @pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 def test_it_is_the_jacobian_of_each_sample(f, mode):
-    want = jax.vmap(jax.jacfwd(lambda x: f(x[None])[0]))(X)
+    want = _jacobian_of_each_sample(f)
     for build in (lambda f: f, jax.jit):
         got = build(nested.batched_jacobian(f, mode=mode))(X)
         assert got.shape == want.shape
@@ -74,9 +76,9 @@ def test_operations_are_those_of_the_fewer_sweeps(sizes, least):
     mlp = eqx.nn.MLP(*sizes, 64, 3, jnp.tanh, key=jax.random.key(0))
     params, rest = tp.partition(mlp)
     x = jnp.ones((16, sizes[0]))
-    forward = _flops(lambda params, rest, x: jax.vmap(tp.combine(params, rest))(x), params, rest, x)
+    forward = flops(lambda params, rest, x: jax.vmap(tp.combine(params, rest))(x), params, rest, x)
     jacobian = lambda params, rest, x: nested.batched_jacobian(jax.vmap(tp.combine(params, rest)))(x)
-    assert _flops(jacobian, params, rest, x) <= (least + 2) * forward
+    assert flops(jacobian, params, rest, x) <= (least + 2) * forward
 
 
 @pytest.mark.parametrize(
@@ -133,30 +135,34 @@ def _loss(model, example):
 EXAMPLES = (jnp.linspace(0.5, 1.5, 5), jnp.arange(5.0))
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("specimen", [each for each in ZOO.values() if each.layout(each.make()).size])
-def test_gradients_of_examples(specimen, chunk):
+def test_gradients_of_examples(specimen):
     model = specimen.make()
     layout = specimen.layout(model)
     _, restructure = tp.ravel(model, layout)
-    one = lambda i: jax.tree.map(lambda leaf: leaf[i], EXAMPLES)
+    one_by_one = lambda model: jax.lax.map(
+        lambda example: restructure.ravel_gradient(tp.grad(_loss, layout)(model, example)), EXAMPLES
+    )
 
-    @tp.jit
-    def run(model):
+    def by(model, chunk):
         tree = nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk)
         return (
-            jnp.stack([restructure.ravel_gradient(tp.grad(_loss, layout)(model, one(i))) for i in range(5)]),
             tree,
             jax.vmap(restructure.ravel_gradient)(tree),
             nested.per_example_gradients(_loss, model, EXAMPLES, trainable=layout, chunk=chunk, flat=True),
-            nested.per_example_norms(_loss, model, EXAMPLES, trainable=layout),
         )
 
-    want, tree, joined, matrix, norms = run(model)
-    assert jax.tree.structure(tree) == jax.tree.structure(tp.partition(model, layout)[0])
-    np.testing.assert_allclose(matrix, want, 1e-2 if layout.nbytes < 4 * layout.size else 1e-5, 1e-6)
-    np.testing.assert_allclose(joined, matrix, 1e-6)
-    np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(matrix), axis=1), 2e-3, 1e-6)
+    @tp.jit
+    def run(model):
+        norms = nested.per_example_norms(_loss, model, EXAMPLES, trainable=layout)
+        return one_by_one(model), norms, [by(model, chunk) for chunk in (None, 2)]
+
+    want, norms, results = run(model)
+    for tree, joined, matrix in results:
+        assert jax.tree.structure(tree) == jax.tree.structure(tp.partition(model, layout)[0])
+        np.testing.assert_allclose(matrix, want, 1e-2 if layout.nbytes < 4 * layout.size else 1e-5, 1e-6)
+        np.testing.assert_allclose(joined, matrix, 1e-6)
+        np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(matrix), axis=1), 2e-3, 1e-6)
 
 
 def test_norms_take_no_memory_for_the_matrix():

@@ -1,5 +1,6 @@
 """Elements of chains: clipping by the global norm, the average in the state, and one step for several calls."""
 
+import functools
 import pickle
 
 import equinox as eqx
@@ -33,7 +34,7 @@ shard_map = getattr(jax, "shard_map", None) or __import__("jax.experimental.shar
 def test_clips_what_project_gives(specimen: Specimen, max_norm):
     model = specimen.make()
     layout = specimen.layout(model)
-    grads = tp.grad(zoo.loss, layout)(model)
+    grads = zoo.gradient_of_loss(layout)(model)
     tx = optim.clip_by_global_norm(max_norm, layout)
     clipped, state = tx.update(grads, tx.init(model), model)
     norm = tp.global_norm(grads)
@@ -321,12 +322,19 @@ def test_equals_optax_multisteps():
         assert_close(got, want, 1e-6)
 
 
+@functools.cache
+def _compiled(calls):
+    """What takes one step for so many calls, its `update` compiled once for each choice of gradients."""
+    tx = optim.accumulate(optax.adam(0.1), calls) if calls > 1 else optim.trainable(optax.adam(0.1))
+    return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+
+
 @hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=4))
 def test_missing_in_some_calls_is_zero_and_in_all_is_none(present):
     with jax.numpy_dtype_promotion("standard"):
         model = {"a": jnp.ones(2), "b": jnp.ones(3)}
-        tx, once = optim.accumulate(optax.adam(0.1), len(present)), optim.trainable(optax.adam(0.1))
+        tx, once = _compiled(len(present)), _compiled(1)
         _, first = once.update(model, once.init(model), model)
         _, state = _calls(tx, model, [model] * len(present))
         mean = {}

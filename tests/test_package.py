@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import treeparams as tp
-from treeparams import nested, optim
+from treeparams import matrices, nested, optim
 
 SOURCE = pathlib.Path(tp.__file__).parent
 PUBLIC = {name: value for name, value in vars(tp).items() if not name.startswith("_") and not inspect.ismodule(value)}
@@ -22,6 +22,7 @@ PUBLIC = {name: value for name, value in vars(tp).items() if not name.startswith
 
 OPTIM = {name: value for name, value in vars(optim).items() if not name.startswith("_") and not inspect.ismodule(value)}
 NESTED = {name: value for name, value in vars(nested).items() if name[0] != "_" and not inspect.ismodule(value)}
+MATRICES = {name: value for name, value in vars(matrices).items() if name[0] != "_" and not inspect.ismodule(value)}
 
 
 def test_the_public_names():
@@ -48,18 +49,30 @@ def test_the_public_names_of_nested():
     ]  # fmt: skip
 
 
+def test_the_public_names_of_matrices():
+    assert sorted(MATRICES) == [
+        "AbstractConstrained", "AbstractMatrix", "Bounded", "Circulant", "Diagonal", "Givens", "Kronecker", "LowRank",
+        "LowerTriangular", "Orthogonal", "Permuted", "Positive", "PostImputing", "PreImputing", "SVD", "Simplex",
+        "Symmetric", "SymmetricPositive", "Toeplitz", "UnitNorm", "from_lineax", "lora", "materialise", "merge",
+        "to_lineax",
+    ]  # fmt: skip
+
+
+BY_MODULE = {"tp": PUBLIC, "optim": OPTIM, "nested": NESTED, "matrices": MATRICES}
+
+
 @pytest.mark.parametrize(
     "value",
-    [*PUBLIC.values(), *OPTIM.values(), *NESTED.values()],
-    ids=[*PUBLIC, *(f"optim.{name}" for name in OPTIM), *(f"nested.{name}" for name in NESTED)],
+    [value for names in BY_MODULE.values() for value in names.values()],
+    ids=[f"{module}.{name}" for module, names in BY_MODULE.items() for name in names],
 )
 def test_every_public_function_shows_an_example_that_runs(value):
     assert value.__doc__
-    if inspect.isfunction(value):
+    if inspect.isfunction(value) or issubclass(value, matrices.AbstractMatrix | matrices.AbstractConstrained):
         assert ">>>" in value.__doc__
 
 
-@pytest.mark.parametrize("package", [tp, optim, nested])
+@pytest.mark.parametrize("package", [tp, optim, nested, matrices])
 def test_the_map_of_the_files_is_complete(package):
     listed = {line.split()[0] for line in package.__doc__.splitlines() if line.startswith("    _")}
     assert listed == {path.stem for path in pathlib.Path(package.__file__).parent.glob("_*.py")} - {"__init__"}

@@ -1,6 +1,7 @@
 """Small models with one difficulty each, models made by hypothesis, and what it means that two are the same."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,6 +119,12 @@ def loss(model: Any) -> jax.Array:
     return total
 
 
+@functools.cache
+def gradient_of_loss(layout: tp.Layout) -> Callable[[Any], Any]:
+    """`tp.grad(loss, layout)`, compiled once for all tests of a specimen."""
+    return tp.jit(tp.grad(loss, layout))
+
+
 def as_data(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
@@ -152,6 +159,16 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
         assert a.dtype == b.dtype
         wide = np.complex128 if np.iscomplexobj(a) else np.float64
         np.testing.assert_allclose(np.asarray(a).astype(wide), np.asarray(b).astype(wide), tolerance, tolerance)
+
+
+def cost(f: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """What XLA counts in the compiled program: `"flops"`, `"bytes accessed"`."""
+    analysis = jax.jit(f).lower(*args).compile().cost_analysis()
+    return analysis[0] if isinstance(analysis, list) else analysis
+
+
+def flops(f: Callable[..., Any], *args: Any) -> float:
+    return cost(f, *args)["flops"]
 
 
 # -- Models made by hypothesis ----------------------------------------------------------------------------------------

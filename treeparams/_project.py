@@ -60,6 +60,7 @@ def _as_gradient(value: Any, spec: Spec, dtype: Any, missing: str | None) -> Any
     if value is None:
         return jnp.zeros(spec.shape, dtype) if missing else None
     array = jnp.asarray(value)
-    if jnp.iscomplexobj(array) and not jnp.issubdtype(spec.dtype, jnp.complexfloating):
+    # A vector is real beside a complex slot if that is empty.
+    if jnp.iscomplexobj(array) and not all(jnp.issubdtype(each, jnp.complexfloating) for each in (spec.dtype, dtype)):
         array = array.real
     return array.astype(dtype)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
-from .._declare import field
 from .._seen import structure_of
 from .._select import Where, select
 from .._structure import Structure
 from ._matrix import AbstractMatrix
 from ._replace import replace
-from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense
+from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense, wide
 
 
 class LowRank(AbstractMatrix):
@@ -40,7 +39,8 @@ class LowRank(AbstractMatrix):
         ValueError: the shapes do not fit.
     """
 
-    base: Weight = field(trainable=False, converter=as_weight)
+    # As `tp.field(trainable=False)`, which type checkers take for a default.
+    base: Weight = eqx.field(converter=as_weight, metadata={"trainable": False})
     a: Inexact[Array, "m rank"] = eqx.field(converter=as_parameter)
     b: Inexact[Array, "rank n"] = eqx.field(converter=as_parameter)
     scale: float = eqx.field(static=True, default=1.0)
@@ -97,7 +97,7 @@ class LowRank(AbstractMatrix):
     def to_dense(self) -> Array:
         self._check_rank()
         base = to_dense(self.base)
-        return _changed(base, (self.scale * self.a @ self.b).astype(base.dtype))
+        return _changed(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
 
 
 @jax.custom_jvp

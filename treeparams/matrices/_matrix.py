@@ -8,7 +8,6 @@ There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M
 """
 
 import abc
-import dataclasses
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -18,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
+
+from ._printing import pdoc
 
 
 def _refused(operation: str) -> Callable[..., Any]:
@@ -44,7 +45,7 @@ class AbstractMatrix(eqx.Module):
     ...         return jnp.broadcast_to(self.value * jnp.sum(x, axis=-1, keepdims=True), x.shape)
     ...
     ...     apply_transposed = apply
-    >>> weight = Ones(jnp.array(2.0), 3)
+    >>> weight = Ones(2 * jnp.ones(()), 3)
     >>> weight @ jnp.ones(3), weight.T @ jnp.ones((3, 1)), jnp.ones((1, 3)) @ weight
     (Array([6., 6., 6.], dtype=float32), Array([[6.],
            [6.],
@@ -129,12 +130,14 @@ class AbstractMatrix(eqx.Module):
             )
 
     def _check_rank(self) -> None:
-        for name, rank in self.ranks.items():
-            array = getattr(self, name)
-            if is_array(array) and array.ndim != rank:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, AbstractMatrix):
+                value._check_rank()
+            elif name in self.ranks and getattr(value, "ndim", self.ranks[name]) != self.ranks[name]:
                 raise ValueError(
-                    f"{type(self).__name__}.{name} has shape {array.shape}, but one matrix has {rank} axes there. "
-                    "Of an ensemble, take each by jax.vmap or equinox.filter_vmap"
+                    f"{type(self).__name__}.{name} has shape {value.shape}, but one matrix has {self.ranks[name]} axes "
+                    "there. Of an ensemble, take each by jax.vmap or equinox.filter_vmap"
                 )
 
     # -- Sums and multiples
@@ -169,26 +172,12 @@ class AbstractMatrix(eqx.Module):
 
     # -- To look at
 
-    def __pdoc__(self, **kwargs: Any) -> Any:
-        import wadler_lindig as wl  # what Equinox prints by; it calls this, so it is there
-
-        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr]
-        docs = wl.named_objs([("shape", _shape_in_text(self)), *fields], **kwargs)
-        name = wl.TextDoc(f"{type(self).__name__}(")
-        return wl.bracketed(name, docs, wl.comma, wl.TextDoc(")"), kwargs["indent"])
+    __pdoc__ = pdoc
 
 
 def is_array(value: Any) -> bool:
     """Whether it is an array of JAX or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray)
-
-
-def _shape_in_text(matrix: AbstractMatrix) -> Any:
-    # The arrays are missing where a tree of other things has the structure of a model, such as a mask.
-    try:
-        return matrix.shape
-    except AttributeError:
-        return None
 
 
 def _is_scalar(value: Any) -> bool:

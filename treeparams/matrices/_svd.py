@@ -5,15 +5,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from ._matrix import AbstractMatrix
+from ._invertible import AbstractInvertible
 from ._orthogonal import AnyOrthogonal, Kind, Orthogonal, as_real, random_orthogonal
-from ._weights import as_weight, to_dense
+from ._weights import as_weight, times, to_dense, wide
 
 
-class SVD(AbstractMatrix):
+class SVD(AbstractInvertible):
     """U diag(d) V^T, with U and V products of reflections or of rotations.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -28,8 +27,8 @@ class SVD(AbstractMatrix):
     >>> bool(jnp.allclose(weight.inv() @ (weight @ x), x, atol=1e-5)), tp.ties([weight, weight.inv()])["0.d"]
     (True, ('1.d',))
 
-    A product costs `4 k (m + n)` operations per vector with k reflections per factor, a dense one `2 m n`. The
-    determinant and the inverse of a square one come with no further cost. Source: Pevny et al. 2020,
+    A product costs `4 k (m + n)` operations per vector with k reflections per factor, a dense one `2 m n`. A square one
+    has `inv()`, `solve(b)`, `logdet()` and `slogdet()` at no further cost. Source: Pevny et al. 2020,
     "Sum-Product-Transform Networks: Exploiting Symmetries using Invertible Transformations".
 
     Args:
@@ -91,7 +90,7 @@ class SVD(AbstractMatrix):
             ValueError: it has another rank.
         """
         w = as_real(to_dense(as_weight(w)))
-        u, d, vt = jnp.linalg.svd(w.astype(jnp.promote_types(w.dtype, jnp.float32)), full_matrices=False)
+        u, d, vt = jnp.linalg.svd(wide(w), full_matrices=False)
         (of_u, sign_u), (of_v, sign_v) = _reflections(u), _reflections(vt.T)
         return cls(
             Orthogonal(of_u.astype(w.dtype)), (sign_u * d * sign_v).astype(w.dtype), Orthogonal(of_v.astype(w.dtype))
@@ -109,11 +108,10 @@ class SVD(AbstractMatrix):
         return self._between(self.v, self.u, x) if self.inverted else self._between(self.u, self.v, x)
 
     def _between(self, source: AnyOrthogonal, target: AnyOrthogonal, x: Array) -> Array:
-        """target diag(d) source^T x."""
+        """Target diag(d) source^T x."""
         size = self.d.shape[0]
-        d = self.d.astype(jnp.promote_types(self.d.dtype, jnp.finfo(x.dtype).dtype))
-        y = source.apply_transposed(x)[..., :size]
-        y = y / d if self.inverted else y * d
+        d = self.d.astype(jnp.finfo(x.dtype).dtype)
+        y = times(source.apply_transposed(x)[..., :size], 1 / d if self.inverted else d)
         padding = [(0, 0)] * (y.ndim - 1) + [(0, target.shape[0] - size)]
         return target.apply(jnp.pad(y, padding))
 
@@ -130,35 +128,16 @@ class SVD(AbstractMatrix):
         self._check_square("an inverse")
         return SVD(self.u, self.d, self.v, not self.inverted)
 
-    def solve(self, b: Any) -> Array:
-        """The x with `M @ x = b`; shapes as of `M @ x`.
-
-        Raises:
-            ValueError: the matrix is not square.
-        """
-        return self.inv() @ b
-
-    def logdet(self) -> Float[Array, ""]:
-        """The logarithm of the absolute determinant.
-
-        Raises:
-            ValueError: the matrix is not square.
-        """
-        self._check_square("a determinant")
-        logarithm = jnp.sum(jnp.log(jnp.abs(self.d)))
-        return -logarithm if self.inverted else logarithm
-
     def slogdet(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`.
 
         Raises:
             ValueError: the matrix is not square.
         """
-        return self._sign(), self.logdet()
-
-    def _sign(self) -> Array:
         self._check_square("a determinant")
-        return self.u.sign() * jnp.prod(jnp.sign(self.d)) * self.v.sign()
+        logarithm = jnp.sum(jnp.log(jnp.abs(self.d)))
+        sign = self.u.sign() * jnp.prod(jnp.sign(self.d)) * self.v.sign()
+        return sign, -logarithm if self.inverted else logarithm
 
     def _check_square(self, what: str) -> None:
         self._check_rank()
@@ -173,6 +152,7 @@ def _reflections(q: Float[Array, "n k"]) -> tuple[Float[Array, "k n"], Float[Arr
         return jnp.zeros((0, n), q.dtype), jnp.zeros(0, q.dtype)
     # LAPACK gives the vectors below the diagonal of h, whose transpose has the triangle, here diagonal, above it.
     h, tau = jnp.linalg.qr(q, mode="raw")
-    vectors = jnp.where(jnp.arange(n) > jnp.arange(k)[:, None], h, jnp.eye(k, n, dtype=q.dtype))
-    # A tau of zero says that there is nothing to reflect.
-    return jnp.where(tau[:, None] == 0, 0, vectors), jnp.sign(jnp.diagonal(h))
+    vectors = jnp.triu(h, 1) + jnp.eye(k, n, dtype=q.dtype)
+    # A tau of zero says that there is nothing to reflect. A vector of zeros would say so too, but next to it the product
+    # is another; with 1 at i alone the reflection only turns the sign of column i.
+    return vectors, jnp.where(tau == 0, -1, 1).astype(q.dtype) * jnp.sign(jnp.diagonal(h))

@@ -140,6 +140,16 @@ def shape_of(weight: Weight) -> tuple[int, int]:
     return rows, columns
 
 
+def wide(x: Array) -> Array:
+    """In at least float32: what is computed in several steps loses too much in less."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def times(x: Array, vector: Array) -> Array:
+    """Each vector along the last axis of x, times this one, entry by entry."""
+    return x * vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
 def _each(f: Any, x: Array) -> Array:
     y = jax.vmap(f)(x.reshape(-1, x.shape[-1]))
     return y.reshape(*x.shape[:-1], y.shape[-1])

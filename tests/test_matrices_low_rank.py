@@ -1,0 +1,183 @@
+"""Low-rank changes: put in, trained, folded back."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import matrices, optim
+
+from .matrix_zoo import normal
+from .zoo import assert_close, assert_same, flops
+
+KEY = jax.random.key(1)
+
+
+def net() -> eqx.nn.MLP:
+    return eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+
+
+def squares(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.vmap(model)(x) ** 2)
+
+
+def test_at_first_nothing_changes():
+    model, x = net(), normal(0, 5, 4)
+    changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
+    assert_same(jax.vmap(changed)(x), jax.vmap(model)(x))
+    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 3
+    assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
+
+
+def test_what_is_frozen_and_what_is_not():
+    changed = matrices.lora(net(), "layers.1", 2, key=KEY)
+    layout = tp.layout(changed)
+    assert layout.mask.layers[1].weight.base is False
+    frozen = set(tp.layout(changed, thaw="**").paths) - set(layout.paths)
+    assert frozen == {"layers.1.weight.base"}
+    factors = ("layers.1.weight.a", "layers.1.weight.b")
+    assert tp.layout(changed, matrices.LowRank).paths == factors
+    mask = tp.trainable(changed, matrices.LowRank)
+    assert sum(jax.tree.leaves(mask)) == 2
+    assert mask.layers[1].weight.a is mask.layers[1].weight.b is True
+
+
+def test_of_an_untouched_one_the_base_comes_back_bit_for_bit():
+    model = net()
+    model = eqx.tree_at(lambda model: model.layers[0].weight, model, model.layers[0].weight.at[0].set(-0.0))
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_array(leaf) else leaf, model)
+    changed = matrices.lora(model, "layers.*.weight", 2, key=KEY, dtype=jnp.float32)
+    for merged in (matrices.merge(changed), eqx.filter_jit(matrices.merge)(changed)):
+        assert_same(merged, model)
+        assert bool(jnp.all(jnp.signbit(merged.layers[0].weight[0])))
+
+
+def test_a_trained_one_is_folded_in():
+    layer = eqx.nn.Linear(4, 3, key=jax.random.key(0))
+    changed = matrices.lora(layer, "weight", 2, key=KEY, scale=0.5)
+    changed = eqx.tree_at(lambda layer: layer.weight.b, changed, normal(1, 2, 4))
+    merged = matrices.merge(changed)
+    assert_close(merged.weight, layer.weight + 0.5 * changed.weight.a @ changed.weight.b)
+    assert_close(merged(jnp.ones(4)), changed(jnp.ones(4)))
+
+
+def test_gradients_pass_an_untouched_one():
+    changed = matrices.lora(eqx.nn.Linear(4, 3, key=jax.random.key(0)), "weight", 2, key=KEY)
+    loss = lambda model: jnp.sum(jnp.sin(matrices.merge(model).weight))
+    gradient = tp.grad(loss)(changed).weight
+    assert_close(gradient.b, changed.weight.a.T @ jnp.cos(changed.weight.base))
+    assert_close(gradient.a, jnp.zeros((3, 2)))
+
+
+def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
+    model, x = net(), normal(2, 5, 4)
+    changed = matrices.lora(model, "layers.*.weight", 2, key=KEY)
+    layout = tp.layout(changed, matrices.LowRank)
+    tx = optim.trainable(optax.adamw(1e-2), layout)
+    state, tuned = tx.init(changed), changed
+    gradient = jax.jit(lambda rest, params: tp.grad(squares, layout)(tp.combine(params, rest), x))
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(3):
+            params, rest = tp.partition(tuned, layout)
+            updates, state = tx.update(gradient(rest, params), state, tuned)
+            tuned = optim.apply_updates(tuned, updates)
+    assert all(layer.weight.base is old.weight for layer, old in zip(tuned.layers, model.layers, strict=True))
+    assert all(layer.bias is old.bias for layer, old in zip(tuned.layers, model.layers, strict=True))
+    moved = [bool(jnp.any(a != b)) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]
+    assert moved == [True] * 6
+
+
+def test_the_base_costs_no_backward_work():
+    n, batch = 64, 64
+    layer = eqx.nn.Linear(n, n, use_bias=False, key=jax.random.key(0))
+    changed = matrices.lora(layer, "weight", 1, key=KEY)
+    layout = tp.layout(changed)
+    x = jnp.ones((batch, n))
+    forward = flops(lambda rest, x: squares(rest, x), eqx.filter(layer, eqx.is_array), x)
+    params, rest = tp.partition(changed, layout)
+    tuned = flops(lambda p, r, x: tp.value_and_grad(squares, layout)(tp.combine(p, r), x), params, rest, x)
+    full = flops(lambda layer, x: jax.value_and_grad(squares)(layer, x), layer, x)
+    assert full > 1.9 * forward
+    assert tuned < 1.2 * forward
+
+
+def test_the_dtype_is_that_of_the_base():
+    weight = matrices.LowRank.random(normal(3, 3, 4).astype(jnp.bfloat16), 2, key=KEY, dtype=jnp.float32)
+    assert (weight.dtype, weight.a.dtype, weight.b.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    assert (weight @ jnp.ones(4, jnp.bfloat16)).dtype == weight.to_dense().dtype == jnp.bfloat16
+
+
+def test_columns_of_the_first_factor_are_about_of_unit_length():
+    weight = matrices.LowRank.random(jnp.zeros((400, 3)), 8, key=KEY)
+    np.testing.assert_allclose(jnp.linalg.norm(weight.a, axis=0), 1, atol=0.2)
+
+
+def test_a_base_that_is_a_matrix():
+    svd = matrices.SVD.from_dense(normal(4, 3, 4))
+    weight = matrices.LowRank(svd, normal(5, 3, 1), normal(6, 1, 4))
+    assert_close(weight @ jnp.ones(4), (svd.to_dense() + weight.a @ weight.b) @ jnp.ones(4))
+    assert tp.layout(weight).paths == ("a", "b")
+    twice = matrices.LowRank(weight, normal(7, 3, 1), normal(8, 1, 4))
+    assert_close(matrices.merge({"w": twice})["w"], weight.to_dense() + twice.a @ twice.b)
+
+
+def test_an_array_at_two_places_gets_one_change():
+    shared = normal(9, 3, 3)
+    model = {"embed": shared, "head": shared, "other": normal(10, 3, 3)}
+    changed = matrices.lora(model, ("embed", "head"), 1, key=KEY)
+    assert changed["embed"] is changed["head"]
+    assert tp.layout(changed).paths == ("embed.a", "embed.b", "other")
+    merged = matrices.merge(changed)
+    assert merged["embed"] is merged["head"]
+    assert tp.ties(merged) == {"embed": ("head",)}
+    with pytest.raises(ValueError, match="'head' and 'embed' are one array, but 'embed' selects only the latter"):
+        matrices.lora(model, "embed", 1, key=KEY)
+
+
+def test_changes_differ():
+    changed = matrices.lora({"a": jnp.ones((3, 3)), "b": jnp.ones((3, 3))}, "*", 1, key=KEY)
+    assert bool(jnp.all(changed["a"].a != changed["b"].a))
+
+
+def test_an_ensemble():
+    model = eqx.filter_vmap(net_of)(jax.random.split(KEY, 3))
+    change = lambda model, key: matrices.lora(model, "layers.0", 1, key=key)
+    changed = eqx.filter_vmap(change)(model, jax.random.split(KEY, 3))
+    assert changed.layers[0].weight.a.shape == (3, 8, 1)
+    x = normal(11, 3, 4)
+    call = eqx.filter_vmap(lambda model, x: model(x))
+    assert_same(call(changed, x), call(model, x))
+    assert_same(eqx.filter_vmap(matrices.merge)(changed), model)
+
+
+def net_of(key: jax.Array) -> eqx.nn.MLP:
+    return eqx.nn.MLP(4, 3, 8, 2, key=key)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "message"),
+    [
+        (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
+        (net(), "layer.0", "'layer.0'.*layers.0"),
+        (eqx.nn.Conv2d(1, 1, 3, key=KEY), "weight", r"of a matrix, but 'weight' has shape \(1, 1, 3, 3\); of an ensemble"),
+        (matrices.LowRank(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2))), "a", "'a' is a part of '', which is a LowRank"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_changed(model: Any, where: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        matrices.lora(model, where, 1, key=KEY)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_wrong_factors():
+    with pytest.raises(
+        ValueError, match=r"shapes \(2, rank\) and \(rank, 3\) for a base of shape \(2, 3\), got \(2, 1\) and \(2, 3\)"
+    ):
+        matrices.LowRank(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="the rank of a change is at least 1, got 0"):
+        matrices.lora(net(), "layers.0", 0, key=KEY)

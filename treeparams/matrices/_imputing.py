@@ -1,0 +1,204 @@
+"""Matrices that know what to do where a sample is missing, in part or as a whole; NaN is what is missing.
+
+`PreImputing` fills in a missing entry before the product, `PostImputing` gives the product with a missing sample. Both
+learn what they put there, psi, by its gradient.
+
+No NaN may reach a gradient. One that is only selected away after the product still does: the product's derivative is
+zero times NaN. So every NaN is replaced before the product, and the result is selected once more after it.
+"""
+
+import abc
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Inexact
+
+from ._matrix import AbstractMatrix, is_array
+from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense
+
+
+class AbstractImputing(AbstractMatrix):
+    """A matrix, and what stands for missing data in the product with it."""
+
+    matrix: Weight = eqx.field(converter=as_weight)
+    psi: Inexact[Array, " entries"] = eqx.field(converter=as_parameter)
+
+    ranks = {"matrix": 2, "psi": 1}
+    is_of_samples: ClassVar[bool]  # missing as a whole, so that psi has one entry per output; else one per input
+
+    def __check_init__(self) -> None:
+        self._check_rank()
+        size, one_per = (self.shape[0], "output") if self.is_of_samples else (self.shape[1], "input")
+        if self.psi.shape != (size,):
+            raise ValueError(
+                f"psi of a {type(self).__name__} has one entry per {one_per}: "
+                f"expected shape ({size},) for a matrix of shape {self.shape}, got {self.psi.shape}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return shape_of(self.matrix)
+
+    def apply(self, x: Array) -> Array:
+        return self._imputed(x, jnp.isnan(x))
+
+    def apply_transposed(self, x: Array) -> Array:
+        spoilt = jnp.any(jnp.isnan(x), axis=-1)
+        y = apply_transposed(self.matrix, jnp.where(spoilt[..., None], 0, x))
+        name = type(self).__name__
+        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T where samples are rows"
+        return _nan_where(spoilt, y, refusal)
+
+    def to_dense(self) -> Array:
+        """The entries of the matrix alone, with which what is not missing is multiplied."""
+        self._check_rank()
+        return to_dense(self.matrix).astype(self.dtype)
+
+    def matmul(self, x: Any, *, missing: Any = None) -> Array:
+        """The product `M @ x`, with a mask of what is missing.
+
+        >>> import jax.numpy as jnp
+        >>> from treeparams import matrices
+        >>> weight = matrices.PreImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+        >>> weight.matmul(jnp.array([5.0, -1.0]), missing=jnp.array([False, True]))
+        Array([45., 95.], dtype=float32)
+
+        Whatever x holds at missing entries has no influence and gets a gradient of zero. Where samples are rows, it is
+        `M.matmul(x.T, missing=missing.T).T`, or `jax.vmap` of this.
+
+        Args:
+            x: shape `(in,)`, `(in, batch)` or `(..., in, batch)`, an array.
+            missing: bools of the shape of x; for a `PostImputing` also of whole samples, of the shape of x without the
+                axis `in`. `None`: what is NaN is missing, as in `M @ x`. With a mask, NaN elsewhere is not missing.
+
+        Returns:
+            An array of shape `(out,)`, `(out, batch)` or `(..., out, batch)`; NaN within a trace where the errors below
+            would be raised outside.
+
+        Raises:
+            TypeError: x is no array, or the mask has no bools.
+            ValueError: a shape does not fit; outside of a trace also where x holds NaN that the mask does not cover,
+                and as `M @ x`.
+        """
+        if not is_array(x):
+            raise TypeError(f"expected an array, got {type(x).__name__}")
+        if missing is None:
+            return self @ x
+        x, axis = jnp.asarray(x), -1 if x.ndim == 1 else -2
+        self._check_rank()
+        self._check_operand(x, axis, False)
+        missing = jnp.moveaxis(self._as_mask(missing, x.shape, axis), axis, -1)
+        dtype = jnp.result_type(self.dtype, x)
+        x = jnp.moveaxis(x, axis, -1).astype(dtype)
+        nan = jnp.isnan(x) & ~missing
+        y = self._imputed(jnp.where(nan, 0, x), missing)
+        refusal = f"{type(self).__name__}.matmul: {{}} have NaN where the mask says that nothing is missing"
+        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis).astype(dtype)
+
+    def _as_mask(self, missing: Any, shape: tuple[int, ...], axis: int) -> Array:
+        """The mask, with an axis of 1 in place of `in` where it is of whole samples."""
+        missing = jnp.asarray(missing)
+        if missing.dtype != jnp.bool_:
+            raise TypeError(f"expected a mask of bools, True where x is missing, got {missing.dtype}")
+        shapes = [shape, shape[:axis] + shape[axis:][1:]] if self.is_of_samples else [shape]
+        if missing.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"expected a mask of shape {expected} for x of shape {shape}, got {missing.shape}")
+        return missing if missing.ndim == len(shape) else jnp.expand_dims(missing, axis)
+
+    @abc.abstractmethod
+    def _imputed(self, x: Inexact[Array, "*batch columns"], missing: Bool[Array, "*batch #columns"]) -> Array:
+        """The product with each vector along the last axis, which holds no NaN but where it is missing."""
+
+
+class PreImputing(AbstractImputing):
+    """A matrix that fills in missing entries before the product: those of input i are psi[i].
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> weight = matrices.PreImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+    >>> x = jnp.array([[5.0, jnp.nan], [jnp.nan, jnp.nan]])  # two samples: columns
+    >>> weight @ x
+    Array([[ 45.,  50.],
+           [ 95., 110.]], dtype=float32)
+    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # 1 and 2 missing, times the sum of W's column
+    Array([ 4., 12.], dtype=float32)
+
+    NaN is missing, of a complex number NaN in either part; integers have nothing missing. Samples are columns in
+    `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works unchanged.
+    `x @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there is a `ValueError`, found by a
+    reduction, or NaN within a trace. Where the mask is known apart from the data, use `matmul`.
+
+    With psi at zero and inputs that are centred it starts as mean imputation does. No NaN of x reaches a gradient, of
+    any order: missing entries of x get zero, and so does psi where nothing is missing.
+
+    Take a `LowRank` or an `SVD` as the matrix in it, not it as the base of a `LowRank`, whose other term would see NaN.
+    Source: Mandlik et al. 2021, "Mill.jl and JsonGrinder.jl: automated differentiable feature extraction for learning
+    from raw JSON data".
+
+    Args:
+        matrix: `out` by `in`, an array or a matrix.
+        psi: shape `(in,)`.
+
+    Raises:
+        TypeError: psi is no floating array.
+        ValueError: the shapes do not fit.
+    """
+
+    is_of_samples = False
+
+    def _imputed(self, x: Array, missing: Array) -> Array:
+        return apply(self.matrix, jnp.where(missing, jnp.broadcast_to(self.psi.astype(x.dtype), x.shape), x))
+
+
+class PostImputing(AbstractImputing):
+    """A matrix whose product with a sample that is missing as a whole is psi.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> weight = matrices.PostImputing(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([10.0, 20.0]))
+    >>> x = jnp.array([[5.0, jnp.nan], [6.0, jnp.nan]])  # two samples: columns
+    >>> weight @ x
+    Array([[17., 10.],
+           [39., 20.]], dtype=float32)
+    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # how many are missing
+    Array([1., 1.], dtype=float32)
+
+    It is for what is there or not as a whole: the readings of one instrument of several, one branch of a record. A
+    sample of which only some entries are missing is a `ValueError` where the values are known, which is outside of
+    `jax.jit` and `jax.vmap`; `jax.grad` alone hides none. There each product costs one reduction more, and waits for
+    it. Within a trace the product with such a sample is NaN, and no gradient of the matrix or of x has a share of it.
+
+    What counts as missing, where samples may stand, and gradients are as of `PreImputing`. A layer's bias is added to
+    psi as to any product. Source: as of `PreImputing`.
+
+    Args:
+        matrix: `out` by `in`, an array or a matrix.
+        psi: shape `(out,)`.
+
+    Raises:
+        TypeError: psi is no floating array.
+        ValueError: the shapes do not fit.
+    """
+
+    is_of_samples = True
+
+    def _imputed(self, x: Array, missing: Array) -> Array:
+        some, every = jnp.any(missing, axis=-1), jnp.all(missing, axis=-1)
+        whole = some & every  # every one of no entries is missing, and yet nothing is
+        y = apply(self.matrix, jnp.where(some[..., None], 0, x))
+        y = jnp.where(whole[..., None], jnp.broadcast_to(self.psi.astype(y.dtype), y.shape), y)
+        refusal = "{} are missing in part, but PostImputing is for whole ones: PreImputing takes single missing entries"
+        return _nan_where(some & ~every, y, refusal)
+
+
+def _nan_where(spoilt: Bool[Array, "*batch"], y: Inexact[Array, "*batch rows"], refusal: str) -> Array:
+    """NaN for these samples, and no gradient from them; where it is known that there are any, an error."""
+    if isinstance(spoilt, Tracer):
+        return jnp.where(spoilt[..., None], jnp.nan, y)
+    count = int(jnp.sum(spoilt))
+    if count:
+        raise ValueError(refusal.format(f"{count} of {spoilt.size} samples"))
+    return y
