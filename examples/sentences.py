@@ -305,18 +305,18 @@ def tune(model: Encoder, layout: tp.Layout, texts: Texts, steps: int, seed: int)
     """The model after some steps of Adam, the loss at each, and the seconds of one, the first not counted."""
     optimiser = optim.trainable(optax.adam(optax.linear_schedule(RATE, 0.0, steps)), layout)
 
-    # The model comes as an argument, so that no weight is a constant of the program. Which of its leaves train was
-    # looked up outside, and is static.
+    # The model is an argument, so that no weight is a constant of the program. It is no result: `jax.jit` would copy the
+    # 90 MB that are frozen at each step. Of them, updates have nothing.
     @jax.jit
-    def step(model: Encoder, state: Any, batch: Texts) -> tuple[Encoder, Any, Array]:
+    def step(model: Encoder, state: Any, batch: Texts) -> tuple[Any, Any, Array]:
         value, grads = tp.value_and_grad(loss, layout)(model, batch)
-        updates, state = optimiser.update(grads, state, model)
-        return optim.apply_updates(model, updates, layout), state, value
+        return *optimiser.update(grads, state, model), value
 
     state, losses, ends = optimiser.init(model), [], []
     order = np.random.default_rng(seed).permutation(len(texts.codes.ids))
     for chosen in np.resize(order, (steps, BATCH)):  # from its start again where it ends
-        model, state, value = step(model, state, take(texts, chosen))
+        updates, state, value = step(model, state, take(texts, chosen))
+        model = optim.apply_updates(model, updates, layout)
         losses.append(float(value))
         ends.append(time.perf_counter())
     return model, losses, float(np.mean(np.diff(ends)))

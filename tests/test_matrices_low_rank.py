@@ -164,8 +164,8 @@ def net_of(key: jax.Array) -> eqx.nn.MLP:
     [
         (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
         (net(), "layer.0", "'layer.0'.*layers.0"),
-        (eqx.nn.Conv2d(1, 1, 3, key=KEY), "weight", r"of a matrix, but 'weight' has shape \(1, 1, 3, 3\); of an ensemble"),
-        (matrices.LowRank(jnp.ones((2, 2)), jnp.ones((2, 1)), jnp.ones((1, 2))), "a", "'a' is a part of '', which is a LowRank"),
+        (eqx.nn.Conv2d(1, 1, 3, key=KEY), "weight", r"of a matrix, but 'weight' has shape \(1, 1, 3, 3\); of an ens"),
+        ({"w": matrices.LowRank.random(jnp.ones((2, 2)), 1, key=KEY)}, "w.a", "'w.a' is a part of 'w', a LowRank"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_changed(model: Any, where: str, message: str):

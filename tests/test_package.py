@@ -119,7 +119,10 @@ def test_public_classes_pickle_under_the_public_name():
     assert jax.tree.structure(pickle.loads(pickle.dumps(tp.Ema(model, 0.9)))).num_leaves == 4
 
 
-def test_states_pickle_under_the_public_name():
-    for name, value in OPTIM.items():
-        if inspect.isclass(value):
-            assert (value.__module__, value.__qualname__) == ("treeparams.optim", name)
+def test_states_and_matrices_pickle_under_the_public_name():
+    for module, names in (("treeparams.optim", OPTIM), ("treeparams.matrices", MATRICES)):
+        for name, value in names.items():
+            if inspect.isclass(value):
+                assert (value.__module__, value.__qualname__) == (module, name)
+    svd = matrices.SVD.random(2, 2, key=jax.random.key(0))
+    assert jax.tree.structure(pickle.loads(pickle.dumps(svd))) == jax.tree.structure(svd)

@@ -167,3 +167,6 @@ def _fast_length(size: int) -> int:
     For n = 1031 a power of two alone takes twice as long, the length as it is three times.
     """
     return min(odd << (-(-size // odd) - 1).bit_length() for odd in (1, 3, 5, 9, 15))
+
+
+Circulant.__module__ = Toeplitz.__module__ = "treeparams.matrices"

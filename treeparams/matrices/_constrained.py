@@ -169,3 +169,6 @@ def refuse(node: Any, entries: Any, fine: Any, expected: str, instead: str) -> N
         f"{type(node).__name__} takes {expected}, got {np.asarray(entries)[index]:.8g}{place}. To make such ones, "
         f"write for example {instead}"
     )
+
+
+AbstractConstrained.__module__ = "treeparams.matrices"

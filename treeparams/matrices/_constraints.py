@@ -260,3 +260,6 @@ def _from_the_end(axis: int, shape: tuple[int, ...]) -> int:
 
 def _is_one(entries: Any, dtype: Any) -> Any:
     return abs(entries - 1) <= float(jnp.finfo(dtype).eps) ** 0.5
+
+
+Bounded.__module__ = Positive.__module__ = Simplex.__module__ = UnitNorm.__module__ = "treeparams.matrices"

@@ -202,3 +202,6 @@ def _nan_where(spoilt: Bool[Array, "*batch"], y: Inexact[Array, "*batch rows"], 
     if count:
         raise ValueError(refusal.format(f"{count} of {spoilt.size} samples"))
     return y
+
+
+PostImputing.__module__ = PreImputing.__module__ = "treeparams.matrices"

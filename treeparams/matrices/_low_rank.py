@@ -194,7 +194,7 @@ def _bases(structure: Structure, where: Where) -> list[int]:
         inside = [i for i in chosen if node.start <= i < node.stop]
         if inside and issubclass(node.cls, AbstractMatrix):
             raise ValueError(
-                f"{paths[inside[0]]!r} is a part of {node.path!r}, which is a {node.cls.__name__}; to change that at "
+                f"{paths[inside[0]]!r} is a part of {node.path!r}, a {node.cls.__name__}; to change that at "
                 "low rank, put matrices.LowRank.random(matrix, rank, key=key) there by equinox.tree_at"
             )
     _check_ties(structure, chosen, where)
@@ -210,3 +210,6 @@ def _check_ties(structure: Structure, chosen: list[int], where: Where) -> None:
                 f"{structure.paths[i]!r} and {structure.paths[other]!r} are one array, but {where!r} selects only the "
                 "latter: select both, or tp.untie the model first"
             )
+
+
+LowRank.__module__ = "treeparams.matrices"

@@ -278,3 +278,6 @@ class Scaled(AbstractMatrix):
 
     def _scaled(self, y: Array) -> Array:
         return y * jnp.asarray(self.factor, y.dtype)
+
+
+AbstractMatrix.__module__ = "treeparams.matrices"

@@ -1,7 +1,7 @@
 """Products of reflections and of rotations: matrices that stay orthogonal whatever their parameters become.
 
-A *reflection* by a vector v is `I - 2 v v^T / (v^T v)`. A product of k of them, `H_1 H_2 ... H_k`, with the vectors as the
-rows of V, is
+A *reflection* by a vector v is `I - 2 v v^T / (v^T v)`. A product of k of them, `H_1 H_2 ... H_k`, with the vectors as
+the rows of V, is
 
     I - V^T T V,    where the inverse of T is triu(V V^T, 1) + diag(V V^T) / 2
 
@@ -267,3 +267,6 @@ def _rotate(angles: Float[Array, " pairs"], x: Array) -> Array:
     first, second = paired[..., 0::2], paired[..., 1::2]
     turned = [times(first, cos) - times(second, sin), times(first, sin) + times(second, cos)]
     return jnp.concatenate([jnp.stack(turned, axis=-1).reshape(paired.shape), rest], axis=-1)
+
+
+Givens.__module__ = Orthogonal.__module__ = "treeparams.matrices"

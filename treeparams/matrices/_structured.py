@@ -278,3 +278,6 @@ def _put(x: Array, indices: Array | None, size: int) -> Array:
         return x
     zeros = jnp.zeros((size, *x.shape[:-1]), x.dtype)
     return jnp.moveaxis(zeros.at[indices].add(jnp.moveaxis(x, -1, 0)), 0, -1)
+
+
+Diagonal.__module__ = Kronecker.__module__ = Permuted.__module__ = "treeparams.matrices"

@@ -153,6 +153,9 @@ def _reflections(q: Float[Array, "n k"]) -> tuple[Float[Array, "k n"], Float[Arr
     # LAPACK gives the vectors below the diagonal of h, whose transpose has the triangle, here diagonal, above it.
     h, tau = jnp.linalg.qr(q, mode="raw")
     vectors = jnp.triu(h, 1) + jnp.eye(k, n, dtype=q.dtype)
-    # A tau of zero says that there is nothing to reflect. A vector of zeros would say so too, but next to it the product
-    # is another; with 1 at i alone the reflection only turns the sign of column i.
+    # A tau of zero says that there is nothing to reflect. A vector of zeros would say so too, but next to zero the
+    # product is another; with 1 at i alone the reflection only turns the sign of column i.
     return vectors, jnp.where(tau == 0, -1, 1).astype(q.dtype) * jnp.sign(jnp.diagonal(h))
+
+
+SVD.__module__ = "treeparams.matrices"

@@ -138,3 +138,6 @@ def _check(w: Array) -> None:
             f"SymmetricPositive takes a positive definite matrix, got one with an eigenvalue of {least:.3g}; to make "
             "it positive, write for example SymmetricPositive(w + 1e-3 * jnp.eye(len(w)))"
         )
+
+
+SymmetricPositive.__module__ = "treeparams.matrices"

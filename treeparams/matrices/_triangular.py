@@ -123,3 +123,6 @@ def _unpacked(raw: Float[Array, "... packed"]) -> Float[Array, "... n n"]:
     # program. A scatter with constant ones of n = 1024 takes four seconds to compile.
     row, column = jnp.maximum(i[:, None], i[None]), jnp.minimum(i[:, None], i[None])
     return raw[..., row * (row + 1) // 2 + column]
+
+
+LowerTriangular.__module__ = Symmetric.__module__ = "treeparams.matrices"
