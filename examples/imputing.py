@@ -1,4 +1,4 @@
-"""Missing measurements: what stands for them is learned with the net, and beats their mean where their loss tells.
+"""Missing measurements: what stands for them is learned with the net, and beats their mean where it is no accident.
 
     python examples/imputing.py [--seeds N]
 
@@ -14,10 +14,11 @@ Three nets start as one and the same function; only the weights of their first l
 the observed values for a missing one. `PreImputing` learns a value per measurement, `PostImputing` learns what a branch
 is to give whose measurements were not taken. All are trained alike, by `optim.trainable`.
 
-Where a loss tells something, a learned value says it and a mean denies it. At random there is nothing to say: the mean
-is as good, and does not overfit. (A column per measurement that says whether it is missing can say more, for twice the
-weights in the first layer.) The table is real, but how values get lost is made up here. Each seed splits the table,
-draws what is lost and starts the nets; all are of one table, so that their spread is not that of new patients.
+Where it tells something that a value is missing, a learned one says it and a mean denies it. At random there is nothing
+to say, and the mean does slightly better, as it cannot overfit. (A column per measurement that says whether it is
+missing can say more, for twice the weights in the first layer.) The table is real, but how values get lost is made up
+here. Each seed splits the table, draws what is lost and starts the nets; all are of one table, so that their spread is
+not that of new patients.
 
 The table comes with scikit-learn: `pip install 'treeparams[examples]'`.
 """
@@ -46,7 +47,6 @@ TRAINED_ON, STEPS = 400, 120
 OPTIMISER = optax.adamw(3e-3, weight_decay=1e-2)
 WAYS = RANGE, NOT_TAKEN, RANDOM = "out of range", "not taken", "at random"
 MEAN, PRE, POST = "mean", "PreImputing", "PostImputing"
-
 
 KINDS: dict[str, Callable[[Array], Any]] = {
     MEAN: lambda weight: weight,

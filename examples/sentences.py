@@ -305,8 +305,8 @@ def tune(model: Encoder, layout: tp.Layout, texts: Texts, steps: int, seed: int)
     """The model after some steps of Adam, the loss at each, and the seconds of one, the first not counted."""
     optimiser = optim.trainable(optax.adam(optax.linear_schedule(RATE, 0.0, steps)), layout)
 
-    # The model is an argument, so that no weight is a constant of the program. It is no result: `jax.jit` would copy the
-    # 90 MB that are frozen at each step. Of them, updates have nothing.
+    # The model is an argument, so that no weight is a constant of the program. It is no result, since `jax.jit` would
+    # copy the 90 MB that are frozen at each step; the updates have nothing of them.
     @jax.jit
     def step(model: Encoder, state: Any, batch: Texts) -> tuple[Any, Any, Array]:
         value, grads = tp.value_and_grad(loss, layout)(model, batch)

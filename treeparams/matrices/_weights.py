@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from ._matrix import AbstractMatrix, is_array
 
-Weight = Array | AbstractMatrix
+Weight = Array | np.ndarray | AbstractMatrix  # NumPy's where a model was loaded so
 
 
 class Lineax(AbstractMatrix):
@@ -131,7 +132,7 @@ def apply_transposed(weight: Weight, x: Array) -> Array:
 
 def to_dense(weight: Weight) -> Array:
     """As `AbstractMatrix.to_dense`."""
-    return weight.to_dense() if isinstance(weight, AbstractMatrix) else weight
+    return weight.to_dense() if isinstance(weight, AbstractMatrix) else jnp.asarray(weight)
 
 
 def shape_of(weight: Weight) -> tuple[int, int]:
