@@ -195,7 +195,8 @@ def _bases(structure: Structure, where: Where) -> list[int]:
         if inside and issubclass(node.cls, AbstractMatrix):
             raise ValueError(
                 f"{paths[inside[0]]!r} is a part of {node.path!r}, a {node.cls.__name__}; to change that at "
-                "low rank, put matrices.LowRank.random(matrix, rank, key=key) there by equinox.tree_at"
+                "low rank, put matrices.LowRank.random(matrix, rank, key=key) in its place by equinox.tree_at, or in "
+                "that of a part of it which may be a matrix"
             )
     _check_ties(structure, chosen, where)
     return chosen
