@@ -6,12 +6,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from treeparams import matrices
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    # By NumPy, and put on the device as it is: nothing is compiled for each shape.
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def svd(seed: int, m: int, n: int, factors: int | None = None, kind: str = "householder") -> matrices.SVD:
+    """As `SVD.random`, with other singular values than one."""
+    least = min(m, n)
+    of_u, of_v = (least, least) if factors is None else (factors, factors)
+    d = 2 + jnp.cos(normal(seed, least))
+    if kind == "givens":
+        return matrices.SVD(
+            matrices.Givens(normal(seed + 1, of_u, m // 2), m), d, matrices.Givens(normal(seed + 2, of_v, n // 2), n)
+        )
+    return matrices.SVD(
+        matrices.Orthogonal(normal(seed + 1, of_u, m)), d, matrices.Orthogonal(normal(seed + 2, of_v, n))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +55,10 @@ def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
 
 
 MATRICES = {
-    "svd": Kind(lambda m, n: matrices.SVD.from_dense(normal(1, m, n))),
-    "svd of few reflections": Kind(lambda m, n: matrices.SVD.random(m, n, key=jax.random.key(2), reflections=2)),
-    "svd of rotations": Kind(lambda m, n: matrices.SVD.random(m, n, key=jax.random.key(3), kind="givens")),
-    "inverse of an svd": Kind(lambda m, n: matrices.SVD.from_dense(normal(4, m, n)).inv(), is_square=True),
+    "svd": Kind(lambda m, n: svd(0, m, n)),
+    "svd of few reflections": Kind(lambda m, n: svd(1, m, n, 1)),
+    "svd of rotations": Kind(lambda m, n: svd(2, m, n, 3, "givens")),
+    "inverse of an svd": Kind(lambda m, n: svd(3, m, n).inv(), is_square=True),
     "orthogonal": Kind(lambda m, n: matrices.Orthogonal(normal(5, 3, n)), is_square=True),
     "low rank": Kind(lambda m, n: low_rank(7, m, n)),
     "transposed": Kind(lambda m, n: low_rank(7, n, m).T),

@@ -26,7 +26,7 @@ def product_of_reflections(vectors: Any) -> np.ndarray:
     return q
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 4), (4, 4), (7, 4), (140, 140)])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 4), (7, 4), (140, 140)])
 def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
     vectors = normal(0, *shape)
     want = product_of_reflections(vectors)
@@ -44,7 +44,7 @@ def test_the_length_of_a_reflection_vector_does_not_matter():
 
 def test_vectors_that_are_nearly_parallel():
     vectors = jnp.ones((64, 64)) + 1e-3 * normal(2, 64, 64)
-    q = matrices.Orthogonal(vectors).to_dense()
+    q = np.asarray(matrices.Orthogonal(vectors).to_dense())
     np.testing.assert_allclose(q @ q.T, np.eye(64), atol=1e-5)
 
 
@@ -95,6 +95,18 @@ def descend(loss: Any, model: Any, steps: int, rate: float) -> tuple[Any, jax.Ar
     return model, loss(model)
 
 
+def test_points_are_turned_onto_others():
+    """What Orthogonal is for: the rotation or reflection between two clouds of points, known in closed form."""
+    points = normal(20, 12, 3)
+    others = points @ matrices.Orthogonal(normal(21, 3, 3)).to_dense() + 0.05 * normal(22, 12, 3)
+    u, _, vt = np.linalg.svd(points.T @ others)
+    loss = lambda q: jnp.mean((points @ q - others) ** 2)
+    start = matrices.Orthogonal.random(3, key=jax.random.key(3))
+    q, error = jax.jit(functools.partial(descend, loss, steps=300, rate=0.05))(start)
+    np.testing.assert_allclose(error, loss(jnp.asarray(u @ vt)), rtol=1e-3)
+    np.testing.assert_allclose(q.to_dense(), u @ vt, atol=1e-2)
+
+
 def test_orthogonal_after_a_thousand_steps():
     target = normal(6, 8, 8)
     start = matrices.SVD.random(8, 8, key=jax.random.key(2))
@@ -106,19 +118,16 @@ def test_orthogonal_after_a_thousand_steps():
         np.testing.assert_allclose(q.to_dense() @ q.to_dense().T, np.eye(8), atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (1, 4), (1, 1), (0, 3), (3, 0)])
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5), (1, 1), (0, 3)])
 def test_from_dense(shape: tuple[int, int]):
     w = normal(7, *shape)
     svd = matrices.SVD.from_dense(w)
     assert_close(svd.to_dense(), w)
     np.testing.assert_allclose(np.sort(np.abs(svd.d))[::-1], np.linalg.svd(w, compute_uv=False), rtol=1e-5)
-    assert_close(jax.jit(lambda w: matrices.SVD.from_dense(w).to_dense())(w), w)
-    assert_close(matrices.SVD.from_dense(svd.T).to_dense(), w.T)
+    assert_close(jax.jit(lambda w: matrices.SVD.from_dense(matrices.SVD.from_dense(w).T).to_dense())(w), w.T)
 
 
-@pytest.mark.parametrize(
-    ("kind", "n"), [*(("householder", n) for n in (1, 2, 7, 16, 33, 64)), *(("givens", n) for n in (1, 7, 64))]
-)
+@pytest.mark.parametrize(("kind", "n"), [*(("householder", n) for n in (1, 7, 64)), *(("givens", n) for n in (1, 64))])
 def test_the_inverse(kind: Any, n: int):
     svd = matrices.SVD.random(n, n, key=jax.random.key(n), kind=kind)
     svd = eqx.tree_at(lambda svd: svd.d, svd, jnp.linspace(0.5, 3, n))

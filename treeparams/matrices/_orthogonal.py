@@ -15,6 +15,7 @@ design for universal multiport interferometers").
 """
 
 import abc
+import functools
 from typing import Any, Literal
 
 import equinox as eqx
@@ -186,6 +187,11 @@ def random_orthogonal(n: int, factors: int, kind: Kind, key: Array) -> AnyOrthog
 # -- Reflections
 
 
+# Outside of a trace one program in place of some forty operations; within one nothing is left of it.
+_compiled = functools.partial(jax.jit, static_argnames="transposed", inline=True)
+
+
+@_compiled
 def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
     count, n = vectors.shape
     if count == 0 or n == 0:
@@ -243,6 +249,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 # -- Rotations
 
 
+@_compiled
 def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
     if angles.size == 0:
         return x
