@@ -349,3 +349,55 @@ def test_what_is_no_weight():
         matrices.LowRank(jnp.ones(3), jnp.ones((3, 1)), jnp.ones((1, 1)))
     with pytest.raises(TypeError, match=r"a parameter is floating or complex, got int32"):
         matrices.LowRank(jnp.ones((1, 1)), jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1)))
+
+
+def test_a_number_stays_a_number_through_a_trace():
+    matrix = matrices.Diagonal(normal(35, 3))
+    for each in (matrix / 2, jax.jit(lambda m: m / 2)(matrix), jax.jit(lambda m: -m)(matrix)):
+        assert tp.layout(each).paths == ("matrix.diagonal",)
+    ensemble = jax.vmap(lambda d: 2 * matrices.Diagonal(d))(normal(36, 2, 3))
+    got = jax.vmap(lambda matrix, x: matrix @ x)(ensemble, jnp.ones((2, 3)))
+    assert_close(got, 2 * ensemble.matrix.diagonal)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_imaginary_factor():
+    matrix = 1j * matrices.Diagonal(normal(37, 2))
+    assert matrix.dtype == matrix.T.dtype == (matrix + matrix).dtype == jnp.complex64
+    x = jnp.ones(2, jnp.complex64)
+    assert_close(matrix.T @ x, matrix.to_dense() @ x)
+
+
+INVERTIBLE = {
+    "orthogonal": lambda: matrices.Orthogonal(normal(5, 3, 3)),
+    "circulant": lambda: matrices.Circulant(normal(16, 3)),
+    "kronecker": lambda: matrices.Kronecker(matrices.Diagonal(normal(14, 1)), matrices.Circulant(normal(16, 3))),
+    "symmetric": lambda: matrices.SymmetricPositive(jnp.eye(3) + 0.1),
+    "svd": lambda: svd(3, 3, 3),
+}
+
+
+@pytest.mark.parametrize("build", INVERTIBLE.values(), ids=INVERTIBLE.keys())
+def test_transposes_and_inverses_have_inverses(build: Any):
+    matrix, x = build(), normal(38, 3)
+    both = jax.jit(
+        lambda m: (m.T.inv() @ (m.T @ x), m.inv().T @ (m.T @ x), m.T.solve(m.T @ x), m.inv().inv() @ x, m @ x)
+    )
+    first, second, third, twice, once = both(matrix)
+    for each in (first, second, third):
+        np.testing.assert_allclose(each, x, atol=1e-4)
+    np.testing.assert_allclose(twice, once, atol=1e-4)
+    np.testing.assert_allclose(matrix.T.logdet(), -matrix.inv().logdet(), atol=1e-4)
+
+
+def test_an_inverse_of_numpy_arrays_is_tied():
+    loaded = jax.tree.map(np.asarray, svd(3, 3, 3))
+    assert len(tp.ties([loaded, loaded.inv(), loaded.T])) == 3
+    diagonal = jax.tree.map(np.asarray, matrices.Diagonal(normal(14, 3)))
+    assert tp.ties([diagonal, diagonal.inv()]) == {"0.diagonal": ("1.diagonal",)}
+
+
+def test_an_operator_without_rows_or_columns():
+    wide = matrices.from_lineax(lineax.MatrixLinearOperator(jnp.zeros((3, 0))))
+    assert_close(wide @ jnp.ones((0, 2)), jnp.zeros((3, 2)))
+    assert (jnp.ones((2, 3)) @ wide).shape == (2, 0)

@@ -620,3 +620,11 @@ def test_the_covariance_of_data_by_maximum_likelihood(standard_promotion: None):
 
     (model, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 300))((model, tx.init(model)))
     assert_close(model["covariance"].to_dense(), data.T @ data / len(data), 2e-3)
+
+
+def test_a_simplex_never_underflows():
+    simplex = eqx.tree_at(lambda s: s.raw, matrices.Simplex(jnp.array([0.5, 0.5])), jnp.array([0.0, -200.0]))
+    gradient = jax.grad(lambda s: jnp.sum(jnp.log(s.to_dense())))(simplex).raw
+    assert bool(jnp.all(simplex.to_dense() > 0))
+    assert bool(jnp.all(jnp.isfinite(gradient)))
+    matrices.Simplex(simplex.to_dense())

@@ -181,3 +181,78 @@ def test_wrong_factors():
         matrices.LowRank(jnp.ones((2, 3)), jnp.ones((2, 1)), jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="the rank of a change is at least 1, got 0"):
         matrices.lora(net(), "layers.0", 0, key=KEY)
+
+
+COMPOSITES = {
+    "transposed": lambda m: m.T,
+    "product": lambda m: m @ matrices.Diagonal(normal(40, 3)),
+    "sum": lambda m: m + 2 * m,
+    "kronecker": lambda m: matrices.Kronecker(m, jnp.ones((1, 1))),
+    "imputing": lambda m: matrices.PreImputing(m.T, normal(41, 3)),
+    "changed": lambda m: matrices.LowRank.random(m.T, 1, key=KEY),
+}
+
+
+@pytest.mark.parametrize("build", COMPOSITES.values(), ids=COMPOSITES.keys())
+def test_within_other_matrices_it_is_folded_in_too(build: Any):
+    weight = build(matrices.LowRank(normal(42, 3, 3), normal(43, 3, 1), normal(44, 1, 3)))
+    merged = matrices.merge({"w": weight})["w"]
+    assert not tp.layout({"w": merged}).paths or "LowRank" not in repr(merged)
+    assert_close(merged @ jnp.ones(3), weight @ jnp.ones(3))
+    assert_close(jnp.ones(3) @ merged, jnp.ones(3) @ weight)
+
+
+def test_the_dtype_of_a_transpose_is_that_of_the_base():
+    weight = matrices.LowRank.random(normal(3, 3, 3).astype(jnp.bfloat16), 2, key=KEY, dtype=jnp.float32)
+    for each in (weight.T, weight + weight, weight @ weight.T, matrices.Permuted(weight)):
+        assert each.dtype == (each @ jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+class Codec(eqx.Module):
+    encoder: jax.Array
+    decoder: jax.Array
+    again: jax.Array
+    frozen: jax.Array = tp.field(trainable=False)
+
+
+tp.declare(Codec, ties={"decoder": ("encoder", jnp.transpose), "again": "frozen"})
+
+
+def test_declared_ties_and_declared_frozen():
+    codec = Codec(normal(45, 2, 3), normal(45, 2, 3).T, normal(46, 2, 2), normal(46, 2, 2))
+    for where in ("encoder", "decoder", ("encoder", "decoder")):
+        with pytest.raises(ValueError, match="'decoder' is tied to 'encoder' through a transform, which a low-rank"):
+            matrices.lora(codec, where, 1, key=KEY)
+    with pytest.raises(ValueError, match="'frozen' is declared frozen"):
+        matrices.lora(codec, "frozen", 1, key=KEY)
+
+
+class Pair(eqx.Module):
+    one: jax.Array
+    other: jax.Array
+
+
+tp.declare(Pair, ties={"other": "one"})
+
+
+def test_a_plain_declared_tie_gets_one_change():
+    changed = matrices.lora(Pair(normal(47, 2, 2), normal(47, 2, 2)), ("one", "other"), 1, key=KEY)
+    assert changed.one is changed.other
+    with pytest.raises(ValueError, match="'one' and 'other' are one array, but 'other' selects only the latter"):
+        matrices.lora(Pair(normal(47, 2, 2), normal(47, 2, 2)), "other", 1, key=KEY)
+
+
+def test_what_is_constrained_is_left_whole():
+    with pytest.raises(ValueError, match=r"'w\.raw' is a part of 'w', a Positive"):
+        matrices.lora({"w": matrices.Positive(jnp.ones((2, 2)))}, "w", 1, key=KEY)
+
+
+def test_complex_factors_need_a_complex_base():
+    with pytest.raises(TypeError, match="the factors are complex, but the base is float32"):
+        matrices.LowRank(jnp.ones((2, 2)), jnp.ones((2, 1), jnp.complex64), jnp.ones((1, 2), jnp.complex64))
+
+
+def test_a_base_of_numpy():
+    weight = matrices.LowRank.random(normal(48, 2, 3), 1, key=KEY)
+    loaded = jax.tree.map(np.asarray, {"w": weight})
+    assert_same(matrices.merge(loaded)["w"], weight.base)

@@ -7,6 +7,7 @@ The files, from the ground up:
 
     _printing     how both print
     _replace      nodes of a class replaced, ties once
+    _constrained  AbstractConstrained: an array that stays on a set; materialise
     _matrix       AbstractMatrix: what follows from two products; transposes, products, sums
     _weights      what constructors take for a matrix or an array; from_lineax, to_lineax
     _invertible   what square matrices with an inverse share
@@ -16,7 +17,6 @@ The files, from the ground up:
     _imputing     PreImputing, PostImputing
     _structured   Diagonal, Kronecker, Permuted
     _circulant    Circulant, Toeplitz
-    _constrained  AbstractConstrained: an array that stays on a set; materialise
     _constraints  Positive, Bounded, UnitNorm, Simplex
     _triangular   LowerTriangular, Symmetric
     _symmetric    SymmetricPositive

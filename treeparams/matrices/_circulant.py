@@ -11,7 +11,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from ._invertible import AbstractInvertible, slogdet_of
+from ._invertible import AbstractInvertible, of_same_arrays, slogdet_of
 from ._matrix import AbstractMatrix
 from ._structured import check_vector
 from ._weights import as_parameter, times, wide
@@ -70,7 +70,7 @@ class Circulant(AbstractInvertible):
         return self.column[i[:, None] - i[None, :]]  # negative indices count from the end
 
     def inv(self) -> "Circulant":
-        return Circulant(self.column, not self.inverted)
+        return of_same_arrays(self, inverted=not self.inverted)
 
     def slogdet(self) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         self._check_rank()

@@ -144,10 +144,13 @@ def materialise(model: PyTree) -> PyTree:
     Returns:
         The model. One array stands at all places of a tie, that is, of nodes made of the very same arrays.
     """
-    # Where paramax has not been imported, the model has no node of it.
+    return replace(model, constrained_kinds(), _value)
+
+
+def constrained_kinds() -> tuple[type, ...]:
+    """The classes of constrained arrays: ours, and those of paramax, of which a model has none if it is not loaded."""
     paramax = sys.modules.get("paramax")
-    kinds = (AbstractConstrained, *([paramax.AbstractUnwrappable] if paramax else []))
-    return replace(model, kinds, _value)
+    return (AbstractConstrained, *([paramax.AbstractUnwrappable] if paramax else []))
 
 
 def _value(node: Any) -> Any:

@@ -195,7 +195,9 @@ class Simplex(AbstractConstrained):
         self.raw = jnp.log(wide(w)).astype(w.dtype)
 
     def to_dense(self) -> Array:
-        return jax.nn.softmax(wide(self.raw), axis=self.axis).astype(self.dtype)
+        # By rounding the least would be zeros, of which a logarithm has no gradient.
+        x = jax.nn.softmax(wide(self.raw), axis=self.axis)
+        return jnp.maximum(x, least_positive(self.dtype)).astype(self.dtype)
 
 
 def least_positive(dtype: Any) -> float:

@@ -1,6 +1,7 @@
 """Matrices whose inverse and determinant cost no more than a product."""
 
 import abc
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ class AbstractInvertible(AbstractMatrix):
     def slogdet(self) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         """The sign of the determinant (its phase, where complex) and the logarithm of its absolute value."""
 
+    @property
+    def T(self) -> "AbstractInvertible":  # noqa: N802 - as of an array
+        return TransposedInvertible(self)
+
     def solve(self, b: Any) -> Array:
         """The x with `M @ x = b`; shapes as of `M @ x`."""
         return self.inv() @ b
@@ -28,6 +33,44 @@ class AbstractInvertible(AbstractMatrix):
     def logdet(self) -> Float[Array, ""]:
         """The logarithm of the absolute determinant."""
         return self.slogdet()[1]
+
+
+class TransposedInvertible(AbstractInvertible):
+    """The transpose of a matrix that has an inverse; `M.T` makes it."""
+
+    matrix: AbstractInvertible
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.matrix.shape
+        return columns, rows
+
+    def apply(self, x: Array) -> Array:
+        return self.matrix.apply_transposed(x)
+
+    def apply_transposed(self, x: Array) -> Array:
+        return self.matrix.apply(x)
+
+    def to_dense(self) -> Array:
+        return jnp.swapaxes(self.matrix.to_dense(), -1, -2)
+
+    @property
+    def T(self) -> AbstractInvertible:  # noqa: N802
+        return self.matrix
+
+    def inv(self) -> AbstractMatrix:
+        return self.matrix.inv().T
+
+    def slogdet(self) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+        return self.matrix.slogdet()
+
+
+def of_same_arrays(matrix: Any, **changes: Any) -> Any:
+    """The matrix with other fields. A constructor would convert arrays of NumPy, and new arrays are tied to nothing."""
+    other = object.__new__(type(matrix))
+    for field in dataclasses.fields(matrix):
+        object.__setattr__(other, field.name, changes.get(field.name, getattr(matrix, field.name)))
+    return other
 
 
 def slogdet_of(

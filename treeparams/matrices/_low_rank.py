@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
+from .._groups import groups
 from .._seen import structure_of
-from .._select import Where, select
+from .._select import Where, declared_frozen, select
 from .._structure import Structure
+from ._constrained import constrained_kinds
 from ._matrix import AbstractMatrix
 from ._replace import replace
 from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense, wide
@@ -56,6 +58,11 @@ class LowRank(AbstractMatrix):
                 f"got {self.a.shape} and {self.b.shape}"
             )
 
+        if jnp.issubdtype(jnp.result_type(self.a, self.b), jnp.complexfloating) > jnp.issubdtype(
+            self.dtype, jnp.complexfloating
+        ):
+            raise TypeError(f"the factors are complex, but the base is {self.dtype}: imaginary parts would be lost")
+
     @classmethod
     def random(cls, base: Any, rank: int, *, key: Array, scale: float = 1.0, dtype: Any = None) -> "LowRank":
         """Factors that change nothing yet: columns of `a` are random, about of unit length, and `b` is zero.
@@ -85,7 +92,7 @@ class LowRank(AbstractMatrix):
 
     @property
     def dtype(self) -> Any:
-        return self.base.dtype
+        return jnp.result_type(self.base.dtype)
 
     def apply(self, x: Array) -> Array:
         return apply(self.base, x) + self.scale * apply(self.a, apply(self.b, x))
@@ -128,7 +135,8 @@ def lora(model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1
     layers.0.weight.base  8,4    float32  frozen    32
     5 slots, 50 elements, 200 bytes; 32 elements frozen
 
-    At first the model computes what it did. To train the factors alone, pass
+    At first the model computes what it did. (Not so an embedding, which looks rows up and multiplies nothing: leave it
+    out.) Within a plain `jax.jit` ties are not known. To train the factors alone, pass
     `tp.layout(model, matrices.LowRank)` or write `trainable=matrices.LowRank`; `merge` folds them in.
 
     Args:
@@ -150,11 +158,12 @@ def lora(model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1
     """
     leaves, treedef, structure = structure_of(model)
     chosen = _bases(structure, where)
-    firsts = sorted({structure.first[i] for i in chosen})
-    keys = dict(zip(firsts, jax.random.split(key, len(firsts)), strict=True))
-    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in firsts}
+    first = _first_of_tie(structure, chosen, where)
+    places = sorted(set(first.values()))
+    keys = dict(zip(places, jax.random.split(key, len(places)), strict=True))
+    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in places}
     for i in chosen:
-        leaves[i] = changed[structure.first[i]]
+        leaves[i] = changed[first[i]]
     return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -181,7 +190,7 @@ def merge(model: PyTree) -> PyTree:
 
 def _bases(structure: Structure, where: Where) -> list[int]:
     chosen = sorted(i for i in select(structure, where) if len(structure.spec(i).shape) >= 2)
-    paths = structure.paths
+    paths, frozen = structure.paths, declared_frozen(structure)
     if not chosen:
         raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
     for i in chosen:
@@ -190,27 +199,39 @@ def _bases(structure: Structure, where: Where) -> list[int]:
                 f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}; "
                 "of an ensemble, call lora within equinox.filter_vmap"
             )
+        if i in frozen:
+            raise ValueError(f"{paths[i]!r} is declared frozen, and so would the factors be that stand there")
     for node in structure.nodes:
         inside = [i for i in chosen if node.start <= i < node.stop]
-        if inside and issubclass(node.cls, AbstractMatrix):
+        if inside and issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
             raise ValueError(
                 f"{paths[inside[0]]!r} is a part of {node.path!r}, a {node.cls.__name__}; to change that at "
                 "low rank, put matrices.LowRank.random(matrix, rank, key=key) in its place by equinox.tree_at, or in "
                 "that of a part of it which may be a matrix"
             )
-    _check_ties(structure, chosen, where)
     return chosen
 
 
-def _check_ties(structure: Structure, chosen: list[int], where: Where) -> None:
-    first = {structure.first[i]: i for i in chosen}
-    for i in structure.parameters:
-        other = first.get(structure.first[i])
-        if other is not None and i not in chosen:
+def _first_of_tie(structure: Structure, chosen: list[int], where: Where) -> dict[int, int]:
+    """For each chosen leaf the one that stands for all of its tie, found by identity or declared."""
+    paths, first = structure.paths, {i: i for i in chosen}
+    for group in groups(structure):
+        members = [group.source, *(alias.leaf for alias in group.aliases)]
+        inside = [i for i in members if i in first]
+        outside = [i for i in members if i not in first]
+        through = next((alias for alias in group.aliases if alias.chain), None)
+        if inside and through is not None:
             raise ValueError(
-                f"{structure.paths[i]!r} and {structure.paths[other]!r} are one array, but {where!r} selects only the "
+                f"{paths[through.leaf]!r} is tied to {paths[group.source]!r} through a transform, which a low-rank "
+                "change of either would undo: leave both out"
+            )
+        if inside and outside:
+            raise ValueError(
+                f"{paths[outside[0]]!r} and {paths[inside[0]]!r} are one array, but {where!r} selects only the "
                 "latter: select both, or tp.untie the model first"
             )
+        first |= dict.fromkeys(inside, group.source)
+    return first
 
 
 LowRank.__module__ = "treeparams.matrices"

@@ -84,7 +84,8 @@ class AbstractMatrix(eqx.Module):
     @property
     def dtype(self) -> Any:
         """That of the product with an array of ones: `jnp.result_type` of the parameters."""
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")]
+        leaves = jax.tree.leaves(self, is_leaf=lambda node: node is not self and isinstance(node, AbstractMatrix))
+        dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
         inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
         return jnp.result_type(*inexact) if inexact else jnp.result_type(float)
 
@@ -184,100 +185,143 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, numbers.Number | np.generic) or (is_array(value) and value.ndim == 0)
 
 
+# -- A weight is an array, of NumPy where a model was loaded so, or a matrix
+
+Weight = Array | np.ndarray | AbstractMatrix
+
+
+def apply(weight: Weight, x: Array) -> Array:
+    """As `AbstractMatrix.apply`."""
+    return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.T.astype(x.dtype)
+
+
+def apply_transposed(weight: Weight, x: Array) -> Array:
+    """As `AbstractMatrix.apply_transposed`."""
+    return weight.apply_transposed(x) if isinstance(weight, AbstractMatrix) else x @ weight.astype(x.dtype)
+
+
+def to_dense(weight: Weight) -> Array:
+    """As `AbstractMatrix.to_dense`."""
+    return weight.to_dense() if isinstance(weight, AbstractMatrix) else jnp.asarray(weight)
+
+
+def shape_of(weight: Weight) -> tuple[int, int]:
+    """Rows and columns."""
+    rows, columns = weight.shape[-2:]
+    return rows, columns
+
+
+# -- Made of other matrices, which `merge` may have made arrays
+
+
 class Transposed(AbstractMatrix):
     """The transpose of a matrix, made of its arrays; `M.T` makes it."""
 
-    matrix: AbstractMatrix
+    matrix: Weight
+
+    ranks = {"matrix": 2}
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.matrix.shape
+        rows, columns = shape_of(self.matrix)
         return columns, rows
 
     def apply(self, x: Array) -> Array:
-        return self.matrix.apply_transposed(x)
+        return apply_transposed(self.matrix, x)
 
     def apply_transposed(self, x: Array) -> Array:
-        return self.matrix.apply(x)
+        return apply(self.matrix, x)
 
     def to_dense(self) -> Array:
-        return jnp.swapaxes(self.matrix.to_dense(), -1, -2)
+        return jnp.swapaxes(to_dense(self.matrix), -1, -2)
 
     @property
-    def T(self) -> AbstractMatrix:  # noqa: N802
+    def T(self) -> Any:  # noqa: N802
         return self.matrix
 
 
 class Product(AbstractMatrix):
     """The product of two matrices, one after the other; `M @ N` makes it."""
 
-    left: AbstractMatrix
-    right: AbstractMatrix
+    left: Weight
+    right: Weight
+
+    ranks = {"left": 2, "right": 2}
 
     def __check_init__(self) -> None:
-        if self.left.shape[1] != self.right.shape[0]:
-            raise ValueError(f"M @ N: the shapes {self.left.shape} and {self.right.shape} do not fit")
+        if shape_of(self.left)[1] != shape_of(self.right)[0]:
+            raise ValueError(f"M @ N: the shapes {shape_of(self.left)} and {shape_of(self.right)} do not fit")
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.left.shape[0], self.right.shape[1]
+        return shape_of(self.left)[0], shape_of(self.right)[1]
 
     def apply(self, x: Array) -> Array:
-        return self.left.apply(self.right.apply(x))
+        return apply(self.left, apply(self.right, x))
 
     def apply_transposed(self, x: Array) -> Array:
-        return self.right.apply_transposed(self.left.apply_transposed(x))
+        return apply_transposed(self.right, apply_transposed(self.left, x))
 
 
 class Sum(AbstractMatrix):
     """The sum of two matrices; `M + N` makes it."""
 
-    left: AbstractMatrix
-    right: AbstractMatrix
+    left: Weight
+    right: Weight
+
+    ranks = {"left": 2, "right": 2}
 
     def __check_init__(self) -> None:
-        if self.left.shape != self.right.shape:
-            raise ValueError(f"M + N: the shapes {self.left.shape} and {self.right.shape} differ")
+        if shape_of(self.left) != shape_of(self.right):
+            raise ValueError(f"M + N: the shapes {shape_of(self.left)} and {shape_of(self.right)} differ")
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.left.shape
+        return shape_of(self.left)
 
     def apply(self, x: Array) -> Array:
-        return self.left.apply(x) + self.right.apply(x)
+        return apply(self.left, x) + apply(self.right, x)
 
     def apply_transposed(self, x: Array) -> Array:
-        return self.left.apply_transposed(x) + self.right.apply_transposed(x)
+        return apply_transposed(self.left, x) + apply_transposed(self.right, x)
 
     def to_dense(self) -> Array:
-        return self.left.to_dense() + self.right.to_dense()
+        return to_dense(self.left) + to_dense(self.right)
 
 
 class Scaled(AbstractMatrix):
     """A multiple of a matrix; `2 * M` makes it. An array as the factor is a parameter, a Python number is none."""
 
-    matrix: AbstractMatrix
-    factor: Any
+    matrix: Weight
+    factor: Array | None
+    number: Any = eqx.field(static=True)  # no leaf, so that a trace makes no parameter of it
+
+    ranks = {"matrix": 2, "factor": 0}
+
+    def __init__(self, matrix: Weight, factor: Any):
+        self.matrix = matrix
+        self.factor = jnp.asarray(factor) if is_array(factor) else None
+        self.number = 1 if is_array(factor) else (factor.item() if isinstance(factor, np.generic) else factor)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.matrix.shape
+        return shape_of(self.matrix)
 
     @property
     def dtype(self) -> Any:
-        return jnp.result_type(self.matrix.dtype, self.factor)
+        return jnp.result_type(self.matrix.dtype, self.number if self.factor is None else self.factor)
 
     def apply(self, x: Array) -> Array:
-        return self._scaled(self.matrix.apply(x))
+        return self._scaled(apply(self.matrix, x))
 
     def apply_transposed(self, x: Array) -> Array:
-        return self._scaled(self.matrix.apply_transposed(x))
+        return self._scaled(apply_transposed(self.matrix, x))
 
     def to_dense(self) -> Array:
-        return self._scaled(self.matrix.to_dense().astype(self.dtype))
+        return self._scaled(to_dense(self.matrix).astype(self.dtype))
 
     def _scaled(self, y: Array) -> Array:
-        return y * jnp.asarray(self.factor, y.dtype)
+        return y * jnp.asarray(self.number if self.factor is None else self.factor, y.dtype)
 
 
 AbstractMatrix.__module__ = "treeparams.matrices"

@@ -69,7 +69,8 @@ class Orthogonal(AbstractOrthogonal):
     identity, where its gradient is zero.
 
     Args:
-        vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
+        vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter, as
+            long as the squares are numbers of float32.
 
     Raises:
         TypeError: they are no real floating array.
@@ -107,7 +108,7 @@ class Orthogonal(AbstractOrthogonal):
 
     def sign(self) -> Float[Array, ""]:
         self._check_rank()
-        moving = jnp.sum(jnp.any(self.vectors != 0, axis=1))
+        moving = jnp.sum(jnp.sum(wide(self.vectors) ** 2, axis=1) > 0)  # as the product sees it
         return jnp.asarray(1 - 2 * (moving % 2), self.dtype)
 
 

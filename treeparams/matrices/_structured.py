@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Inexact, Int
 
-from ._invertible import AbstractInvertible, slogdet_of
+from ._invertible import AbstractInvertible, of_same_arrays, slogdet_of
 from ._matrix import AbstractMatrix, is_array
 from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, times, to_dense
 
@@ -63,7 +63,7 @@ class Diagonal(AbstractInvertible):
         return self
 
     def inv(self) -> "Diagonal":
-        return Diagonal(self.diagonal, not self.inverted)
+        return of_same_arrays(self, inverted=not self.inverted)
 
     def slogdet(self) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         self._check_rank()
@@ -248,7 +248,7 @@ def _as_indices(value: Any, name: str) -> Array | None:
         raise TypeError(f"{name} takes an array of integers, got {got}{hint}")
     if value.ndim != 1:
         raise ValueError(f"{name} takes indices of shape (k,), got shape {value.shape}")
-    return jnp.asarray(value)
+    return jnp.asarray(value.astype(np.int32) if value.dtype.itemsize < 4 else value)  # sizes may exceed small ones
 
 
 def _check_range(indices: Array | None, name: str, size: int) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._invertible import AbstractInvertible
+from ._invertible import AbstractInvertible, of_same_arrays
 from ._orthogonal import AnyOrthogonal, Kind, Orthogonal, as_real, random_orthogonal
 from ._weights import as_weight, times, to_dense, wide
 
@@ -117,7 +117,7 @@ class SVD(AbstractInvertible):
 
     @property
     def T(self) -> "SVD":  # noqa: N802
-        return SVD(self.v, self.d, self.u, self.inverted)
+        return of_same_arrays(self, u=self.v, v=self.u)
 
     def inv(self) -> "SVD":
         """The inverse, made of the same arrays: in one model with the original it is tied to it.
@@ -126,7 +126,7 @@ class SVD(AbstractInvertible):
             ValueError: the matrix is not square.
         """
         self._check_square("an inverse")
-        return SVD(self.u, self.d, self.v, not self.inverted)
+        return of_same_arrays(self, inverted=not self.inverted)
 
     def slogdet(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`.
@@ -135,7 +135,7 @@ class SVD(AbstractInvertible):
             ValueError: the matrix is not square.
         """
         self._check_square("a determinant")
-        logarithm = jnp.sum(jnp.log(jnp.abs(self.d)))
+        logarithm = jnp.sum(jnp.log(jnp.abs(wide(self.d)))).astype(self.dtype)
         sign = self.u.sign() * jnp.prod(jnp.sign(self.d)) * self.v.sign()
         return sign, -logarithm if self.inverted else logarithm
 

@@ -133,7 +133,7 @@ def _check(w: Array) -> None:
         )
     least = np.linalg.eigvalsh(entries)[0]
     # What is positive by less than the rounding of its entries cannot be factorised.
-    if not least > 0:
+    if not least > 0 or bool(jnp.any(jnp.isnan(jnp.linalg.cholesky(wide(w))))):
         raise ValueError(
             f"SymmetricPositive takes a positive definite matrix, got one with an eigenvalue of {least:.3g}; to make "
             "it positive, write for example SymmetricPositive(w + 1e-3 * jnp.eye(len(w)))"

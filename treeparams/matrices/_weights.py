@@ -1,5 +1,6 @@
 """Matrices made of other matrices take these as arrays, as matrices of this module, or as lineax operators."""
 
+import math
 import sys
 from typing import Any
 
@@ -8,9 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._matrix import AbstractMatrix, is_array
-
-Weight = Array | np.ndarray | AbstractMatrix  # NumPy's where a model was loaded so
+from ._matrix import (
+    AbstractMatrix,
+    Weight as Weight,
+    apply as apply,
+    apply_transposed as apply_transposed,
+    is_array,
+    shape_of as shape_of,
+    to_dense as to_dense,
+)
 
 
 class Lineax(AbstractMatrix):
@@ -45,7 +52,7 @@ def from_lineax(operator: Any) -> AbstractMatrix:
     themselves: they take an operator wherever they take a matrix.
 
     Args:
-        operator: from vectors to vectors, `(columns,)` to `(rows,)`. What `to_lineax` made gives its matrix back.
+        operator: from vectors to vectors, `(columns,)` to `(rows,)`.
 
     Returns:
         A matrix with the operator in its field `operator`.
@@ -117,32 +124,9 @@ def as_parameter(value: Any) -> Array:
     return array
 
 
-# -- A weight is an array or a matrix
-
-
-def apply(weight: Weight, x: Array) -> Array:
-    """As `AbstractMatrix.apply`."""
-    return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.T.astype(x.dtype)
-
-
-def apply_transposed(weight: Weight, x: Array) -> Array:
-    """As `AbstractMatrix.apply_transposed`."""
-    return weight.apply_transposed(x) if isinstance(weight, AbstractMatrix) else x @ weight.astype(x.dtype)
-
-
-def to_dense(weight: Weight) -> Array:
-    """As `AbstractMatrix.to_dense`."""
-    return weight.to_dense() if isinstance(weight, AbstractMatrix) else jnp.asarray(weight)
-
-
-def shape_of(weight: Weight) -> tuple[int, int]:
-    """Rows and columns."""
-    rows, columns = weight.shape[-2:]
-    return rows, columns
-
-
-def wide(x: Array) -> Array:
+def wide(x: Array | np.ndarray) -> Array:
     """In at least float32: what is computed in several steps loses too much in less."""
+    x = jnp.asarray(x)
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
@@ -152,5 +136,5 @@ def times(x: Array, vector: Array) -> Array:
 
 
 def _each(f: Any, x: Array) -> Array:
-    y = jax.vmap(f)(x.reshape(-1, x.shape[-1]))
+    y = jax.vmap(f)(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return y.reshape(*x.shape[:-1], y.shape[-1])
