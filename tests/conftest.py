@@ -1,5 +1,6 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
+import collections
 import os
 
 # Four CPU devices, before JAX starts; tests of sharding and of several devices need them.
@@ -16,11 +17,26 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of each test, run every N-th case (default: all)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """Tests of one run of an example stay with one worker, or each would run it."""
     for item in items:
         for run in {"outcomes", "finetuned", "minima", "imputed"} & set(item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(run))
+    cases, left_out = collections.Counter(), []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if cases[name] % config.getoption("every"):
+            left_out.append(item)
+        cases[name] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 _compiled: list[str] = []  # since the last time that they were forgotten
