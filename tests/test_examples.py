@@ -18,6 +18,8 @@ import pytest
 
 import treeparams as tp
 
+from .zoo import enable_x64
+
 datasets = pytest.importorskip("sklearn.datasets", reason="pip install 'treeparams[examples]'")
 pytest.importorskip("tqdm", reason="pip install 'treeparams[examples]'")
 pytest.importorskip("matplotlib", reason="pip install 'treeparams[examples]'")
@@ -401,17 +403,18 @@ def test_a_picture_needs_a_directory_and_its_package(name, monkeypatch, capsys):
 # -- imputing --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def imputing():
-    return load("imputing")
+    with enable_x64(False):  # the examples above turn it on for the module
+        yield load("imputing")
 
 
 @pytest.fixture(scope="module")
-def imputed(imputing):
+def imputed():
     """How the nets of four seeds end, and the printed text."""
     # Optax's Adam raises a float to an integer power, which strict promotion refuses.
-    with contextlib.redirect_stdout(io.StringIO()) as printed, jax.numpy_dtype_promotion("standard"):
-        return imputing.main(["--seeds", "4"]), printed.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as printed, jax.numpy_dtype_promotion("standard"), enable_x64(False):
+        return load("imputing").main(["--seeds", "4"]), printed.getvalue()
 
 
 def test_learned_values_beat_the_mean(imputed):
