@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax
-import numpy as np
 import quax
 from quax.examples.lora import LoraArray
 
@@ -64,11 +63,11 @@ def _weights(n: int) -> dict[str, tuple[Product, Any]]:
     v, short = w[0], w[: n // 8, : n // 8]
     low_rank = matrices.LowRank.random(w, _RANK, key=key)
     a, b = low_rank.a, low_rank.b
-    each: dict[str, tuple[Product, Any]] = {
+    return {
         _DENSE: (_layer, w),
         _SVD: (_layer, matrices.SVD.random(n, n, key=key, reflections=n // 16)),
         "SVD, 8 layers of rotations": (_layer, matrices.SVD.random(n, n, key=key, reflections=8, kind="givens")),
-        "LowRank": (_low_rank, (jnp.asarray(np.asarray(w)), a, b)),
+        "LowRank": (_low_rank, (w, a, b)),
         "lineax, low rank": (_lineax_low_rank, (w, a, b)),
         "quax, low rank": (_quax_low_rank, (w, a, b)),
         "Diagonal": (_layer, matrices.Diagonal(v)),
@@ -77,7 +76,6 @@ def _weights(n: int) -> dict[str, tuple[Product, Any]]:
         "Toeplitz": (_layer, matrices.Toeplitz(v, v)),
         "Kronecker, 8 x n/8": (_layer, matrices.Kronecker(w[:8, :8], short)),
     }
-    return each
 
 
 def _layer(weight: Any, x: jax.Array) -> jax.Array:

@@ -28,15 +28,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         for run in {"outcomes", "finetuned", "minima", "imputed"} & set(item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(run))
-    cases, left_out = collections.Counter(), []
+    cases, kept, left_out = collections.Counter(), [], []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if cases[name] % config.getoption("every"):
-            left_out.append(item)
+        (left_out if cases[name] % config.getoption("every") else kept).append(item)
         cases[name] += 1
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = kept
 
 
 _compiled: list[str] = []  # since the last time that they were forgotten

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from ._matrix import AbstractMatrix
+from ._matrix import AbstractMatrix, Transposed
 from ._weights import wide
 
 
@@ -35,28 +35,10 @@ class AbstractInvertible(AbstractMatrix):
         return self.slogdet()[1]
 
 
-class TransposedInvertible(AbstractInvertible):
+class TransposedInvertible(Transposed, AbstractInvertible):
     """The transpose of a matrix that has an inverse; `M.T` makes it."""
 
-    matrix: AbstractInvertible
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.matrix.shape
-        return columns, rows
-
-    def apply(self, x: Array) -> Array:
-        return self.matrix.apply_transposed(x)
-
-    def apply_transposed(self, x: Array) -> Array:
-        return self.matrix.apply(x)
-
-    def to_dense(self) -> Array:
-        return jnp.swapaxes(self.matrix.to_dense(), -1, -2)
-
-    @property
-    def T(self) -> AbstractInvertible:  # noqa: N802
-        return self.matrix
+    matrix: Any  # one with an inverse
 
     def inv(self) -> AbstractMatrix:
         return self.matrix.inv().T

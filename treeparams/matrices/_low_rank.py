@@ -57,10 +57,8 @@ class LowRank(AbstractMatrix):
                 f"expected factors of shapes ({m}, rank) and (rank, {n}) for a base of shape ({m}, {n}), "
                 f"got {self.a.shape} and {self.b.shape}"
             )
-
-        if jnp.issubdtype(jnp.result_type(self.a, self.b), jnp.complexfloating) > jnp.issubdtype(
-            self.dtype, jnp.complexfloating
-        ):
+        is_complex = lambda dtype: jnp.issubdtype(dtype, jnp.complexfloating)
+        if is_complex(jnp.result_type(self.a, self.b)) and not is_complex(self.dtype):
             raise TypeError(f"the factors are complex, but the base is {self.dtype}: imaginary parts would be lost")
 
     @classmethod
@@ -201,9 +199,10 @@ def _bases(structure: Structure, where: Where) -> list[int]:
             )
         if i in frozen:
             raise ValueError(f"{paths[i]!r} is declared frozen, and so would the factors be that stand there")
+    kinds = (AbstractMatrix, *constrained_kinds())
     for node in structure.nodes:
         inside = [i for i in chosen if node.start <= i < node.stop]
-        if inside and issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
+        if inside and issubclass(node.cls, kinds):
             raise ValueError(
                 f"{paths[inside[0]]!r} is a part of {node.path!r}, a {node.cls.__name__}; to change that at "
                 "low rank, put matrices.LowRank.random(matrix, rank, key=key) in its place by equinox.tree_at, or in "
