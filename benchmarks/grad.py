@@ -70,7 +70,7 @@ def _functions(model: Frozen) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
     """Functions of these arguments and of the batch that return a gradient."""
     frozen = tp.layout(model, freeze="trunk")
     wrapped = Frozen(paramax.non_trainable(model.trunk), model.head)
-    zero_trunk = optax.masked(optax.set_to_zero(), lambda _: tp.trainable(model, "trunk"))
+    zero_trunk = optax.masked(optax.set_to_zero(), lambda _: tp.layout(model, "trunk").mask)
 
     def of_all(model: Frozen, x: jax.Array) -> Any:
         return eqx.filter_grad(_loss)(model, x)

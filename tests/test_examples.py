@@ -96,7 +96,7 @@ def test_what_is_frozen_stays_and_the_tie_holds(digits, flat):
     data, _ = digits.load(seed=3)
     model = digits.Network(data[0], key=jax.random.key(3))
     start = tp.combine(*tp.partition(model))
-    assert tp.ties(start) == {"encoder.weight": ("decoder.weight",)}
+    assert tp.layout(start).ties == {"encoder.weight": ("decoder.weight",)}
     before = {path: np.array(array) for path, array in arrays_by_path(start).items()}
     heads = tp.layout(start, freeze="encoder")
     changed = []

@@ -69,7 +69,7 @@ def test_trainable_at_the_call(trainable):
     if trainable == "layout":
         trainable = tp.layout(mlp).freeze("layers.1")
     elif isinstance(trainable, dict):
-        trainable = tp.trainable(mlp, "layers.0")
+        trainable = tp.layout(mlp, "layers.0").mask
     grads = tp.grad(lambda m, x: m(x)[0], trainable)(mlp, jnp.ones(2))
     assert [path for path, leaf in tp.trainables(mlp).items() if _at(grads, path) is not None] == [
         "layers.0.weight", "layers.0.bias"

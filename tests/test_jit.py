@@ -24,7 +24,7 @@ def test_ties_are_known_inside_and_hold_after():
 
     @tp.jit
     def step(first, second):
-        seen.append((tp.ties(first), first["a"] is second))
+        seen.append((tp.layout(first).ties, first["a"] is second))
         return tp.maptrainable(lambda x: x + 1, first)
 
     got = step({"a": shared, "b": shared}, shared)

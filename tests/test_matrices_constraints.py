@@ -228,8 +228,8 @@ def test_directions_and_their_lengths():
 
 
 def test_nodes_of_one_value_are_not_tied():
-    assert tp.ties([constraint.make() for constraint in CONSTRAINTS.values() for _ in range(2)]) == {}
-    assert tp.ties([(constraint.make(), constraint.value) for constraint in CONSTRAINTS.values()]) == {}
+    assert tp.layout([constraint.make() for constraint in CONSTRAINTS.values() for _ in range(2)]).ties == {}
+    assert tp.layout([(constraint.make(), constraint.value) for constraint in CONSTRAINTS.values()]).ties == {}
 
 
 def test_packed_is_row_by_row_and_each_parameter_has_an_effect():
@@ -312,7 +312,7 @@ def test_convolutions_take_arrays_only():
 def test_it_prints_with_its_shape_and_pickles():
     node = matrices.UnitNorm(jnp.eye(3), axis=0)
     assert repr(node) == "UnitNorm(shape=(3, 3), raw=f32[3,3], axis=-2)"
-    assert repr(tp.trainable(node)) == "UnitNorm(shape=None, raw=True, axis=-2)"
+    assert repr(tp.layout(node).mask) == "UnitNorm(shape=None, raw=True, axis=-2)"
     assert_same(pickle.loads(pickle.dumps(node)), node)
 
 
@@ -572,7 +572,7 @@ def test_it_is_the_matrix_given_with_its_factor_and_inverse():
     dense_inverse, logdet = jnp.linalg.inv(COVARIANCE), jnp.linalg.slogdet(COVARIANCE)[1]
     assert_close(got, [COVARIANCE, dense_inverse, dense_inverse @ SPREAD, COVARIANCE @ SPREAD, logdet, -logdet], 1e-4)
     assert_close(matrix.cholesky(), jnp.linalg.cholesky(COVARIANCE))
-    assert tp.ties({"a": matrix, "b": inverse}) == {"a.factor.raw": ("b.matrix.factor.raw",)}
+    assert tp.layout({"a": matrix, "b": inverse}).ties == {"a.factor.raw": ("b.matrix.factor.raw",)}
     materialised = matrices.materialise(matrix)
     assert materialised.factor.shape == (3, 3)
     assert_close([materialised @ SPREAD, materialised.inv() @ SPREAD], [matrix @ SPREAD, inverse @ SPREAD])

@@ -42,7 +42,7 @@ def test_what_is_frozen_and_what_is_not():
     assert frozen == {"layers.1.weight.base"}
     factors = ("layers.1.weight.a", "layers.1.weight.b")
     assert tp.layout(changed, matrices.LowRank).paths == factors
-    mask = tp.trainable(changed, matrices.LowRank)
+    mask = tp.layout(changed, matrices.LowRank).mask
     assert sum(jax.tree.leaves(mask)) == 2
     assert mask.layers[1].weight.a is mask.layers[1].weight.b is True
 
@@ -134,7 +134,7 @@ def test_an_array_at_two_places_gets_one_change():
     assert tp.layout(changed).paths == ("embed.a", "embed.b", "other")
     merged = matrices.merge(changed)
     assert merged["embed"] is merged["head"]
-    assert tp.ties(merged) == {"embed": ("head",)}
+    assert tp.layout(merged).ties == {"embed": ("head",)}
     with pytest.raises(ValueError, match="'head' and 'embed' are one array, but 'embed' selects only the latter"):
         matrices.lora(model, "embed", 1, key=KEY)
 

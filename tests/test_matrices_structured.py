@@ -186,7 +186,7 @@ def test_inverse_and_determinant(make: Any, dtype: str):
 def test_the_inverse_is_tied_to_the_original(make: Any):
     matrix = make("float32")
     both = {"there": matrix, "back": matrix.inv()}
-    assert len(tp.layout(both).paths) == len(tp.layout(matrix).paths) == len(tp.ties(both))
+    assert len(tp.layout(both).paths) == len(tp.layout(matrix).paths) == len(tp.layout(both).ties)
 
 
 @EACH
@@ -281,7 +281,7 @@ def test_permuted_hidden_units_change_nothing_and_train_the_same_parameters():
     got, want = (jax.jit(tp.value_and_grad(loss))(model) for model in (shuffled, plain))
     assert_close(got[0], want[0])
     assert_close([got[1][name].matrix for name in plain], [want[1][name] for name in plain])
-    assert tp.ties([plain, shuffled]) == {"0.first": ("1.first.matrix",), "0.second": ("1.second.matrix",)}
+    assert tp.layout([plain, shuffled]).ties == {"0.first": ("1.first.matrix",), "0.second": ("1.second.matrix",)}
 
 
 def test_permuted_a_selection_prunes_and_repeats():

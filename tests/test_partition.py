@@ -47,7 +47,7 @@ def test_params_go_into_optax_unchanged():
 
 def test_the_mask_goes_into_equinox_and_optax():
     whole = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
-    mask = tp.trainable(whole, "layers.1")
+    mask = tp.layout(whole, "layers.1").mask
     trained, frozen = eqx.partition(whole, mask)
     assert len(jax.tree.leaves(trained)) == 2
     assert_same(eqx.combine(trained, frozen), whole)

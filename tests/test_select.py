@@ -131,7 +131,7 @@ def test_what_selects_nothing_says_so(where: Any, message: str):
         lambda: tp.layout(net()).freeze(where),
         lambda: tp.layout(net()).thaw(where),
         lambda: tp.partition(net(), where),
-        lambda: tp.trainable(net(), where),
+        lambda: tp.layout(net(), where).mask,
     ):
         with pytest.raises(ValueError, match=message):
             use()
@@ -171,7 +171,7 @@ def masks() -> dict[str, Any]:
         "module": module,  # which can be called, and is not
         "numpy": jax.tree.map(np.bool_, module),
         "no parameters": eqx.tree_at(lambda m: (m.steps, m.act), module, (True, True)),
-        "own": tp.trainable(net(), "head"),
+        "own": tp.layout(net(), "head").mask,
     }
 
 

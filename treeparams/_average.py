@@ -1,26 +1,31 @@
 """Copies, and exponential moving averages of models: target networks, Polyak averages."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from ._declare import field
+from ._index import Index, widened
 from ._match import read_slots
-from ._partition import Rest, split
-from ._seen import structure_of
-from ._select import select
+from ._parts import Rest, frozen_arrays, index_in, put_together, take_apart, with_frozen_arrays
+from ._recognise import structure_of
 from ._structure import flatten
+from ._where import select
+
+M = TypeVar("M")
 
 Policy = Literal["copy", "keep", "average"]
 Buffers = Policy | Mapping[Any, Policy]
 
 
-def copy(tree: PyTree) -> PyTree:
+def copy(tree: M) -> M:
     """The tree with every array in a buffer of its own; ties are kept.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -45,7 +50,7 @@ def copy(tree: PyTree) -> PyTree:
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
-def ema(average: PyTree, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None) -> PyTree:
+def ema(average: M, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None) -> M:
     """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -76,11 +81,10 @@ def ema(average: PyTree, model: PyTree, *, decay: Any, buffers: Buffers = "copy"
             `buffers` is no policy, or selects nothing; as `tp.layout`.
         TypeError: the model is complex where the average is real.
     """
-    slots, rest = split(average, trainable)
-    step = step_size(decay)
-    news = read_slots(rest.layout, model, exact_shapes=True)
-    frozen = next_buffers(rest, model, step, buffers)
-    return rest.fixed.fill(lerp(slots, news, step), frozen)
+    parts, step = take_apart(average, trainable), step_size(decay)
+    news = read_slots(parts.index, model, exact_shapes=True)
+    rest = next_rest(parts.rest, model, step, buffers)
+    return put_together(rest, lerp(parts.slots, news, step))
 
 
 def step_size(decay: Any) -> Any:
@@ -142,25 +146,21 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
     return [one(old, new) for old, new in zip(olds, news, strict=True)]
 
 
-def widened(dtype: Any) -> Any:
-    """The dtype to average in: at least single precision."""
-    return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
-
-
-def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list[Any]:
-    """The arrays beside the slots after a step, by their policies.
+def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
+    """The rest of an average after a step: the arrays that are no slots, by their policies.
 
     Raises:
         ValueError: the model lacks one that is to be taken from it, or has another shape there.
     """
-    policies = _policies(rest, buffers)
+    olds = frozen_arrays(rest)
+    policies = _policies(index_in(rest), buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
-        return list(rest.frozen)
+        return rest
     leaves, _, structure = structure_of(model)
     found = {path: leaves[i] for path, i in structure.index.items()}
     wrong = [
         f"{path!r} (shape {jnp.shape(old)}; {'nothing' if path not in found else f'shape {jnp.shape(found[path])}'})"
-        for path, old in zip(policies, rest.frozen, strict=True)
+        for path, old in olds.items()
         if policies[path] != "keep" and (path not in found or jnp.shape(found[path]) != jnp.shape(old))
     ]
     if wrong:
@@ -168,10 +168,11 @@ def next_buffers(rest: Rest, model: PyTree, step: Any, buffers: Buffers) -> list
             f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
             'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
         )
-    return [
-        old if policy == "keep" else _next_buffer(old, found[path], policy, step)
-        for (path, policy), old in zip(policies.items(), rest.frozen, strict=True)
+    news = [
+        old if policies[path] == "keep" else _next_buffer(old, found[path], policies[path], step)
+        for path, old in olds.items()
     ]
+    return with_frozen_arrays(rest, news)
 
 
 def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
@@ -182,8 +183,8 @@ def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
     return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
 
-def _policies(rest: Rest, buffers: Buffers) -> dict[str, str]:
-    structure, paths = rest.fixed.structure, rest.fixed.plan.frozen_paths
+def _policies(index: Index, buffers: Buffers) -> dict[str, str]:
+    structure, paths = index.structure, index.frozen_paths
     if isinstance(buffers, str):
         return dict.fromkeys(paths, _check_policy(buffers))
     among = frozenset(structure.index[path] for path in paths)
@@ -205,3 +206,104 @@ def copy_leaf(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+# -- An average that is carried along ------------------------------------------------------------------------------------
+
+
+class Ema(eqx.Module, Generic[M]):
+    """An exponential moving average of a model, kept in float32.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> model = {"w": jnp.zeros(2, jnp.bfloat16)}
+    >>> ema = tp.Ema(model, decay=0.999)
+    >>> for _ in range(1000):
+    ...     ema = ema.update({"w": jnp.ones(2, jnp.bfloat16)})
+    >>> print(ema.average["w"])  # 1 - 0.999**1000; averaged in bfloat16 it sticks
+    [0.632812 0.632812]
+
+    It is a pytree of arrays, with all else static: it goes through `jax.jit`, into `scan` as a carry, and may be
+    donated (it shares no buffer with the model it was made from).
+
+    Attributes:
+        shadow: the averages, one per slot, float32 (float64 of a float64 leaf, complex64 of a complex one).
+        rest: the frozen arrays and all else of the model.
+        count: how many times it was updated.
+        weight: how much of the average comes from updates, `1 - decay**count` for a constant decay.
+    """
+
+    shadow: list[Array] = field(trainable=False)
+    rest: Rest[M] = field(trainable=False)
+    count: Int[Array, ""] = field(trainable=False)
+    weight: Float[Array, ""] = field(trainable=False)
+    decay: float | Callable[[Any], Any] = field(static=True)
+    debias: bool = field(static=True)
+    warmup: bool = field(static=True)
+    buffers: Any = field(static=True)
+
+    def __init__(
+        self,
+        model: M,
+        decay: float | Callable[[Any], Any],
+        *,
+        debias: bool = False,
+        warmup: bool = False,
+        buffers: Buffers = "copy",
+        trainable: Any = None,
+    ) -> None:
+        """Starts the average at the values of `model`, in buffers of its own.
+
+        Args:
+            model: any pytree.
+            decay: the weight of the average in each step, in [0, 1]; or a function from the number of updates so far to
+                it, such as an Optax schedule.
+            debias: whether the values at the start have no weight: the average is that of the updates alone, as with
+                Adam's correction by `1 - decay**count`. Before the first update it is the model.
+            warmup: whether the decay starts low: `min(decay, (1 + count) / (10 + count))`.
+            buffers: what to do with integers, bools, keys and frozen arrays; see `tp.ema`.
+            trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+        Raises:
+            ValueError: `decay` is not in [0, 1]; as `tp.layout`.
+        """
+        decay = as_decay(decay)
+        slots, rest = take_apart(model, trainable)
+        self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in slots]
+        self.rest = with_frozen_arrays(rest, list(map(copy_leaf, frozen_arrays(rest).values())))
+        self.count = jnp.zeros((), jnp.int32)
+        self.weight = jnp.zeros((), jnp.float32)
+        self.decay = decay
+        self.debias = debias
+        self.warmup = warmup
+        self.buffers = buffers
+
+    def update(self, model: PyTree) -> "Ema[M]":
+        """The average after one more model.
+
+        Args:
+            model: the model now, or another tree with its parameters at the same paths.
+
+        Returns:
+            The new average, of the same structure, shapes and dtypes.
+
+        Raises:
+            ValueError: the model lacks an array of the average, or has another shape there.
+            TypeError: the model is complex where the average is real.
+        """
+        step, weight = next_step(self.decay, self.count, self.weight, debias=self.debias, warmup=self.warmup)
+        news = read_slots(index_in(self.rest), model, exact_shapes=True)
+        rest = next_rest(self.rest, model, step, self.buffers)
+        changed = lerp(self.shadow, news, step), rest, self.count + 1, weight
+        return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
+
+    @property
+    def average(self) -> M:
+        """The averaged model: each parameter in its own dtype, ties and frozen arrays in place.
+
+        It is made anew at each access, in buffers of its own, so that a donated `Ema` does not take it along.
+        """
+        slots = [
+            jax.lax.convert_element_type(value, slot.dtype)
+            for value, slot in zip(self.shadow, self.rest.layout.slots, strict=True)
+        ]
+        return copy(put_together(self.rest, slots))

@@ -8,11 +8,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 
 from ._paths import nearest, quote, selects, split
+
+Given = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
+"""Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
 
 
 class Declared(NamedTuple):
@@ -20,67 +23,99 @@ class Declared(NamedTuple):
 
     fields: dict[str, bool]  # what the fields' metadata say, where they say anything
     frozen: tuple[str, ...]  # globs
-    ties: dict[str, Any]  # {alias: path or (path, transform)}
+    ties: Given
 
 
 # Classes known without importing their packages: what their authors hold fixed is fixed here too.
 _BY_NAME = {
     "equinox.StateIndex": ("init",),  # running statistics, before `eqx.nn.make_with_state` moves them ...
     "equinox.State": ("**",),  # ... to here
-    "flax.BatchStat": ("**",),
     "paramax.NonTrainable": ("tree",),
 }
 
-_registry: "weakref.WeakKeyDictionary[type, Declared]" = weakref.WeakKeyDictionary()
-_declarations = 0
+
+class _Registry:
+    """What `declare` was told, and how often: what was derived from it before a change is stale after."""
+
+    def __init__(self) -> None:
+        self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
+        self.version = 0
 
 
-def field(*, trainable: bool | None = None, **kwargs: Any) -> Any:
-    """`equinox.field` that also says whether what it holds is trained.
+registry = _Registry()
 
-    >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
-    >>> class Scale(eqx.Module):
-    ...     weight: jax.Array
-    ...     mean: jax.Array = tp.field(trainable=False)
-    >>> tp.layout(Scale(jnp.ones(3), jnp.zeros(3))).paths
-    ('weight',)
+if TYPE_CHECKING:  # a type checker knows the field specifiers of `eqx.Module` by their names
+    from equinox import field as field
+else:
 
-    The declaration is kept in the field's metadata, so it goes with `converter=`, `static=`, defaults and inheritance
-    (a subclass that defines the field anew decides anew). A plain dataclass that is a pytree says the same with
-    `dataclasses.field(metadata={"trainable": False})`.
+    def field(
+        *,
+        trainable: bool | None = None,
+        tied_to: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`equinox.field` that also says whether what it holds is trained, or which parameter it is.
 
-    Args:
-        trainable: `False` freezes every parameter at or below the field; a `True` further down does not thaw it.
-            `True` is a promise: when the field's own value is a leaf that cannot be trained (a Python float, an int
-            array), `tp.layout` raises a `TypeError`. `None`, the default, says nothing: parameters are trained.
-        **kwargs: as for `equinox.field`.
+        >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+        >>> class Codec(eqx.Module):
+        ...     mean: jax.Array = tp.field(trainable=False)
+        ...     encoder: jax.Array
+        ...     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+        >>> print(tp.layout(Codec(jnp.zeros(3), jnp.ones((2, 3)), jnp.ones((3, 2)))))
+        path     shape  dtype    offset  size  tied to
+        encoder  2,3    float32       0     6  decoder (transpose)
+        mean     3      float32  frozen     3
+        1 slot, 6 elements, 24 bytes; 3 elements frozen
 
-    Returns:
-        A dataclass field.
+        The declaration is kept in the field's metadata, so it goes with `converter=`, `static=`, defaults and
+        inheritance (a subclass that defines the field anew decides anew). A plain dataclass that is a pytree says the
+        same with `dataclasses.field(metadata={"trainable": False})`.
 
-    Raises:
-        TypeError: `trainable` is not a bool.
-        ValueError: `trainable=True` on a static field, which holds no leaves.
-    """
-    if trainable is not None:
-        _check_bool(trainable, "tp.field")
-        if trainable and kwargs.get("static"):
-            raise ValueError(
-                "a static field is no part of the tree and cannot be trained: drop `static=True` or `trainable=True`"
-            )
-        kwargs["metadata"] = {**kwargs.get("metadata", {}), "trainable": trainable}
-    return eqx.field(**kwargs)
+        Args:
+            trainable: `False` freezes every parameter at or below the field; a `True` further down does not thaw it.
+                `True` is a promise: when the field's own value is a leaf that cannot be trained (a Python float, an
+                int array), `tp.layout` raises a `TypeError`. `None`, the default, says nothing: parameters are trained.
+            tied_to: the path, relative to the instance, of the parameter that this field's array is. It may lie deeper
+                (`"layers.0.weight"`). `None` in place of the array is no tie; ties of arrays further down are declared
+                by `tp.declare(cls, ties=...)`. `tp.tie(model)` sets the array at the field.
+            transform: what the field's array is of that parameter: a linear function, as for `tp.layout`. `None`: the
+                parameter itself.
+            **kwargs: as for `equinox.field`.
+
+        Returns:
+            A dataclass field.
+
+        Raises:
+            TypeError: `trainable` is not a bool, or `tied_to` no path.
+            ValueError: the field is static, so it holds no leaves; a transform without `tied_to`.
+        """
+        said: dict[str, Any] = {}
+        if trainable is not None:
+            _check_bool(trainable, "tp.field")
+            said["trainable"] = trainable
+        if tied_to is not None:
+            said["tied_to"] = tied_to if transform is None else (tied_to, transform)
+            _check_path(said["tied_to"], "tp.field")
+        elif transform is not None:
+            raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
+        if kwargs.get("static") and (trainable or tied_to is not None):
+            name = "tied_to=" if tied_to is not None else "trainable=True"
+            raise ValueError(f"a static field is no part of the tree: drop `static=True` or `{name}`")
+        if said:
+            kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
+        return eqx.field(**kwargs)
 
 
 def declare(
     cls: type,
     *,
     frozen: str | Sequence[str] = (),
-    ties: Mapping[str, str | tuple[str, Callable[[Any], Any]]] | None = None,
+    ties: Given | None = None,
 ) -> None:
-    """Says of a class which of its parts are frozen and which are tied in every instance.
+    """Declares which parts of a class are frozen and which are tied in every instance.
 
-    For classes one does not own, and for the ties of one's own; what is frozen in one's own class, `tp.field` says.
+    For classes one does not own; in a class of one's own `tp.field` says so, except for ties of arrays that lie deeper.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package
@@ -88,6 +123,9 @@ def declare(
     >>> tp.declare(Norm, frozen="bias")
     >>> tp.layout(Norm(4)).paths
     ('weight',)
+
+    Names in dictionaries are declared of `dict`: `tp.declare(dict, frozen="batch_stats")` freezes what stands under
+    that key in any dictionary of the process, as Flax's variables have it.
 
     Subclasses inherit the declaration. Declaring a class again replaces what was declared of it before. Programs that
     plain `jax.jit` has compiled do not notice; declare before the first call.
@@ -101,56 +139,59 @@ def declare(
         TypeError: `cls` is not a class.
         ValueError: the class is a dataclass or NamedTuple and has no such field.
     """
-    global _declarations
     if not isinstance(cls, type):
         raise TypeError(f"tp.declare takes a class, got {cls!r}; for one model write tp.layout(model, freeze=...)")
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ties = dict(ties or {})
     sources = [source if isinstance(source, str) else source[0] for source in ties.values()]
     _check_fields(cls, (*frozen, *ties, *sources))
-    _registry[cls] = Declared({}, frozen, ties)
-    _declarations += 1
-
-
-def declared(cls: type) -> Declared:
-    """The declarations of a class and its bases."""
-    return _declared(cls, _declarations)
+    registry.classes[cls] = Declared({}, frozen, ties)
+    registry.version += 1
 
 
 @functools.lru_cache(maxsize=1024)
-def _declared(cls: type, _: int) -> Declared:
+def declared(cls: type, version: int) -> Declared:
+    """The declarations of a class and its bases, as of a version of the registry."""
+    del version  # it is the key of what is remembered
     fields: dict[str, bool] = {}
-    if dataclasses.is_dataclass(cls):
-        for each in dataclasses.fields(cls):
-            if "trainable" in each.metadata:
-                _check_bool(each.metadata["trainable"], f"{cls.__qualname__}.{each.name}")
-                fields[each.name] = each.metadata["trainable"]
-    frozen: list[str] = []
     ties: dict[str, Any] = {}
+    for each in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        where = f"{cls.__qualname__}.{each.name}"
+        if "trainable" in each.metadata:
+            _check_bool(each.metadata["trainable"], where)
+            fields[each.name] = each.metadata["trainable"]
+        if "tied_to" in each.metadata:
+            _check_path(each.metadata["tied_to"], where)
+            ties[quote(each.name)] = each.metadata["tied_to"]
+    # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
+    frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
     for base in reversed(cls.__mro__):
         frozen += _BY_NAME.get(f"{base.__module__.partition('.')[0]}.{base.__qualname__}", ())
-        if base in _registry:
-            frozen += _registry[base].frozen
-            ties |= _registry[base].ties
+        if base in registry.classes:
+            frozen += registry.classes[base].frozen
+            ties |= registry.classes[base].ties
     return Declared(fields, tuple(frozen), ties)
 
 
-def declarations() -> int:
-    """How many times `declare` has been called: what was derived from the registry before is stale after."""
-    return _declarations
-
-
+@functools.lru_cache(maxsize=1024)
 def is_box(cls: type) -> bool:
     """Whether a node of this class only wraps one value, so that it adds no entry to a path (`flax.nnx.Variable`)."""
-    return any(
-        base.__module__.startswith("flax.nnx") and base.__name__ in ("Variable", "VariableState")
-        for base in cls.__mro__
-    )
+    return _is_flax(cls, "Variable", "VariableState")
+
+
+def _is_flax(cls: type, *names: str) -> bool:
+    return any([base.__module__.startswith("flax.nnx") and base.__name__ in names for base in cls.__mro__])
 
 
 def _check_bool(value: object, where: str) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
+
+
+def _check_path(tied_to: object, where: str) -> None:
+    path = tied_to[0] if isinstance(tied_to, tuple) and len(tied_to) == 2 else tied_to
+    if not isinstance(path, str):
+        raise TypeError(f"{where}: `tied_to` must be a path such as 'embed.weight', got {tied_to!r}")
 
 
 def _check_fields(cls: type, paths: Sequence[str]) -> None:

@@ -1,29 +1,35 @@
-"""Gradients of the trained parameters alone.
+"""Gradients of the trained parameters alone: at once, or of a large batch in pieces.
 
-The model is split before it is differentiated, so no backward work is done for what is frozen: JAX differentiates with
-respect to whole arguments, and prunes nothing that it was asked for.
+The model is taken apart before it is differentiated, so no backward work is done for what is frozen: JAX differentiates
+with respect to whole arguments, and prunes nothing that it was asked for.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, SupportsIndex, cast
 
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
 
-from ._layout import Layout
-from ._partition import split
+from ._index import Index, widened
+from ._mesh import in_shard_map, split_over, vary, varying
+from ._parts import take_apart
+from ._text import count_of, describe, quoted
+
+P = ParamSpec("P")
 
 
-def value_and_grad(
-    f: Callable[..., Any], trainable: Any = None, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = False) -> Callable[P, tuple[Any, Any]]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> value, grads = tp.value_and_grad(lambda model, x: jnp.sum(model(x)), "layers.1")(mlp, jnp.ones(2))
-    >>> grads.layers[0].weight is None, grads.layers[1].bias
+    >>> value, grads = tp.value_and_grad(lambda model, x: jnp.sum(model(x)), "!layers.0")(mlp, jnp.ones(2))
+    >>> grads.layers[0].weight is None, grads.layers[1].bias  # the first layer is frozen
     (True, Array([1.], dtype=float32))
 
     Frozen arrays cost no backward work and stay what they are in the program around: arguments of the `jit`, not
@@ -53,22 +59,18 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        slots, rest = split(model, trainable)
-        if not slots:
-            warnings.warn(nothing_trained(rest.layout), stacklevel=2)
+        parts = take_apart(model, trainable)
+        if not parts.slots:
+            warnings.warn(nothing_trained(parts.index), stacklevel=2)
+            return f(model, *args, **kwargs), parts.canonical(())
+        of_slots = lambda slots: f(parts.model(slots), *args, **kwargs)
+        value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+        return value, parts.canonical(grads)
 
-        def of_slots(slots: tuple[Any, ...]) -> Any:
-            return f(rest.fill(slots), *args, **kwargs)
-
-        if not slots:
-            return of_slots(()), rest.fixed.canonical(())
-        value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
-        return value, rest.fixed.canonical(grads)
-
-    return value_and_gradient
+    return cast(Any, value_and_gradient)
 
 
-def grad(f: Callable[..., Any], trainable: Any = None, has_aux: bool = False) -> Callable[..., Any]:
+def grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = False) -> Callable[P, Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -94,14 +96,116 @@ def grad(f: Callable[..., Any], trainable: Any = None, has_aux: bool = False) ->
         value, grads = with_value(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return gradient
+    return cast(Any, gradient)
 
 
-def nothing_trained(layout: Layout) -> str:
+def nothing_trained(index: Index) -> str:
     """Says so, and why."""
-    frozen = [layout.structure.paths[i] for i in layout.structure.parameters]
+    frozen = [index.structure.paths[i] for i in index.structure.parameters]
     if not frozen:
         return "nothing is trained: the model has no floating or complex arrays"
-    more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
-    shown = ", ".join(map(repr, frozen[:5]))
-    return f"nothing is trained: frozen are {shown}{more}; thaw them with tp.layout(model, thaw=...)"
+    return f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)"
+
+
+# -- In pieces ---------------------------------------------------------------------------------------------------------
+
+
+def accumulate(
+    f: Callable[..., Any], trainable: Any = None, *, pieces: SupportsIndex
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """Value and gradient of a mean loss over a batch that is taken in pieces, one after another.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> loss = lambda model, batch: jnp.mean((batch["x"] @ model["w"] - batch["y"]) ** 2)
+    >>> model, batch = {"w": jnp.ones(3)}, {"x": jnp.ones((10, 3)), "y": jnp.zeros(10)}
+    >>> value, grads = tp.accumulate(loss, pieces=4)(model, batch)  # pieces of 3, 3, 3 and 1
+    >>> print(value, grads)
+    9.0 {'w': Array([6., 6., 6.], dtype=float32)}
+
+    A large batch takes the memory of one piece and of one sum of gradients. A vector is a model too:
+
+    >>> vector, restructure = tp.ravel(model)
+    >>> print(tp.accumulate(lambda v, batch: loss(restructure(v), batch), pieces=4)(vector, batch)[1])
+    [6. 6. 6.]
+
+    Inside of a `jax.shard_map` the gradient of a parameter that is the same on all devices is summed over them, as by
+    `jax.grad`, but once at the end and not for each piece.
+
+    Args:
+        f: a function of the model, a batch and further arguments that returns the *mean* over the batch, a real scalar.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        pieces: how many. They are of equal size, but for the last, which takes what is left and counts by its size.
+            Fewer are made of few examples, and where the batch lies over devices by type, since each takes the same
+            share of a piece.
+
+    Returns:
+        A function `(model, batch, *args, **kwargs) -> (value, grads)`. `batch` is a tree of arrays with the examples as
+        their leading axis; further arguments are the same for each piece. Both results are summed in at least float32;
+        `grads` is the canonical tree, each leaf in its own dtype.
+
+    Raises:
+        ValueError: `pieces` is not positive; arrays of the batch have no or different leading axes, or there are no
+            examples; as `tp.layout`.
+    """
+    pieces = count_of("pieces", pieces, "pieces")
+
+    @functools.wraps(f)
+    def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        parts, examples = take_apart(model, trainable), _count_examples(batch)
+        devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
+        size = devices * -(-examples // (devices * pieces))
+        # As types that differ from device to device, parameters get each device's own gradient.
+        along = frozenset[str]().union(*(varying(jax.typeof(each)) for each in jax.tree.leaves((batch, args, kwargs))))
+        added = [along - varying(jax.typeof(slot)) for slot in parts.slots]
+        slots = tuple(vary(jnp.asarray(slot), axes) for slot, axes in zip(parts.slots, added, strict=True))
+
+        wide = [jnp.dtype(float), *(widened(slot.dtype) for slot in slots)]
+        wide[0] = jax.dtypes.canonicalize_dtype(wide[0])
+        kinds = []  # of the value; the same for all pieces
+
+        def of_piece(start: Any, count: int) -> list[jax.Array]:
+            piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
+            value, grads = jax.value_and_grad(lambda slots: f(parts.model(slots), piece, *args, **kwargs))(slots)
+            kinds.append(widened(jnp.result_type(value)))
+            return [
+                jnp.asarray(each, dtype) * (count / examples) for each, dtype in zip((value, *grads), wide, strict=True)
+            ]
+
+        plus = lambda sums, new: [jnp.add(*pair) for pair in zip(sums, new, strict=True)]
+        whole, rest = divmod(examples, size)
+        sums = [
+            jnp.zeros((), wide[0]),
+            *(jnp.zeros_like(slot, kind) for slot, kind in zip(slots, wide[1:], strict=True)),
+        ]
+        if in_shard_map():  # what a scan carries keeps its type, and what differs from device to device has its own
+            avals = jax.make_jaxpr(lambda: of_piece(0, size))().out_avals
+            sums = [
+                vary(each, varying(aval) - varying(jax.typeof(each))) for each, aval in zip(sums, avals, strict=True)
+            ]
+        sums, _ = jax.lax.scan(lambda sums, i: (plus(sums, of_piece(i * size, size)), None), sums, jnp.arange(whole))
+        value, *grads = plus(sums, of_piece(whole * size, rest)) if rest else sums
+        grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
+        grads = [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
+        return value.astype(kinds[0]), parts.canonical(grads)
+
+    return value_and_gradient
+
+
+def _count_examples(batch: Any) -> int:
+    found: dict[int, str] = {}
+    for path, array in jtu.tree_flatten_with_path(batch)[0]:
+        name = f"batch{jtu.keystr(path)}"
+        if not getattr(array, "ndim", 0):
+            raise ValueError(
+                f"{name} must be an array whose leading axis is the examples, got {describe(array)}; pass what is not "
+                "to be cut as a further argument"
+            )
+        found.setdefault(array.shape[0], name)
+    if not found:
+        raise ValueError("there are no arrays in the batch; pass those with the examples as the second argument")
+    if len(found) > 1:
+        counts = ", ".join(f"{name} has {count}" for count, name in found.items())
+        raise ValueError(f"all arrays of the batch must have the same number of examples; {counts}")
+    if 0 in found:
+        raise ValueError(f"the batch has no examples: {found[0]} is empty")
+    return next(iter(found))

@@ -4,18 +4,29 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
-from ._declare import declarations
-from ._exact import same
-from ._seen import structure_of
+from ._declare import registry
+from ._recognise import structure_of
+from ._static_keys import Values, identical
 from ._structure import Structure, getter, is_array
+from ._text import first_lines
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+
+
+@overload
+def jit(fun: Callable[P, R], *, donate: Donate = "none", **jit_kwargs: Any) -> "Jitted[P, R]": ...
+
+
+@overload
+def jit(*, donate: Donate = "none", **jit_kwargs: Any) -> Callable[[Callable[P, R]], "Jitted[P, R]"]: ...
 
 
 def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
@@ -40,8 +51,9 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
         **jit_kwargs: further options of `jax.jit`, such as `inline` and `compiler_options`.
 
     Returns:
-        The function, compiled. Arrays and NumPy scalars are traced and come back as JAX arrays; everything else is
-        static and compared exactly, by value and type. `lower(*args)` and its `compile()` are as for `jax.jit`.
+        The function, compiled. Arrays are traced and come back as JAX arrays; everything else, Python and NumPy scalars
+        included, is static and compared by type and content: pass a number that changes as an array. `lower(*args)` and
+        its `compile()` are as for `jax.jit`; what is compiled refuses arguments of other structure, ties or values.
 
     Raises:
         ValueError: `donate` is none of the five; an option that speaks of single arguments (`static_argnums`,
@@ -59,10 +71,10 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     return Jitted(fun, donate, jit_kwargs)
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """A function compiled by `tp.jit`."""
 
-    def __init__(self, fun: Callable[..., Any], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
+    def __init__(self, fun: Callable[P, R], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
         """For this library's own use; users write `tp.jit(f)`."""
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
@@ -75,41 +87,49 @@ class Jitted:
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        donated, kept, call = self._take_apart(args, kwargs)
         if self._donate == "none" or self._donate.startswith("warn"):
-            return self._run(*self.split(args, kwargs)).restore()
+            return self._run(donated, kept, call).restore()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self._run(*self.split(args, kwargs)).restore()
+            return self._run(donated, kept, call).restore()
 
-    def lower(self, *args: Any, **kwargs: Any) -> "Stage":
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """The program for these arguments, before it is compiled: `as_text()`, `cost_analysis()`, `compile()`."""
-        return Stage(self, self._run.lower(*self.split(args, kwargs)))
+        donated, kept, call = self._take_apart(args, kwargs)
+        return Stage(self, self._run.lower(donated, kept, call), call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
-        """What the compiled program takes; for this library's own use."""
+    def _take_apart(self, args: Any, kwargs: Any) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
         leaves, treedef, structure = structure_of((self._fun, args, kwargs), by_shape=False)
-        plan = structure.remember(("jit", self._donate), lambda: _plan(structure, leaves, treedef, self._donate))
-        return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, plan.values(leaves))
+        plan = structure.remember(("jit", self._donate), lambda: _plan(structure, treedef, self._donate))
+        values = Values(plan.values(leaves), structure.settled)
+        return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, values)
 
 
 class Stage:
     """What `jax.jit` lowered or compiled, called with the arguments of the function."""
 
-    def __init__(self, jitted: Jitted, stage: Any) -> None:
+    def __init__(self, jitted: Jitted[Any, Any], stage: Any, call: "_Call") -> None:
         """For this library's own use; users write `tp.jit(f).lower(...)`."""
         self._jitted = jitted
         self._stage = stage
+        self._lowered_for = call
 
     def compile(self, *args: Any, **kwargs: Any) -> "Stage":
         """The compiled program; it can be called."""
-        return Stage(self._jitted, self._stage.compile(*args, **kwargs))
+        return Stage(self._jitted, self._stage.compile(*args, **kwargs), self._lowered_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        donated, kept, _ = self._jitted.split(args, kwargs)
+        donated, kept, call = self._jitted._take_apart(args, kwargs)
+        if call != self._lowered_for:
+            raise ValueError(
+                "the program was lowered for other arguments (the first; these are the second):\n"
+                + first_lines(self._lowered_for.differences(call))
+            )
         return self._stage(donated, kept).restore()
 
     def __getattr__(self, name: str) -> Any:
@@ -124,9 +144,9 @@ class _Plan(NamedTuple):
     traced: list[bool]  # of each leaf
 
 
-def _plan(structure: Structure, leaves: list[Any], treedef: Any, donate: Donate) -> _Plan:
+def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
     count = len(structure.specs)
-    traced = [spec is not None or _is_scalar(leaf) for spec, leaf in zip(structure.specs, leaves, strict=True)]
+    traced = [spec is not None for spec in structure.specs]
     arrays = [i for i in range(count) if traced[i] and structure.first[i] == i]
     values = [i for i in range(count) if not traced[i]]
     safe = _not_donated(treedef, count, donate)
@@ -136,10 +156,6 @@ def _plan(structure: Structure, leaves: list[Any], treedef: Any, donate: Donate)
     places = {i: place for place, i in enumerate([*donated, *kept, *values])}
     order = getter([places[structure.first[i]] for i in range(count)])
     return _Plan(getter(donated), getter(kept), getter(values), order, traced)
-
-
-def _is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, np.generic) and leaf.dtype.kind not in "OSUMm"
 
 
 def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
@@ -155,34 +171,47 @@ def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
 class _Call:
     """What of a call is static."""
 
-    def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: tuple[Any, ...]) -> None:
+    def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: Values) -> None:
         self._structure = structure
         self._treedef = treedef
         self._plan = plan
         self._values = values
-        self._declarations = declarations()
+        self._declarations = registry.version
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Call):
             return NotImplemented
-        return (
-            self._declarations == other._declarations
-            and self._same_structure(other)
-            and same(self._values, other._values)
-        )
-
-    def _same_structure(self, other: "_Call") -> bool:
         # Shapes and dtypes are left to `jax.jit`.
         these, those = self._structure, other._structure
-        return these is those or (
-            (these.first, self._plan.traced) == (those.first, other._plan.traced) and these.statics == those.statics
+        is_same = these is those or (
+            (these.first, self._plan.traced) == (those.first, other._plan.traced)
+            and these.statics == those.statics
+            and identical(these.bare, those.bare)
         )
+        return is_same and self._declarations == other._declarations and self._values == other._values
 
     def __hash__(self) -> int:
         return hash((len(self._structure.specs), len(self._structure.statics)))
 
+    def differences(self, other: "_Call") -> list[str]:
+        """What differs between two calls, in words."""
+        these, those = self._structure, other._structure
+        found = list(these.differences(those))
+        if these.paths == those.paths and these.first != those.first:
+            ties = [
+                [f"{paths[first]} is {paths[i]}" for i, first in enumerate(each.first) if i != first]
+                for each in (these, those)
+                for paths in [each.paths]
+            ]
+            found.append(
+                f"one array at several places: {ties[0] or 'none'} in the first, {ties[1] or 'none'} in the second"
+            )
+        if not found and self._values != other._values:
+            found.append(f"other values: {self._values.values} in the first, {other._values.values} in the second")
+        return found or ["tp.declare has been called since"]
+
     def restore(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
-        return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values]))
+        return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values.values]))
 
 
 class _Result:
@@ -197,7 +226,7 @@ class _Result:
     @classmethod
     def of(cls, tree: Any) -> "_Result":
         leaves, treedef = jtu.tree_flatten(tree)
-        arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf) or _is_scalar(leaf)}
+        arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf)}
         values = [leaf for leaf in leaves if id(leaf) not in arrays]
         places = dict(zip(arrays, range(len(arrays)), strict=True))
         at = iter(range(len(arrays), len(arrays) + len(values)))

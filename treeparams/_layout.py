@@ -6,8 +6,9 @@ what the traced arguments no longer know: which of them are one array.
 """
 
 import functools
+import operator
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,12 +16,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from ._describe import differences, first_few
-from ._groups import Alias, Group, settle
-from ._pack import ONE, Packing, Slot, Vector, count, is_complex, pack, table, unplaced
+from ._index import Index, Slot, common_dtype
 from ._paths import nearest
-from ._select import Choice, Where, change, select
-from ._structure import Structure, common_dtype
+from ._text import first_few, in_columns
+from ._ties import settle
+from ._where import Said, Where, change, select
 
 
 class Layout:
@@ -40,17 +40,11 @@ class Layout:
     (6, ('bias',))
     """
 
-    def __init__(
-        self, structure: Structure, trained: tuple[bool, ...], groups: tuple[Group, ...], packing: Packing = ONE
-    ) -> None:
-        """For this library's own use; users write `tp.layout(model)`."""
-        # Equal models share one layout, so it must not change.
-        vars(self).update(structure=structure, trained=trained, groups=groups, packing=packing)
+    _index: Index  # where everything lies in the models that it was made from; for the other files of this library
 
-    structure: Structure
-    trained: tuple[bool, ...]  # of each leaf
-    groups: tuple[Group, ...]
-    packing: Packing  # as asked of `tp.ravel`
+    def __init__(self, index: Index) -> None:
+        """For this library's own use; users write `tp.layout(model)`."""
+        vars(self)["_index"] = index  # equal models share one layout, so it must not change
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
@@ -63,73 +57,58 @@ class Layout:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The distinct trained parameters, in tree order of the paths that name them."""
-        return self._packed[0]
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        """The vectors that `tp.ravel` makes: one, unless it was asked for more. Each has `.dtype`, `.size`, `.length`.
-
-        The length is the size, padded as `tp.ravel` was asked to.
-        """
-        return self._packed[1]
+        return self._index.slots
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The path of each slot, in order."""
         return tuple(slot.path for slot in self.slots)
 
-    @functools.cached_property
+    @property
     def size(self) -> int:
         """The number of trained elements, ties once."""
         return sum(slot.size for slot in self.slots)
 
-    @functools.cached_property
+    @property
     def nbytes(self) -> int:
         """The bytes of the trained leaves, ties once."""
         return sum(slot.size * jnp.dtype(slot.dtype).itemsize for slot in self.slots)
 
     @functools.cached_property
     def dtype(self) -> Any:
-        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has.
-
-        Where there are several vectors, that of all of them together.
-        """
-        return common_dtype(vector.dtype for vector in self.vectors)
+        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
+        return common_dtype(slot.dtype for slot in self.slots if slot.size)
 
     @functools.cached_property
     def ties(self) -> Mapping[str, tuple[str, ...]]:
         """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
-        paths = self.structure.paths
-        ties = {paths[group.source]: tuple(paths[alias.leaf] for alias in group.aliases) for group in self.groups}
-        return types.MappingProxyType(ties)
+        paths, aliases = self._index.structure.paths, self._index.aliases
+        return types.MappingProxyType({
+            paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()
+        })
 
     @property
     def mask(self) -> PyTree[bool]:
-        """A tree of the model's structure: `True` at each trained parameter, aliases included."""
-        return jtu.tree_unflatten(self.structure.treedef, self.trained)
+        """A tree of the model's structure: `True` at each trained parameter, aliases included.
+
+        As it is for `eqx.partition(model, mask)`; for Optax write `optax.masked(tx, lambda _: mask)`, since it *calls*
+        a mask that is callable, as a Module may be.
+        """
+        return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
 
     def __getitem__(self, path: str) -> Slot:
         """The slot at a path; an alias finds its slot.
 
         Raises:
             KeyError: there is none; the message names the nearest.
+            TypeError: it is no text.
         """
-        leaf = self.structure.index.get(path)
-        if leaf in self.by_leaf:
-            return self.slots[self.by_leaf[leaf]]
-        if leaf is None and any(path == node.path for node in self.structure.nodes):
-            raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
-        if leaf is None:
-            known = [self.structure.paths[i] for i in self.by_leaf]
-            raise KeyError(f"{path!r} is no path of the model{nearest(path, known)}")
-        if self.structure.is_parameter(leaf):
-            raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
-        raise KeyError(f"{self.structure.describe(leaf)} is no parameter")
+        return self.slots[slot_at(self, path)]
 
     # -- Places in the vector
 
     def slice(self, path: str) -> slice:
-        """Where a parameter lies in its vector.
+        """Where a parameter lies in the vector.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
@@ -151,14 +130,9 @@ class Layout:
         [1 2 3 4]
 
         Raises:
-            ValueError: `where` selects nothing that is trained, or parameters in different vectors.
+            ValueError: `where` selects nothing that is trained.
         """
-        slots = [self.slots[i] for i in self.chosen(where)]
-        if len({slot.vector for slot in slots}) > 1:
-            first, other = slots[0], next(slot for slot in slots if slot.vector != slots[0].vector)
-            raise ValueError(
-                f"{first.path!r} and {other.path!r} lie in different vectors; ask for each vector by itself"
-            )
+        slots = [self.slots[i] for i in slots_in(self, where)]
         return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
 
     def block(self, matrix: Any, rows: Where, columns: Where) -> Any:
@@ -171,7 +145,8 @@ class Layout:
         (2, 3)
 
         Args:
-            matrix: shape `(n, n)`, with n the length of the vector, or a stack of such, `(*batch, n, n)`.
+            matrix: shape `(n, n)`, with n the size of the layout, or a stack of such, `(*batch, n, n)`. Of a matrix
+                over a padded vector pass `matrix[..., :n, :n]`.
             rows: a path, or a `where` that selects several parameters.
             columns: the same.
 
@@ -181,13 +156,10 @@ class Layout:
         Raises:
             ValueError: the matrix has another shape; as `layout.indices`.
         """
-        if len(self.vectors) != 1:
-            raise ValueError(f"a matrix is over one vector, but {self!r} has {len(self.vectors)}")
-        length = self.vectors[0].length
-        shape = getattr(matrix, "shape", None)
-        if shape is None or shape[-2:] != (length, length):
+        size, shape = self.size, getattr(matrix, "shape", None)
+        if shape is None or shape[-2:] != (size, size):
             got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
-            raise ValueError(f"expected an array of shape ({length}, {length}) over the vector of {self!r}, got {got}")
+            raise ValueError(f"expected an array of shape ({size}, {size}) over the vector of {self!r}, got {got}")
         places = self.indices(rows), self.indices(columns)
         in_one_piece = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places)
         # Slices put no indices into a compiled program; of a NumPy matrix they would be a view.
@@ -195,7 +167,7 @@ class Layout:
             return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in places))]
         return matrix[(..., *np.ix_(*places))]
 
-    # -- A new word
+    # -- Other trained leaves
 
     def freeze(self, where: Where) -> "Layout":
         """The layout with what `where` selects frozen. Ties are remembered.
@@ -203,7 +175,7 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
         """
-        return self.changed(freeze=where)
+        return changed(self, where, None)
 
     def thaw(self, where: Where) -> "Layout":
         """The layout with what `where` selects trained, also where a class declares it frozen.
@@ -211,56 +183,30 @@ class Layout:
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
         """
-        return self.changed(thaw=where)
-
-    def changed(self, freeze: Where | None = None, thaw: Where | None = None) -> "Layout":
-        """The layout after both words; only then are the ties looked at."""
-        choice = Choice({i: self.trained[i] for i in self.structure.parameters}, {})
-        choice = change(self.structure, change(self.structure, choice, freeze, False), thaw, True)
-        return self._with(settle(self.structure, self.groups, choice), self.packing)
-
-    def packed(self, packing: Packing) -> "Layout":
-        """The layout with its slots in other vectors.
-
-        Raises:
-            TypeError: the dtype asked for does not fit the slots.
-        """
-        if packing == self.packing:
-            return self
-        if packing.is_complex and not any(is_complex(slot.dtype) for slot in self.slots):
-            raise TypeError(f"no parameter is complex, so the vector cannot be {packing.dtype}")
-        return self.structure.remember(("packed", self, packing), lambda: self._with(self.trained, packing))
-
-    def _with(self, trained: tuple[bool, ...], packing: Packing) -> "Layout":
-        layout = Layout(self.structure, trained, self.groups, packing)
-        if packing.dtype is not None:
-            layout.vectors  # noqa: B018 - raises here and not at the first use where the dtype cannot hold a slot
-        return layout
+        return changed(self, None, where)
 
     def diff(self, other: "Layout") -> str:
         """What differs between two layouts, in words, one line each; empty when they are equal."""
-        lines = list(differences(self.structure, other.structure))
-        for path, i in self.structure.index.items():
-            j = other.structure.index.get(path)
-            if j is not None and self.trained[i] != other.trained[j]:
-                here, there = ("trained", "not") if self.trained[i] else ("not trained", "trained")
+        these, those = self._index, other._index
+        lines = list(these.structure.differences(those.structure))
+        for path, i in these.structure.index.items():
+            j = those.structure.index.get(path)
+            if j is not None and these.trained[i] != those.trained[j]:
+                here, there = ("trained", "not") if these.trained[i] else ("not trained", "trained")
                 lines.append(f"{path!r} is {here} in the first, {there} in the second")
         for path in dict.fromkeys([*self.ties, *other.ties]):
             here, there = self.ties.get(path, ()), other.ties.get(path, ())
             if here != there:
                 lines.append(f"{path!r} is tied to {list(here)} in the first, to {list(there)} in the second")
-        if not lines and self.groups != other.groups:
+        if not lines and these.ties != those.ties:
             lines.append("their ties have other transforms")
-        for name, here, there in zip(Packing._fields, self.packing, other.packing, strict=True):
-            if here != there:
-                lines.append(f"raveled with {name}={here!r} in the first, {name}={there!r} in the second")
         return "\n".join(lines)
 
     # -- As a value
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.structure, self.trained, self.groups, self.packing))
+        return hash((self._index.structure, self._index.trained, self._index.ties))
 
     def __hash__(self) -> int:
         return self._hash
@@ -268,99 +214,110 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self is other or (
-            (self.trained, self.groups, self.packing) == (other.trained, other.groups, other.packing)
-            and self.structure == other.structure
-        )
+        if self is other:
+            return True
+        these, those = self._index, other._index
+        return (these.trained, these.ties) == (those.trained, those.ties) and these.structure == those.structure
 
     def __reduce__(self) -> Any:
-        return Layout, (self.structure, self.trained, self.groups, self.packing)
+        return _again, (self._index.structure, self._index.trained, self._index.ties)
 
     def __repr__(self) -> str:
-        options = "".join(f"; {option}" for option in self.packing.options())
         names = f" ({first_few(self.paths)})" if self.slots else ""
-        frozen = f"{len(self.frozen)} frozen"
-        return f"Layout({count(self.slots)}{names}, {self.size:,} elements, {self.dtype}; {frozen}{options})"
+        frozen = len(self._index.frozen)
+        return f"Layout({_count(self.slots)}{names}, {self.size:,} elements, {self.dtype}; {frozen} frozen)"
 
     def __str__(self) -> str:
-        paths, spec = self.structure.paths, self.structure.spec
-        frozen = [unplaced(paths[i], (), spec(i).shape, spec(i).dtype) for i in self.frozen]
-        return table(self.slots, frozen, self.tied_to)
-
-    # -- For the other files of this library
-
-    @functools.cached_property
-    def tied_to(self) -> dict[str, str]:
-        """The further places of each parameter that has any, in words."""
-        paths = self.structure.paths
-        name = lambda alias: paths[alias.leaf] + (f" ({alias.formula})" if alias.chain else "")
-        return {paths[group.source]: ", ".join(map(name, group.aliases)) for group in self.groups}
-
-    @functools.cached_property
-    def _packed(self) -> tuple[tuple[Slot, ...], tuple[Vector, ...]]:
-        paths, slots = self.structure.paths, []
-        for i, aliases in zip(self.positions, self.aliases, strict=True):
-            spec, names = self.structure.spec(i), tuple(paths[alias.leaf] for alias in aliases)
-            slots.append(unplaced(paths[i], names, spec.shape, spec.dtype))
-        return pack(slots, self.packing)
-
-    def chosen(self, where: Where) -> tuple[int, ...]:
-        """The slots that `where` selects, in order."""
-        leaves = select(self.structure, where)
-        found = {self.by_leaf[leaf] for leaf in leaves if leaf in self.by_leaf}
-        if not found:
-            path = self.structure.paths[min(leaves)]
-            raise ValueError(
-                f"{where!r} selects only what is frozen, such as {path!r}, which has no place in the vector"
-            )
-        return tuple(sorted(found))
-
-    @functools.cached_property
-    def _by_source(self) -> dict[int, tuple[Alias, ...]]:
-        return {group.source: group.aliases for group in self.groups}
-
-    @functools.cached_property
-    def distinct(self) -> tuple[int, ...]:
-        """The leaf of each parameter, trained or frozen, ties once."""
-        return tuple(i for i in self.structure.parameters if i not in self.sources)
-
-    @functools.cached_property
-    def positions(self) -> tuple[int, ...]:
-        """The leaf of each slot."""
-        return tuple(i for i in self.distinct if self.trained[i])
-
-    @functools.cached_property
-    def frozen(self) -> tuple[int, ...]:
-        """The leaf of each frozen parameter, ties once."""
-        return tuple(i for i in self.distinct if not self.trained[i])
-
-    @functools.cached_property
-    def aliases(self) -> tuple[tuple[Alias, ...], ...]:
-        """The further places of each slot."""
-        return tuple(self._by_source.get(i, ()) for i in self.positions)
-
-    @functools.cached_property
-    def sources(self) -> dict[int, int]:
-        """The leaf that each alias is tied to, frozen ones included."""
-        return {alias.leaf: group.source for group in self.groups for alias in group.aliases}
-
-    @functools.cached_property
-    def by_leaf(self) -> dict[int, int]:
-        """The slot of each trained leaf, aliases included."""
-        slots = dict(zip(self.positions, range(len(self.positions)), strict=True))
-        return slots | {alias.leaf: slot for slot, aliases in enumerate(self.aliases) for alias in aliases}
-
-    @functools.cached_property
-    def canonical_treedef(self) -> Any:
-        """The treedef of the canonical tree."""
-        return jtu.tree_structure(self.canonical([0] * len(self.positions)))
-
-    def canonical(self, values: Sequence[Any], treedef: Any = None) -> PyTree:
-        """The canonical tree of one value per slot: model-shaped, `None` everywhere else."""
-        leaves: list[Any] = [None] * len(self.trained)
-        for position, value in zip(self.positions, values, strict=True):
-            leaves[position] = value
-        return jtu.tree_unflatten(self.structure.treedef if treedef is None else treedef, leaves)
+        frozen, tied_to = self._index.frozen, self._index.tied_to
+        rows = [_row(slot, f"{slot.offset:,}", tied_to) for slot in self.slots]
+        rows += [_row(slot, "frozen", tied_to) for slot in frozen]
+        lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
+        total = f"{_count(self.slots)}, {self.size:,} elements, {self.nbytes:,} bytes"
+        held = f"; {sum(slot.size for slot in frozen):,} elements frozen" if frozen else ""
+        return "\n".join([*lines, total + held])
 
 
 Layout.__module__ = "treeparams"
+index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
+"""Where everything lies in the models that a layout was made from."""
+
+
+def _again(*parts: Any) -> Layout:
+    return Layout(Index(*parts))
+
+
+def _row(slot: Slot, offset: str, tied_to: Mapping[str, str]) -> list[str]:
+    shape = ",".join(map(str, slot.shape)) or "()"
+    return [slot.path or '""', shape, str(slot.dtype), offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
+
+
+def _count(slots: tuple[Slot, ...]) -> str:
+    return f"{len(slots)} slot{'' if len(slots) == 1 else 's'}"
+
+
+def slot_at(layout: Layout, path: str) -> int:
+    """The number of the slot at a path.
+
+    Raises:
+        KeyError: there is none; the message names the nearest.
+        TypeError: it is no text.
+    """
+    if not isinstance(path, str):
+        raise TypeError(f"a layout is asked by path, got {path!r}; the slots in order are layout.slots")
+    index, structure = index_of(layout), index_of(layout).structure
+    leaf = structure.index.get(path)
+    if leaf in index.by_leaf:
+        return index.by_leaf[leaf]
+    if leaf is None and any(path == node.path for node in structure.nodes):
+        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
+    if leaf is None:
+        raise KeyError(f"{path!r} is no path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}")
+    if structure.is_parameter(leaf):
+        raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
+    raise KeyError(f"{structure.describe(leaf)} is no parameter")
+
+
+def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
+    """The numbers of the slots that `where` selects, in order.
+
+    Raises:
+        ValueError: there are none.
+    """
+    index = index_of(layout)
+    leaves = select(index.structure, where)
+    found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
+    if not found:
+        path = index.structure.paths[min(leaves)]
+        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}, which has no place in the vector")
+    return tuple(sorted(found))
+
+
+def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
+    """The layout after both statements; only then are the ties looked at.
+
+    Raises:
+        ValueError: as `Layout.freeze`.
+    """
+    index = index_of(layout)
+    said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
+    change(index.structure, index.follows, said, freeze, False)
+    change(index.structure, index.follows, said, thaw, True)
+    return relaid(layout, said)
+
+
+def relaid(layout: Layout, said: Said) -> Layout:
+    """The layout of the same models and ties with other trained leaves: the one way from one layout to another.
+
+    Raises:
+        ValueError: half of a tie is to be trained.
+    """
+    index = index_of(layout)
+    trained = settle(index.structure, index.ties, said)
+    return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
+
+
+def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
+    """The layout in which the parameters at these leaves, and no others, are trained, with their ties."""
+    index, chosen = index_of(layout), frozenset(leaves)
+    said = {i: index.sources.get(i, i) in chosen for i in index.structure.parameters if i not in index.follows}
+    return index.structure.remember(("trained at", layout, chosen), lambda: relaid(layout, said))

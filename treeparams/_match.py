@@ -1,28 +1,30 @@
-"""Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots."""
+"""Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots; project."""
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._groups import Alias
-from ._layout import Layout
+from ._index import Index, common_dtype, is_complex
 from ._paths import nearest, unquote
-from ._seen import structure_of
-from ._structure import Structure, common_dtype, describe, flatten, same_treedef
+from ._recognise import structure_of
+from ._resolve import look_up
+from ._structure import Spec, Structure, flatten, same_treedef
+from ._text import describe, quoted
+from ._ties import Alias
 
 Tied = Literal["sum", "first"] | None
 
 
-def per_slot(layout: Layout, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
+def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
     """What another tree has for each slot; `None` where it has nothing.
 
     Args:
-        layout: of the model.
+        index: of the model.
         tree: a tree with entries at paths of the model.
         tied: what several entries at one tie mean: `"sum"` (gradients) or `"first"` (values).
         exact_shapes: whether each entry must have its leaf's shape.
@@ -32,45 +34,43 @@ def per_slot(layout: Layout, tree: PyTree, tied: Tied, *, exact_shapes: bool = F
     """
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
-    found = _entries(layout, tree)
+    found = _entries(index, tree)
     if exact_shapes:
         for leaf, value in found.items():
-            check_shape(layout, leaf, value)
-    return [
-        _one(layout, found, position, aliases, tied) if aliases else found.get(position)
-        for position, aliases in zip(layout.positions, layout.aliases, strict=True)
-    ]
+            check_shape(index.structure, leaf, value)
+    if not index.aliases:
+        return [found.get(position) for position in index.positions]
+    return [_one(index, found, position, tied) for position in index.positions]
 
 
-def read_slots(layout: Layout, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
+def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
     """The values of the slots in a tree that has them all, as a model of another type has.
 
     Raises:
         ValueError: a slot is missing; an entry where the model has no leaf; another shape.
+        TypeError: a value is complex where the slot is real.
     """
-    values = per_slot(layout, tree, "first", exact_shapes=exact_shapes)
-    missing = [slot.path for slot, value in zip(layout.slots, values, strict=True) if value is None]
+    values = per_slot(index, tree, "first", exact_shapes=exact_shapes)
+    missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"expected an array for each of the {len(values)} trained parameters, found none for "
-            f"{', '.join(map(repr, missing[:3]))}{more}"
+            f"expected an array for each of the {len(values)} trained parameters, found none for {quoted(missing)}"
         )
     if exact_shapes:
-        for slot, value in zip(layout.slots, values, strict=True):
-            if jnp.iscomplexobj(value) and not jnp.issubdtype(slot.dtype, jnp.complexfloating):
+        for slot, value in zip(index.slots, values, strict=True):
+            if jnp.iscomplexobj(value) and not is_complex(slot.dtype):
                 raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
     return values
 
 
-def check_shape(layout: Layout, leaf: int, value: Any) -> None:
+def check_shape(structure: Structure, leaf: int, value: Any) -> None:
     """Checks that a value has the shape of its leaf.
 
     Raises:
         ValueError: it has another.
         TypeError: it is no number or array of numbers.
     """
-    spec, path = layout.structure.spec(leaf), layout.structure.paths[leaf]
+    spec, path = structure.spec(leaf), structure.paths[leaf]
     if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
         raise TypeError(f"expected an array at {path!r}, got {describe(value)}")
     if jnp.shape(value) != spec.shape:
@@ -78,34 +78,32 @@ def check_shape(layout: Layout, leaf: int, value: Any) -> None:
         raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
 
 
-def _entries(layout: Layout, tree: PyTree) -> dict[int, Any]:
+def _entries(index: Index, tree: PyTree) -> dict[int, Any]:
     """The entries of a tree by leaf of the model, at trained parameters."""
     leaves, treedef = flatten(tree)
-    if same_treedef(treedef, layout.canonical_treedef):
-        pairs = zip(layout.positions, leaves, strict=True)
-    elif same_treedef(treedef, layout.structure.treedef):
-        pairs = ((leaf, leaves[leaf]) for leaf in layout.by_leaf)
+    if same_treedef(treedef, index.canonical_treedef):
+        pairs = zip(index.positions, leaves, strict=True)
+    elif same_treedef(treedef, index.structure.treedef):
+        pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
     else:
-        pairs = _by_path(layout, tree)
+        pairs = _by_path(index, tree)
     return {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != jax.dtypes.float0}
 
 
-def _by_path(layout: Layout, tree: PyTree) -> list[tuple[int, Any]]:
+def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
-    index = layout.structure.index
+    model = index.structure
     paths = structure.paths
-    if any(path not in index for path in paths):
-        paths = _named(index, structure) or paths
-    unknown = [path for path in paths if path not in index]
+    if any(path not in model.index for path in paths):
+        paths = _named(model.index, structure) or paths
+    unknown = [path for path in paths if path not in model.index]
     if unknown:
-        nodes = {node.path for node in layout.structure.nodes}
-        has = "a node" if unknown[0] in nodes else "no leaf"
+        has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         raise ValueError(
-            f"the tree has an entry at {unknown[0]!r}, where the model has {has}"
-            f"{nearest(unknown[0], layout.structure.paths)}"
+            f"the tree has an entry at {unknown[0]!r}, where the model has {has}{nearest(unknown[0], model.paths)}"
         )
-    pairs = ((index[path], value) for path, value in zip(paths, leaves, strict=True))
-    return [(leaf, value) for leaf, value in pairs if leaf in layout.by_leaf]
+    pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
+    return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
 
 
 def _named(index: Mapping[str, int], tree: Structure) -> list[str] | None:
@@ -117,31 +115,90 @@ def _named(index: Mapping[str, int], tree: Structure) -> list[str] | None:
     return paths if all(path in index for path in paths) else None
 
 
-def _one(layout: Layout, found: dict[int, Any], position: int, aliases: tuple[Alias, ...], tied: Tied) -> Any:
-    entries = [(place, found[place.leaf]) for place in (Alias(position, ()), *aliases) if place.leaf in found]
+def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
+    places = (Alias(position, position, ()), *index.aliases.get(position, ()))
+    entries = [(place, found[place.leaf]) for place in places if place.leaf in found]
     if not entries:
         return None
-    only_computed = bool(entries[0][0].chain)  # so says nothing of the source's own value
+    only_computed = bool(entries[0][0].transforms)  # so says nothing of the source's own value
     if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
-        raise ValueError(_ambiguous(layout, position, [place for place, _ in entries], tied))
+        raise ValueError(_ambiguous(index.structure, position, [place for place, _ in entries], tied))
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
-    source = layout.structure.spec(position)
+    source = index.structure.spec(position)
     values = []
     for place, value in entries:
-        if place.chain:
-            check_shape(layout, place.leaf, value)
+        if place.transforms:
+            check_shape(index.structure, place.leaf, value)
         values.append(place.pull_back(value, source))
     dtype = common_dtype(jnp.result_type(value) for value in values)
     return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
 
 
-def _ambiguous(layout: Layout, position: int, places: list[Alias], tied: Tied) -> str:
-    paths = [layout.structure.paths[place.leaf] for place in places]
-    source = layout.structure.paths[position]
+def _ambiguous(structure: Structure, position: int, places: list[Alias], tied: Tied) -> str:
+    paths, source = [structure.paths[place.leaf] for place in places], structure.paths[position]
     if tied == "first":
         return f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
     return (
         f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
-        'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values'
+        'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; of '
+        'several trees a word for each, tied=("sum", "first")'
     )
+
+
+# -- The canonical gradient --------------------------------------------------------------------------------------------
+
+
+def project(model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Literal["zeros"] | None = None) -> PyTree:
+    """The canonical form of a gradient, however it came about.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones(2)
+    >>> model = {"a": shared, "b": shared, "mean": jnp.zeros(2)}
+    >>> grads = jax.grad(lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"]))(model)  # two halves, and the mean's
+    >>> tp.project(model, grads, ("a", "b"))
+    {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
+
+    This is the one place where gradients of ties are summed; those at an alias with a transform go through its
+    transpose. Complex gradients stay in JAX's convention, they are never conjugated.
+
+    Args:
+        model: any pytree.
+        grads: a tree with entries at paths of the model: of the model's type or another, whole or partial. `None`,
+            `optax.MaskedNode`, `float0` and a missing branch are no gradient; entries at frozen leaves are dropped.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        missing: what a slot without a gradient gets: `None` stays `None` (this leaf takes no step); `"zeros"`.
+
+    Returns:
+        A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real where
+        the slot is real, and `None` everywhere else.
+
+    Raises:
+        ValueError: an entry has another shape than its leaf, or stands where the model has no leaf; as `tp.layout`.
+        TypeError: an entry is no array.
+    """
+    if missing not in (None, "zeros"):
+        raise ValueError(f'missing must be None or "zeros", got {missing!r}')
+    _, treedef, structure = structure_of(model)
+    _, index = look_up(structure, trainable)
+    return index.canonical(slot_gradients(index, grads, missing), treedef)
+
+
+def slot_gradients(
+    index: Index, grads: PyTree, missing: Literal["zeros"] | None, dtypes: Sequence[Any] | None = None
+) -> list[Any]:
+    """The projected gradient of each slot, in the slots' dtypes or given ones."""
+    found = per_slot(index, grads, "sum", exact_shapes=True)
+    specs = [index.structure.spec(position) for position in index.positions]
+    dtypes = index.dtypes if dtypes is None else dtypes
+    return [_as_gradient(*each, missing) for each in zip(found, specs, dtypes, strict=True)]
+
+
+def _as_gradient(value: Any, spec: Spec, dtype: Any, missing: str | None) -> Any:
+    if value is None:
+        return jnp.zeros(spec.shape, dtype) if missing else None
+    array = jnp.asarray(value)
+    # A vector is real beside a complex slot if that is empty.
+    if jnp.iscomplexobj(array) and not (is_complex(spec.dtype) and is_complex(dtype)):
+        array = array.real
+    return array.astype(dtype)

@@ -77,16 +77,17 @@ def varying(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
 
 
-def varying_alike(arrays: Sequence[Any], *axes: frozenset[str]) -> list[Any]:
-    """The arrays as the types that vary along all of the axes along which any does, and along further ones."""
+def varying_alike(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays as types that vary along all of the axes along which any does."""
     if not in_shard_map():
         return list(arrays)
     found = [varying(jax.typeof(array)) for array in arrays]
-    union = frozenset[str]().union(*found, *axes)
-    return [_vary(array, union - its) for array, its in zip(arrays, found, strict=True)]
+    union = frozenset[str]().union(*found)
+    return [vary(array, union - its) for array, its in zip(arrays, found, strict=True)]
 
 
-def _vary(array: Any, axes: frozenset[str]) -> Any:
+def vary(array: Any, axes: frozenset[str]) -> Any:
+    """The array as a type that varies along further axes."""
     if not axes:
         return array
     if hasattr(jax.lax, "pcast"):

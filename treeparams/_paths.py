@@ -2,8 +2,8 @@
 
 A *path* is the place of a node or leaf in a pytree, written as one entry per key with dots between them:
 `layers.0.weight`. The root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a
-quote or a glob character - is written as a JSON string: `"a.b".weight`. So text splits back into entries without a
-model at hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
+quote or a glob character, or starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into
+entries without a model at hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
 """
 
 import difflib
@@ -14,11 +14,14 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_NEEDS_QUOTES = re.compile(r"""[.*?\[\]"']""")
+from jax.tree_util import GetAttrKey, SequenceKey
+
+_NEEDS_QUOTES = re.compile(r"""^!|[.*?\[\]"']""")
 # One entry: a JSON string or a run of anything but a dot; a glob's `[...]` may hold a dot.
 _ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?!")(?:\[[^\]]*\]|[^.])*')
 
 
+@functools.lru_cache(maxsize=65536)
 def quote(text: str) -> str:
     """`text` as one entry of a path: bare where that reads back, else as a JSON string.
 
@@ -86,7 +89,7 @@ def key_text(key: Any) -> str:
     return str(getattr(key, "key", key))
 
 
-def sibling_entries(keys: Sequence[Any]) -> tuple[str, ...]:
+def sibling_entries(keys: Sequence[Any]) -> Sequence[str]:
     """The entries of all children of one node; siblings never share one.
 
     Keys of different kinds may read alike (an `OrderedDict` with both `1` and `"1"`). Then the text is quoted, and
@@ -94,11 +97,14 @@ def sibling_entries(keys: Sequence[Any]) -> tuple[str, ...]:
 
     >>> from jax.tree_util import DictKey
     >>> sibling_entries([DictKey("a"), DictKey(1), DictKey("1")])
-    ('a', '1', '"1"')
+    ['a', '1', '"1"']
     """
-    entries = [quote(key_text(key)) for key in keys]
+    entries = [
+        key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(key_text(key))
+        for key in keys
+    ]
     if len(set(entries)) == len(entries):
-        return tuple(entries)
+        return entries
     unique: dict[str, None] = {}
     for key, entry in zip(keys, entries, strict=True):
         if entries.count(entry) > 1 and isinstance(getattr(key, "key", None), str):
@@ -107,7 +113,7 @@ def sibling_entries(keys: Sequence[Any]) -> tuple[str, ...]:
         while entry in unique:
             entry, number = _json(f"{key_text(key)}#{number}"), number + 1
         unique[entry] = None
-    return tuple(unique)
+    return list(unique)
 
 
 def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:

@@ -1,25 +1,18 @@
-"""From what a user passes - a model and `trainable=` in any of its forms - to leaves and a layout."""
+"""layout: from what a user passes as `trainable` - nothing, a mask, a `where`, a layout - to the layout it means."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import PyTree
 
-from ._describe import differences
-from ._groups import Given, groups, settle
-from ._layout import Layout
-from ._seen import structure_of
-from ._select import Where, change, choose
+from ._declare import Given
+from ._index import Index
+from ._layout import Layout, changed, index_of, relaid
+from ._recognise import structure_of, warn_of_lost_ties
 from ._structure import Structure
-
-
-class Resolved(NamedTuple):
-    """A model taken apart, and the layout that says what its leaves are."""
-
-    leaves: list[Any]
-    treedef: Any
-    structure: Structure  # of this very model; the layout's may have been made from another, or outside of a trace
-    layout: Layout
+from ._text import first_lines
+from ._ties import find_ties, settle
+from ._where import Where, change, choose
 
 
 def layout(
@@ -34,10 +27,11 @@ def layout(
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> tp.layout(mlp, freeze="layers.0").paths
-    ('layers.1.weight', 'layers.1.bias')
+    >>> tp.layout(mlp, "!layers.0").paths, tp.layout(mlp, freeze="layers.0").paths  # the same in two ways
+    (('layers.1.weight', 'layers.1.bias'), ('layers.1.weight', 'layers.1.bias'))
 
-    Two paths with the same array object are one parameter. So is an alias that is given, or declared on a class:
+    Two paths with the same array object are one parameter. So is an alias that a class declares (`tp.field`), or that
+    is given:
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
@@ -46,8 +40,8 @@ def layout(
     1 slot, 6 elements, 24 bytes
 
     **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like a model passed as an argument has lost its
-    ties**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is static, and
-    every function of this library takes it as its `trainable`.
+    ties by identity**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is
+    static, and every function of this library takes it as its `trainable`.
 
     >>> shared = jnp.ones(2)
     >>> tied = {"a": shared, "b": shared}
@@ -55,7 +49,7 @@ def layout(
     >>> jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]), known)(model))(tied)
     {'a': Array([2., 2.], dtype=float32), 'b': None}
 
-    The other ways through are `tp.partition`, `tp.ravel` and `tp.jit`.
+    The other ways through are `tp.partition`, `tp.ravel` and `tp.jit`, and ties that a class declares.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s (then there are no ties by identity).
@@ -69,8 +63,9 @@ def layout(
             function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
             frozen its aliases stay as the model has them.
 
-    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`; one that matches a node selects all below it), a
-    compiled regex that matches a whole path, a class, a callable from the model to nodes of it, or a sequence of these.
+    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`; one that matches a node selects all below it, one
+    that starts with `!` takes away), a compiled regex that matches a whole path, a class, `tp.leaves(predicate)`, a
+    callable from the model to nodes of it, or a sequence of these.
 
     Returns:
         The layout.
@@ -79,108 +74,86 @@ def layout(
         ValueError: a `where` selects nothing, or a mask has another structure; a tie is trained at one path and
             frozen at another, or its ends do not agree; the model is cyclic; it does not fit the given `Layout`.
         TypeError: `trainable` is none of these; a field declared trained holds what cannot be.
+
+    Warns:
+        UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
     """
-    if isinstance(trainable, Layout):
-        given = resolve(model, trainable).layout
-        if ties is not None:
-            raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
-        return given if freeze is None and thaw is None else given.changed(freeze, thaw)
     _, _, structure = structure_of(model)
-    return _layout(structure, trainable, freeze, thaw, ties)
+    if ties is None:
+        known, _ = look_up(structure, trainable)
+        return known if freeze is None and thaw is None else changed(known, freeze, thaw)
+    if isinstance(trainable, Layout):
+        raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
+    return _make(structure, trainable, freeze, thaw, ties)
 
 
-def trainable(model: PyTree, where: Any = None) -> PyTree[bool]:
-    """A mask of what is trained: `tp.layout(model, where).mask`.
-
-    >>> import equinox as eqx, jax, treeparams as tp
-    >>> linear = eqx.nn.Linear(2, 1, key=jax.random.key(0))
-    >>> tp.trainable(linear, "bias").weight
-    False
-    >>> trained, frozen = eqx.partition(linear, tp.trainable(linear, "bias"))
-
-    For Optax write `optax.masked(tx, lambda _: mask)`: it *calls* a mask that is callable, as a Module may be.
-
-    Args:
-        model: any pytree.
-        where: as `trainable` of `tp.layout`.
-
-    Returns:
-        A tree of the model's structure: `True` at every trained parameter, aliases included, `False` elsewhere.
+def look_up(structure: Structure, trainable: Any) -> tuple[Layout, Index]:
+    """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `tp.layout`.
+        ValueError: as `layout`.
+        TypeError: as `layout`.
     """
-    return layout(model, where).mask
-
-
-def resolve(model: PyTree, trainable: Any) -> Resolved:
-    """The leaves of a model and the layout that `trainable` means for it."""
-    leaves, treedef, structure = structure_of(model)
     if isinstance(trainable, Layout):
-        _check_fit(trainable, structure)
-        return Resolved(leaves, treedef, structure, trainable)
-    return Resolved(leaves, treedef, structure, _layout(structure, trainable, None, None, None))
+        return trainable, structure.remember(trainable, lambda: _index_for(structure, trainable))
+    # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
+    if trainable is None or isinstance(trainable, (str, re.Pattern, type)):
+        found = structure.remember(("layout", trainable), lambda: _make(structure, trainable))
+    else:
+        found = _make(structure, trainable)
+    index = index_of(found)
+    if structure.is_traced:
+        warn_of_lost_ties(structure, index.sources)
+    return found, index
 
 
-def retrained(known: Layout, trainable: Any) -> Layout:
+def _make(
+    structure: Structure, trainable: Any, freeze: Any = None, thaw: Any = None, given: Given | None = None
+) -> Layout:
+    ties = find_ties(structure, given)
+    follows = {alias.leaf: alias.source for alias in ties if alias.transforms}
+    said = choose(structure, follows, trainable)
+    if freeze is not None or thaw is not None:
+        change(structure, follows, said, freeze, False)
+        change(structure, follows, said, thaw, True)
+    return Layout(Index(structure, settle(structure, ties, said), ties))
+
+
+def retrained(layout: Layout, trainable: Any) -> Layout:
     """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them.
 
     Raises:
-        ValueError: a `Layout` of other models or other ties; as `tp.layout`.
-        TypeError: as `tp.layout`.
+        ValueError: a `Layout` of other models or other ties; as `layout`.
+        TypeError: as `layout`.
     """
+    index = index_of(layout)
     if not isinstance(trainable, Layout):
-        trained = settle(known.structure, known.groups, choose(known.structure, trainable))
-        return Layout(known.structure, trained, known.groups, known.packing)
-    if trainable.structure != known.structure or trainable.groups != known.groups:
-        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{known.diff(trainable)}")
+        return relaid(layout, choose(index.structure, index.follows, trainable))
+    other = index_of(trainable)
+    if (other.structure, other.ties) != (index.structure, index.ties):
+        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{layout.diff(trainable)}")
     return trainable
 
 
-def _layout(structure: Structure, trainable: Any, freeze: Any, thaw: Any, ties: Given | None) -> Layout:
-    stated = (trainable, freeze, thaw)
-    if ties is not None or not all(map(_is_constant, stated)):
-        return _make(structure, trainable, freeze, thaw, ties)
-    return structure.remember(("layout", *stated), lambda: _make(structure, *stated, None))
-
-
-def _make(structure: Structure, trainable: Any, freeze: Any, thaw: Any, ties: Given | None) -> Layout:
-    choice = choose(structure, trainable)
-    choice = change(structure, choice, freeze, False)
-    choice = change(structure, choice, thaw, True)
-    found = groups(structure, ties)
-    return Layout(structure, settle(structure, found, choice), found)
-
-
-def _is_constant(where: Any) -> bool:
-    # What is sure to mean the same at the next call; a callable may close over what changes.
-    return where is None or isinstance(where, (str, re.Pattern, type))
-
-
-def _check_fit(layout: Layout, structure: Structure) -> None:
-    if structure is not layout.structure:
-        structure.remember(("fits", layout), lambda: _compare(layout, structure))
-
-
-def _compare(layout: Layout, structure: Structure) -> None:
-    if not _same_leaves(layout.structure, structure):
-        lines = "\n".join(differences(layout.structure, structure, as_template=True))
-        raise ValueError(f"the model does not fit the layout (the first below; the model is the second):\n{lines}")
+def _index_for(structure: Structure, layout: Layout) -> Index:
+    """Where everything lies in models of a structure that may differ from the layout's in what is one array."""
+    index = index_of(layout)
+    want = index.structure
+    if structure is want:
+        return index
+    # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
+    fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
+    if not fits or want.entries != structure.entries or want.statics != structure.statics:
+        raise ValueError(
+            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
+            f"model, tp.layout(model):\n{first_lines(want.differences(structure, as_template=True))}"
+        )
     for i in structure.parameters:
         first = structure.first[i]
-        if first != i and layout.by_leaf.get(first) != layout.by_leaf.get(i):
+        if first != i and index.sources.get(first, first) != index.sources.get(i, i):
             paths = structure.paths
             raise ValueError(
                 f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, which the "
                 f"layout does not know; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
             )
-
-
-def _same_leaves(want: Structure, have: Structure) -> bool:
-    # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
-    return (
-        want.paths == have.paths
-        and want.statics == have.statics
-        and all(a is None or a == b for a, b in zip(want.specs, have.specs, strict=True))
-    )
+    return Index(structure, index.trained, index.ties)

@@ -1,10 +1,10 @@
-"""What is static about a tree: its nodes, the paths of its leaves, their shapes and dtypes, which are one array."""
+"""What is static about a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one."""
 
-import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,11 @@ import numpy as np
 from jax.core import Tracer
 
 from ._declare import is_box
-from ._exact import node_statics
 from ._paths import join, sibling_entries
+from ._static_keys import StaticKeys, is_settled, static_key
+from ._text import describe
 
-_REMEMBERED = 256  # derived things per structure; far more than a program uses
+_MEMORIES = 256  # derived things per structure; far more than a program uses
 
 
 class Spec(NamedTuple):
@@ -28,23 +29,12 @@ class Spec(NamedTuple):
     parameter: bool  # floating or complex: what can be trained
 
 
-class Child(NamedTuple):
-    """A child that has leaves: its key, its entry in paths (none below a box), and the range of its leaves."""
-
-    key: Any
-    entry: tuple[str, ...]
-    start: int
-    stop: int
-    is_leaf: bool
-
-
 class Node(NamedTuple):
     """An inner node that has leaves."""
 
     cls: type
     entries: tuple[str, ...]
-    children: tuple[Child, ...]
-    start: int
+    start: int  # its first leaf
     stop: int
     static: Any  # as it is in the treedef
 
@@ -62,7 +52,10 @@ class Structure:
     entries: tuple[tuple[str, ...], ...]  # of each leaf
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
-    statics: tuple[Any, ...]  # of each node, exact; taken at once, since a static list may change later
+    statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
+    bare: tuple[object, ...]  # static `object()`s, which two equal structures need not share, but two programs must
+    settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
+    is_traced: bool = False  # whether leaves are tracers, which do not tell what is one array
     _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -76,18 +69,24 @@ class Structure:
     @functools.cached_property
     def parameters(self) -> tuple[int, ...]:
         """The positions of the leaves that can be trained."""
-        return tuple(i for i in range(len(self.specs)) if self.is_parameter(i))
+        return tuple([i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter])
+
+    @functools.cached_property
+    def kind(self) -> int:
+        """Equal for structures of the same paths, classes and dtypes, whatever their shapes and static values."""
+        dtypes = [spec and spec.dtype for spec in self.specs]
+        return hash((self.entries, tuple(dtypes), tuple(node.cls for node in self.nodes)))
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.paths, self.specs))
+        return hash((self.entries, self.specs))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
             return NotImplemented
         return self is other or (
             self._hash == other._hash
-            and (self.specs, self.paths, self.statics) == (other.specs, other.paths, other.statics)
+            and (self.specs, self.entries, self.statics) == (other.specs, other.entries, other.statics)
         )
 
     def __hash__(self) -> int:
@@ -96,15 +95,16 @@ class Structure:
     def __reduce__(self) -> Any:
         # A treedef that holds static values does not pickle. A tree of that structure does.
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
-        return _from_skeleton, (skeleton, self.specs, self.first)
+        return _from_skeleton, (skeleton, self.specs, self.first, self.settled)
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was derived from the structure under this key, or is now."""
-        if key not in self._memo:
-            if len(self._memo) >= _REMEMBERED:
+        found = self._memo.get(key, self)  # one look-up; nothing that is derived is the structure itself
+        if found is self:
+            if len(self._memo) >= _MEMORIES:
                 self._memo.clear()
-            self._memo[key] = make()
-        return self._memo[key]
+            found = self._memo[key] = make()
+        return found
 
     def is_parameter(self, i: int) -> bool:
         """Whether a leaf can be trained."""
@@ -123,16 +123,139 @@ class Structure:
         spec = self.specs[i]
         return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
 
+    def differences(self, other: "Structure", *, as_template: bool = False) -> Iterator[str]:
+        """What differs between two structures, one line per leaf or node.
 
-def describe(value: Any) -> str:
-    """The dtype and shape of an array, or the type of what is none.
+        Args:
+            other: the second.
+            as_template: whether anything may stand where the first has no array.
+        """
+        leaf = lambda spec: describe(spec) if spec else "no array"
+        for path in self.paths:
+            if path not in other.index:
+                yield f"{path!r} is only in the first"
+        for path, j in other.index.items():
+            i = self.index.get(path)
+            if i is None:
+                yield f"{path!r} is only in the second"
+            elif self.specs[i] != other.specs[j] and not (as_template and self.specs[i] is None):
+                yield f"{path!r} is {leaf(self.specs[i])} in the first, {leaf(other.specs[j])} in the second"
+        if self.paths != other.paths or self.statics == other.statics:
+            return
+        found = False
+        for here, there in zip(self.nodes, other.nodes, strict=False):
+            where = f"the node at {here.path!r}" if here.path else "the root"
+            if here.cls is not there.cls:
+                yield f"{where} is a {here.cls.__qualname__} in the first, a {there.cls.__qualname__} in the second"
+            elif static_key(here.static) != static_key(there.static):
+                yield f"{where} has other static values: {here.static!r} in the first, {there.static!r} in the second"
+            else:
+                continue
+            found = True
+        if not found:
+            yield "they differ in nodes without leaves, or in static values that have changed in place"
 
-    >>> describe(jnp.ones((2, 3))), describe(0.5)
-    ('float32[2,3]', 'float')
+
+def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
+    """Works out the structure of a tree.
+
+    Raises:
+        TypeError: a NumPy array of a dtype that JAX does not have.
     """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return type(value).__name__
+    nodes, entries, statics, bare = _take_nodes(tree)
+    specs: list[Spec | None] = []
+    same, first = list(range(len(leaves))), {}
+    for i, leaf in enumerate(leaves):
+        try:
+            spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
+        except TypeError as error:
+            raise TypeError(
+                f"{join(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or hold "
+                "it in a static field"
+            ) from error
+        specs.append(spec)
+        if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
+            same[i] = first.setdefault(id(leaf), i)
+    one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
+    settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
+    is_traced = any([issubclass(kind, Tracer) for kind in set(map(type, leaves))])
+    return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced)
+
+
+def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The nodes of a tree in preorder, the entries of each leaf's path, all nodes' static keys, and bare objects.
+
+    The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
+    """
+    take = jtu.default_registry.flatten_one_level_with_keys
+    nodes: list[Any] = []
+    entries: list[tuple[str, ...]] = []
+    statics: list[Any] = []
+    keys = StaticKeys()
+    known: dict[Any, Any] = {}  # many nodes have the same objects as static values
+    held: list[Any] = []  # so that no other object gets the identity of one that is known
+
+    def static(data: Any) -> Any:
+        same = tuple(map(id, data)) if type(data) is tuple else id(data)
+        if same not in known:
+            held.append(data)
+            known[same] = keys.key(data)
+        return known[same]
+
+    def visit(kind: type, taken: Any, above: tuple[str, ...]) -> None:
+        children, data = list(taken[0]), taken[1]
+        names = [key for key, _ in children]
+        statics.append((kind, len(names), static(data)))
+        place, start = len(nodes), len(entries)
+        nodes.append(None)
+        # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
+        # does not change when a sibling loses its leaves.
+        is_boxed = len(names) == 1 and is_box(kind)
+        for (_, child), entry in zip(children, sibling_entries(names), strict=True):
+            path = above if is_boxed else (*above, entry)
+            taken = take(child)
+            if taken is None:
+                entries.append(path)
+            else:
+                visit(type(child), taken, path)
+        if len(entries) > start:
+            nodes[place] = Node(kind, above, start, len(entries), data)
+        else:
+            del nodes[place:]
+
+    taken = take(tree)
+    if taken is None:
+        entries.append(())
+    else:
+        visit(type(tree), taken, ())
+    return tuple(nodes), tuple(entries), tuple(statics), tuple(keys.bare)
+
+
+def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
+    nodes, entries, statics, bare = _take_nodes(skeleton)
+    return Structure(jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled)
+
+
+def _spec(leaf: Any) -> Spec | None:
+    if not is_array(leaf):
+        return None
+    dtype = leaf.dtype
+    if isinstance(leaf, np.ndarray):
+        if not dtype.isnative:
+            raise TypeError(f"{dtype} is in the byte order of another machine")
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return _spec_of(tuple(leaf.shape), dtype)
+
+
+@functools.lru_cache(maxsize=65536)
+def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
+    return Spec(shape, dtype, is_inexact(dtype))
+
+
+@functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is floating or complex."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_array(leaf: Any) -> bool:
@@ -151,20 +274,12 @@ def _is_array_type(kind: type) -> bool | None:
     return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def common_dtype(dtypes: Iterable[Any]) -> Any:
-    """The dtype that holds all of these; JAX's float when there are none.
+@functools.cache
+def _is_jax_type(kind: type) -> bool:
+    return bool(_is_array_type(kind)) and not issubclass(kind, np.ndarray)
 
-    >>> common_dtype([jnp.bfloat16, jnp.float16])
-    dtype('float32')
 
-    Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
-    """
-    distinct = list(dict.fromkeys(map(jnp.dtype, dtypes)))
-    if len(distinct) == 1:
-        return distinct[0]
-    wide = [jnp.bfloat16 if _is_inexact(each) and each.itemsize == 1 else each for each in distinct]
-    with jax.numpy_dtype_promotion("standard"):  # here dtypes are mixed on purpose
-        return jnp.dtype(jnp.result_type(*wide or [float]))
+# -- Treedefs ----------------------------------------------------------------------------------------------------------
 
 
 def same_treedef(a: Any, b: Any) -> bool:
@@ -175,20 +290,6 @@ def same_treedef(a: Any, b: Any) -> bool:
         return False
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
-    try:
-        return jtu.tree_flatten(tree)
-    except (RecursionError, SystemError) as error:  # SystemError: how the C++ side reports a RecursionError
-        path = _find_cycle(tree)
-        if path is None:
-            raise
-        raise ValueError(
-            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
-            "keep one of the two references, or hold it in a static field"
-        ) from error
-
-
 def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     """`operator.itemgetter` that returns a tuple for any number of indices."""
     if len(indices) == 1:
@@ -197,86 +298,29 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.itemgetter(*indices) if indices else lambda _: ()
 
 
-def scan(tree: Any, leaves: Sequence[Any]) -> Structure:
-    """Works out the structure of a tree."""
-    first: dict[int, int] = {}
-    concrete = [is_array(leaf) and type(leaf) is not jax.ShapeDtypeStruct for leaf in leaves]
-    same = tuple(
-        first.setdefault(id(leaf), i) if array else i
-        for i, (leaf, array) in enumerate(zip(leaves, concrete, strict=True))
-    )
-    return _from_skeleton(tree, tuple(map(_spec, leaves)), same)
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
+    try:
+        return jtu.tree_flatten(tree)
+    except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
+        # It also leaves the stack's counter where it was then (jaxlib 0.10), so without this no call would succeed.
+        sys.setrecursionlimit(2 * sys.getrecursionlimit())
+        path = _find_cycle(tree, (), ())
+        if path is None:
+            raise
+        raise ValueError(
+            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
+            "keep one of the two references, or hold it in a static field"
+        ) from error
 
 
-def _from_skeleton(tree: Any, specs: tuple[Spec | None, ...], first: tuple[int, ...]) -> Structure:
-    keys = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
-    treedef = jtu.tree_structure(tree)
-    scan = _Scan(keys)
-    scan.visit(treedef, (), 0)
-    return Structure(treedef, tuple(scan.nodes), tuple(scan.entries), specs, first, node_statics(treedef))
-
-
-class _Scan:
-    """One pass over a treedef beside the key paths of its leaves."""
-
-    def __init__(self, keys: list[tuple[Any, ...]]) -> None:
-        self.keys = keys
-        self.nodes: list[Node] = []
-        self.entries: list[tuple[str, ...]] = []
-
-    def visit(self, treedef: Any, above: tuple[str, ...], depth: int) -> None:
-        data = treedef.node_data()
-        if data is None:
-            self.entries.append(above)
-            return
-        every = treedef.children()
-        below = [child for child in every if child.num_leaves]
-        start = stop = len(self.entries)
-        ranges, keys = [], []
-        for child in below:
-            keys.append(self.keys[stop][depth])
-            ranges.append((stop, stop := stop + child.num_leaves))
-        texts = [()] if len(below) == 1 and is_box(data[0]) else _entries(data, every, keys)
-        children = tuple(
-            Child(key, text, begin, end, child.node_data() is None)
-            for key, text, (begin, end), child in zip(keys, texts, ranges, below, strict=True)
-        )
-        self.nodes.append(Node(data[0], above, children, start, stop, data[1]))
-        for child, text in zip(below, texts, strict=True):
-            self.visit(child, (*above, *text), depth + 1)
-
-
-def _entries(data: tuple[type, Any], children: list[Any], keys: list[Any]) -> list[tuple[str, ...]]:
-    # A path does not change when a sibling loses its leaves, so those without take part. Only dicts can have keys that
-    # read alike, and a dict's static value ends in its keys.
-    if data[0] in (dict, collections.OrderedDict, collections.defaultdict) and len(children) > len(keys):
-        names = data[1][1] if data[0] is collections.defaultdict else data[1]
-        entries = sibling_entries([jtu.DictKey(name) for name in names])
-        return [(entry,) for entry, child in zip(entries, children, strict=True) if child.num_leaves]
-    return [(entry,) for entry in sibling_entries(keys)]
-
-
-def _spec(leaf: Any) -> Spec | None:
-    if not is_array(leaf):
-        return None
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
-    return Spec(tuple(leaf.shape), dtype, _is_inexact(dtype))
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _find_cycle(tree: Any, above: tuple[Any, ...] = (), entries: tuple[str, ...] = ()) -> str | None:
-    if any(tree is node for node in above):
+def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
+    if any(node is each for each in above):
         return join(entries)
-    root_first = iter((False,))  # only the root is taken apart, so that its children come out whole
-    children = jtu.tree_flatten_with_path(tree, is_leaf=lambda _: next(root_first, True))[0]
-    if children and not children[0][0]:  # a leaf
-        return None
-    for entry, (_, child) in zip(sibling_entries([key[0] for key, _ in children]), children, strict=True):
-        found = _find_cycle(child, (*above, tree), (*entries, entry))
+    taken = jtu.default_registry.flatten_one_level_with_keys(node)
+    children = list(taken[0]) if taken is not None else []
+    for entry, (_, child) in zip(sibling_entries([key for key, _ in children]), children, strict=True):
+        found = _find_cycle(child, (*above, node), (*entries, entry))
         if found is not None:
             return found
     return None

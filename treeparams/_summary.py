@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from ._describe import count_of, first_few, in_columns, without_middle
+from ._index import Index
 from ._layout import Layout
 from ._paths import join
-from ._resolve import resolve
-from ._select import select
+from ._recognise import structure_of
+from ._resolve import look_up
 from ._structure import Structure
+from ._text import count_of, first_few, in_columns, without_middle
+from ._where import select
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to", "group")
 _NUMBERS, _ROLE = (3, 4), 5  # columns; those of numbers are aligned to the right
@@ -166,16 +168,16 @@ def summary(
     """
     if isinstance(model, Layout):
         raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
-    found = resolve(model, trainable)
-    structure, layout = found.structure, found.layout
-    parameters = set(layout.distinct) | set(layout.sources)
+    leaves, _, structure = structure_of(model)
+    _, index = look_up(structure, trainable)
+    parameters = set(structure.parameters)
     others = [i for i, spec in enumerate(structure.specs) if spec and structure.first[i] == i and i not in parameters]
-    names, arrays = _groups(layout, groups or {}), sorted([*layout.distinct, *others])
-    tied = layout.tied_to | _same(structure, others)
-    rows = [_row(layout, i, tied, names.get(i, "")) for i in arrays]
+    names, arrays = _groups(index, groups or {}), sorted([*index.distinct, *others])
+    tied = index.tied_to | _same(structure, others)
+    rows = [_row(index, i, tied, names.get(i, "")) for i in arrays]
     shown = rows if depth is None else _folded([structure.entries[i] for i in arrays], rows, depth)
     without = [i for i, spec in enumerate(structure.specs) if spec is None]
-    values = [f"{structure.paths[i] or repr('')} ({_kind(found.leaves[i])})" for i in without]
+    values = [f"{structure.paths[i] or repr('')} ({_kind(leaves[i])})" for i in without]
     return Summary(rows, shown, values)
 
 
@@ -193,10 +195,10 @@ def in_bytes(count: int) -> str:
     return f"{scaled:,.1f} {units[0]}B"
 
 
-def _row(layout: Layout, leaf: int, tied: Mapping[str, str], group: str) -> Row:
-    path, spec = layout.structure.paths[leaf], layout.structure.spec(leaf)
+def _row(index: Index, leaf: int, tied: Mapping[str, str], group: str) -> Row:
+    path, spec = index.structure.paths[leaf], index.structure.spec(leaf)
     size = math.prod(spec.shape)
-    role = "trained" if leaf in layout.by_leaf else "frozen" if spec.parameter else "other"
+    role = "trained" if leaf in index.by_leaf else "frozen" if spec.parameter else "other"
     return Row(path, spec.shape, str(spec.dtype), 1, size, size * spec.dtype.itemsize, role, tied.get(path, ""), group)
 
 
@@ -213,14 +215,14 @@ def _kind(leaf: Any) -> str:
     return "function" if callable(leaf) else type(leaf).__name__
 
 
-def _groups(layout: Layout, groups: Mapping[Any, str]) -> dict[int, str]:
+def _groups(index: Index, groups: Mapping[Any, str]) -> dict[int, str]:
     found: dict[int, str] = {}
     for where, name in groups.items():
         if not isinstance(name, str):
             raise TypeError(f"groups is a dictionary from a `where` to a name, got {name!r} for {where!r}")
-        for leaf in select(layout.structure, where):
-            source = layout.sources.get(leaf, leaf)
-            if source in layout.by_leaf:
+        for leaf in select(index.structure, where):
+            source = index.sources.get(leaf, leaf)
+            if source in index.by_leaf:
                 found.setdefault(source, name)
     return found
 

@@ -1,107 +1,211 @@
-"""Making, undoing and telling ties."""
+"""Which parameters are one: ties by identity, declared on classes, and given.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
+it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
+names as source is the source, wherever it stands.
+"""
 
-import jax.tree_util as jtu
-from jaxtyping import PyTree
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from ._average import copy_leaf
-from ._groups import Transform, check_shapes, groups, parameter
-from ._seen import structure_of
-from ._select import Where, select
+import jax
+import jax.numpy as jnp
 
-
-def tie(
-    model: PyTree, alias: str | None = None, to: str | None = None, transform: Callable[[Any], Any] | None = None
-) -> PyTree:
-    """The model with the parameter at `alias` set to that at `to`; `tp.tie(model)` sets all ties that classes declare.
-
-    >>> import jax.numpy as jnp, treeparams as tp
-    >>> model = tp.tie({"embed": jnp.ones((3, 2)), "head": jnp.zeros((3, 2))}, "head", to="embed")
-    >>> model["head"] is model["embed"], tp.ties(model)
-    (True, {'embed': ('head',)})
-
-    Without a transform the tie is in the model itself: one array object at both paths. With one, the alias holds the
-    transformed array, so that the model can be called, but an array cannot tell where it comes from: say it again where
-    the layout is made, `tp.layout(model, ties={alias: (to, transform)})`, or once for a class with `tp.declare`.
-
-    Args:
-        model: any pytree.
-        alias: the path of the parameter that is replaced. `None`, without `to`: every alias that a class declares, as
-            for a model that was just built.
-        to: the path of the parameter whose value stays.
-        transform: a linear function at module level, as for `tp.layout`.
-
-    Returns:
-        The model; only the leaf at `alias` is another.
-
-    Raises:
-        ValueError: a path names no parameter, shapes or dtypes disagree, or the transform is not linear.
-        TypeError: one of `alias` and `to` is given without the other.
-    """
-    leaves, treedef, structure = structure_of(model)
-    if alias is None and to is None and transform is None:
-        for group in groups(structure):
-            for place in group.aliases:
-                leaves[place.leaf] = place.fill(leaves[group.source], structure.spec(group.source))
-        return jtu.tree_unflatten(treedef, leaves)
-    if alias is None or to is None:
-        raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
-    at, source = parameter(structure, alias), parameter(structure, to)
-    linear = None if transform is None else Transform(transform)
-    check_shapes(structure, at, source, linear)
-    leaves[at] = leaves[source] if linear is None else linear(leaves[source])
-    return jtu.tree_unflatten(treedef, leaves)
+from ._declare import Given
+from ._paths import join, nearest, split
+from ._structure import Spec, Structure
+from ._text import describe
+from ._transform import Transform
+from ._where import Said, declaring_nodes
 
 
-def untie(model: PyTree, where: Where | None = None) -> PyTree:
-    """The model with an array of its own at every path of a tie.
+class Alias(NamedTuple):
+    """A further place of a parameter, which holds what the transforms, one after another, make of the source."""
 
-    >>> import jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
-    >>> tp.ties(tp.untie({"a": shared, "b": shared}))
-    {}
+    leaf: int
+    source: int
+    transforms: tuple[Transform, ...]
 
-    Args:
-        model: any pytree.
-        where: the ties to undo, by any of their paths; `None`: all. Ties that a class declares are not in the model and
-            stay.
+    def __str__(self) -> str:
+        """What is done to the source, in words; empty where nothing is."""
+        return " of ".join(map(repr, reversed(self.transforms)))
 
-    Returns:
-        The model; the first path of each tie keeps its array, the others get copies.
+    def value_from(self, value: Any, source: Spec) -> Any:
+        """The alias's value, from the source's.
+
+        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all places of a tie as it
+        is: a label per parameter, a norm.
+        """
+        shape = getattr(value, "shape", None)
+        stacked = -1 if shape is None else len(shape) - len(source.shape)
+        if shape is None or stacked < 0 or tuple(shape[stacked:]) != source.shape:
+            return value
+        function = self._apply
+        for _ in range(stacked):
+            function = jax.vmap(function)
+        return jax.eval_shape(function, value) if isinstance(value, jax.ShapeDtypeStruct) else function(value)
+
+    def _apply(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+    def pull_back(self, cotangent: Any, source: Spec) -> Any:
+        """What a gradient at the alias is at the source."""
+        if not self.transforms:
+            return cotangent
+        cotangent = jnp.asarray(cotangent)
+        transpose = jax.linear_transpose(self._apply, jax.ShapeDtypeStruct(source.shape, cotangent.dtype))
+        return transpose(cotangent)[0]
+
+
+def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
+    """All aliases of a model, of frozen parameters too, in the order of their sources.
 
     Raises:
-        ValueError: `where` selects nothing.
+        ValueError: a given or declared tie names no parameter, runs in a circle, contradicts another, has shapes or
+            dtypes that disagree, or a transform that is not linear.
+        TypeError: a declared tie names a node.
     """
-    leaves, treedef, structure = structure_of(model)
-    chosen = frozenset(structure.parameters) if where is None else select(structure, where)
-    sources = {structure.first[i] for i in chosen}
-    for i in structure.parameters:
-        if structure.first[i] != i and structure.first[i] in sources:
-            leaves[i] = copy_leaf(leaves[i])
-    return jtu.tree_unflatten(treedef, leaves)
+    # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
+    above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
+    named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
+    for alias, source, transform in [*_declared_ties(structure), *_given_ties(structure, given or {})]:
+        lower, upper = structure.first[alias], structure.first[source]
+        named[upper] = min(named.get(upper, source), source)
+        if lower == upper and transform is None:
+            continue
+        names = structure.paths[alias], structure.paths[source]
+        if lower == upper:
+            raise ValueError(f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of it")
+        if above.setdefault(lower, (upper, transform)) != (upper, transform):
+            other = structure.paths[above[lower][0]]
+            raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")
+    if not above and not [i for i in structure.parameters if i != structure.first[i]]:
+        return ()
+    sets: dict[int, list[tuple[int, tuple[Transform, ...]]]] = {}
+    for leaf in structure.parameters:
+        root, transforms = _root(structure, structure.first[leaf], above)
+        sets.setdefault(root, []).append((leaf, transforms))
+    return tuple(
+        Alias(leaf, source, transforms)
+        for source, places in sorted((named.get(root, root), places) for root, places in sets.items())
+        for leaf, transforms in places
+        if leaf != source
+    )
 
 
-def ties(model: PyTree) -> Mapping[str, tuple[str, ...]]:
-    """Which parameters are one, by identity or as declared.
+def _root(
+    structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
+) -> tuple[int, tuple[Transform, ...]]:
+    at, transforms, passed = start, (), {start}
+    while at in above:
+        at, transform = above[at]
+        transforms = transforms if transform is None else (transform, *transforms)
+        if at in passed:
+            raise ValueError(f"the ties of {structure.paths[start]!r} run in a circle; name one path as the source")
+        passed.add(at)
+    return at, transforms
 
-    >>> import jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
-    >>> tp.ties({"a": shared, "b": [shared, jnp.ones(2)]})
-    {'a': ('b.0',)}
 
-    Inside a `jax.jit` or `equinox.filter_jit` the arguments have lost their identity: see `tp.layout`.
+def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | None]]:
+    found = []
+    for node, said in declaring_nodes(structure):
+        for alias, source in said.ties.items():
+            path, transform = (source, None) if isinstance(source, str) else source
+            ends = [(*node.entries, *split(each)) for each in (alias, path)]
+            if join(ends[0]) in structure.index:
+                found.append(_tie(structure, join(ends[0]), join(ends[1]), transform))
+            elif any(structure.entries[i][: len(ends[0])] == ends[0] for i in range(node.start, node.stop)):
+                raise TypeError(
+                    f"{node.cls.__qualname__} declares {alias!r} tied to {path!r}, but it is a node, not an array; "
+                    f'name an array below it: tp.declare({node.cls.__qualname__}, ties={{"{alias}.weight": ...}})'
+                )
+            # Else there is nothing: a Linear without bias; a canonical tree, whose aliases are empty.
+    return found
 
-    Args:
-        model: any pytree.
 
-    Returns:
-        `{path: (aliases, ...)}`, frozen parameters included.
+def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(given)}")
+    return [
+        _tie(structure, alias, *((source, None) if isinstance(source, str) else source))
+        for alias, source in given.items()
+    ]
+
+
+def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[int, int, Transform | None]:
+    if alias == source:
+        raise ValueError(f"{alias!r} is tied to itself")
+    ends = parameter_at(structure, alias), parameter_at(structure, source)
+    return (*ends, checked(structure, *ends, function))
+
+
+def parameter_at(structure: Structure, path: str) -> int:
+    """The leaf at a path.
 
     Raises:
-        ValueError: declared ties contradict each other.
+        ValueError: there is none, or it is no parameter.
     """
-    _, _, structure = structure_of(model)
-    paths = structure.paths
-    return {paths[group.source]: tuple(paths[alias.leaf] for alias in group.aliases) for group in groups(structure)}
+    i = structure.index.get(join(split(path)))
+    if i is None:
+        known = [structure.paths[at] for at in structure.parameters]
+        raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
+    if not structure.is_parameter(i):
+        raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
+    return i
+
+
+def checked(structure: Structure, alias: int, source: int, function: Any) -> Transform | None:
+    """The transform of a tie, `None` where it is the identity.
+
+    Raises:
+        ValueError: the source, transformed, has another shape or dtype than the alias; the transform is not linear.
+    """
+    want, have = structure.spec(alias), structure.spec(source)
+    transform = None if function is None else Transform(function)
+    got = have if transform is None else transform.result(have.shape, have.dtype)
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        after = f" after {transform}" if transform else ""
+        raise ValueError(
+            f"{structure.paths[alias]!r} is {describe(want)} and cannot be tied to {structure.paths[source]!r}, which "
+            f"is {describe(got)}{after}"
+        )
+    return None if transform is None or transform.is_identity(have.shape, have.dtype) else transform
+
+
+# -- Trained as a whole ------------------------------------------------------------------------------------------------
+
+
+def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
+    """What is trained, per leaf, with every tie trained or frozen as a whole.
+
+    An alias with a transform is trained if and only if its source is; to say otherwise of it is an error.
+
+    Raises:
+        ValueError: a tie is trained at one path and frozen at another.
+    """
+    trained = dict(said)
+    for alias in ties:
+        of_source = trained[alias.source]
+        if said.get(alias.leaf, of_source) != of_source:
+            raise ValueError(_half_trained(structure, ties, alias, of_source))
+        trained[alias.leaf] = of_source
+    return tuple([trained.get(i, False) for i in range(len(structure.specs))])
+
+
+def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, of_source: bool) -> str:
+    names = structure.paths[alias.source], structure.paths[alias.leaf]
+    is_, other = ("trained", "frozen") if of_source else ("frozen", "trained")
+    if alias.transforms:
+        return (
+            f"{names[1]!r} is {alias} of {names[0]!r}, its source, and is trained or frozen with it, but the source is "
+            f"{is_} and the alias {other}; say it of the source {names[0]!r} (or of both)"
+        )
+    every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.transforms]
+    every.insert(0, names[0])
+    return (
+        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
+        f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
+        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
+    )

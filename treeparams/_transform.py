@@ -2,12 +2,13 @@
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from ._static_keys import found_at, static_key
 
 
 class Transform:
@@ -31,16 +32,17 @@ class Transform:
             hash(self._bound)
         except TypeError as error:
             raise ValueError(f"a tie's transform binds what cannot be compared: {error}") from error
+        self._key = static_key(self._bound)  # `2` and `np.float32(2)` are equal and give other dtypes
 
     def __call__(self, value: Any) -> Any:
         return self.function(value)
 
     def __eq__(self, other: object) -> bool:
         # By the function itself, not its name alone: in a notebook a name may come to stand for another function.
-        return isinstance(other, Transform) and self._inner is other._inner and self._bound == other._bound
+        return isinstance(other, Transform) and self._inner is other._inner and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self._place, self._bound))
+        return hash((self._place, self._key))
 
     def __reduce__(self) -> Any:
         return _found, (*self._place, self._bound)
@@ -53,30 +55,41 @@ class Transform:
         ]
         return self._place[1] + (f"({', '.join(arguments)})" if arguments else "")
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
     def result(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the result.
 
         Raises:
             ValueError: the function is not linear.
         """
+        return self._tried(shape, dtype)[0]
+
+    def is_identity(self, shape: tuple[int, ...], dtype: Any) -> bool:
+        """Whether the function returns an array of this shape itself, as a transpose does of one axis.
+
+        The array at an alias is then that at its source, and nothing tells such a tie from one without a transform.
+        """
+        return self._tried(shape, dtype)[1]
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
+    def _tried(self, shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, bool]:
         source = jax.ShapeDtypeStruct(shape, dtype)
         try:
-            result = jax.eval_shape(self.__call__, source)
+            jaxpr, result = jax.make_jaxpr(self.__call__, return_shape=True)(source)
             jax.eval_shape(jax.linear_transpose(self.__call__, source), result)
         except Exception as error:
             raise ValueError(f"a tie's transform must be linear, and JAX cannot transpose {self}: {error}") from error
         with jax.ensure_compile_time_eval():
-            at_zero = self(jnp.zeros(shape, dtype))
+            zeros = jnp.zeros(shape, dtype)
+            at_zero = self(zeros)
             if not isinstance(at_zero, jax.Array) or jnp.any(at_zero != 0):
                 raise ValueError(f"a tie's transform must be linear, and {self} of zeros is not an array of zeros")
-        return result
+        return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
 
 
 def _place(function: Any) -> tuple[str, str]:
     module = getattr(function, "__module__", None)
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
-        if module and name and _at(module, name) is function:
+        if module and name and found_at(module, name) is function:
             return module, name
     raise ValueError(
         f"a tie's transform must be found again by `jit` and in the next process, and {function!r} is made anew each "
@@ -84,16 +97,9 @@ def _place(function: Any) -> tuple[str, str]:
     )
 
 
-def _at(module: str, name: str) -> Any:
-    found = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
 def _found(module: str, name: str, bound: tuple[Any, ...]) -> Transform:
     importlib.import_module(module)
-    function = _at(module, name)
+    function = found_at(module, name)
     for args, keywords in reversed(bound):
         function = functools.partial(function, *args, **dict(keywords))
     return Transform(function)

@@ -5,23 +5,20 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from ._cut import cut, join
-from ._describe import first_few
-from ._flat import as_given, pieces_of
-from ._groups import Alias
-from ._layout import Layout
+from ._index import Slot, is_complex
+from ._layout import Layout, index_of, slot_at, slots_in
 from ._mesh import laid_as, replicated
-from ._pack import Slot, is_complex
-from ._select import Where, select
+from ._primitives import cut, join
+from ._text import first_few
+from ._where import Where, select
 
 
 class View(Mapping[str, Any]):
-    """A mapping from paths to the parts of a vector. Made by `restructure.view(vector)`.
+    """A mapping from paths to the parts of a vector. Made by `restructure.view(vector)`, where it is read.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> vector, restructure = tp.ravel({"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}})
@@ -40,28 +37,19 @@ class View(Mapping[str, Any]):
     >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
     Array([[2., 2.]], dtype=float32)
 
-    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector. A view is a pytree whose
-    leaves are its vectors. It is no array: arithmetic is done on `view.vector`.
+    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector. A view is neither an array
+    nor a pytree: arithmetic is done on `view.vector`, and that is what goes into `jax.jit`.
     """
 
-    def __init__(self, layout: Layout, vectors: tuple[Any, ...], chosen: tuple[int, ...] | None = None) -> None:
+    def __init__(self, layout: Layout, vector: Any, chosen: tuple[int, ...] | None = None) -> None:
         """For this library's own use; users write `restructure.view(vector)`."""
-        self.layout = layout
-        self.chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
-        self._inside = frozenset(self.chosen)
-        self.vectors = vectors
-        # Inside of a trace all is cut at once, since the transpose of many single slices would be slow; XLA drops what
-        # nobody reads. Not at the first read: that may be in an inner trace, which the pieces would not outlive. JAX
-        # also makes views of stacks, of one number for each vector or of nothing at all; those have no parts.
-        is_traced = any(isinstance(vector, Tracer) for vector in vectors)
-        shapes = [getattr(vector, "shape", None) for vector in vectors]
-        self._has_parts = shapes == [(vector.length,) for vector in layout.vectors]
-        self._pieces = pieces_of(layout, vectors) if is_traced and self._has_parts else None
-
-    @property
-    def vector(self) -> Inexact[Array, " n"] | Any:
-        """The whole vector, or the tuple of them, below the view."""
-        return as_given(self.layout, self.vectors)
+        self.vector = vector
+        self._layout = layout
+        self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
+        self._inside = frozenset(self._chosen)
+        # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
+        # additions. XLA drops the parts that nobody reads.
+        self._pieces = cut(replicated(vector), _shapes(layout)) if isinstance(vector, Tracer) else None
 
     @property
     def at(self) -> "At":
@@ -69,21 +57,23 @@ class View(Mapping[str, Any]):
         return At(self)
 
     def __getitem__(self, where: Where) -> Any:
-        if self._is_path(where):
-            slot = self._slot(where)
-            part, alias = self._part(slot), self._alias(slot, where)
-            return alias.fill(part, self.layout.structure.spec(self.layout.positions[slot])) if alias else part
-        return View(self.layout, self.vectors, self.select(where))
+        if not self._is_path(where):
+            return View(self._layout, self.vector, self._select(where))
+        slot, index = self._slot(where), index_of(self._layout)
+        leaf, source = index.structure.index[where], index.positions[slot]
+        alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)
+        return alias.value_from(self._part(slot), index.structure.spec(source)) if alias else self._part(slot)
 
     def __iter__(self) -> Iterator[str]:
-        return (self.layout.slots[i].path for i in self.chosen)
+        return (self._layout.slots[i].path for i in self._chosen)
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self._chosen)
 
     def __contains__(self, path: object) -> bool:
-        leaf = self.layout.structure.index.get(path) if isinstance(path, str) else None
-        return self.layout.by_leaf.get(leaf) in self._inside if leaf is not None else False
+        index = index_of(self._layout)
+        leaf = index.structure.index.get(path) if isinstance(path, str) else None
+        return index.by_leaf.get(leaf) in self._inside if leaf is not None else False
 
     def __eq__(self, other: object) -> bool:
         return self is other  # whether all is equal is a question for the vectors, as it is for arrays
@@ -94,8 +84,8 @@ class View(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"View({first_few(list(map(repr, self)))})"
 
-    def select(self, where: Where) -> tuple[int, ...]:
-        """The slots of this view that `where` selects, as positions.
+    def _select(self, where: Where) -> tuple[int, ...]:
+        """The slots of this view that `where` selects.
 
         Raises:
             KeyError: there are none.
@@ -103,84 +93,64 @@ class View(Mapping[str, Any]):
         if self._is_path(where):
             return (self._slot(where),)
         try:
-            found = [i for i in self.layout.chosen(where) if i in self._inside]
+            found = [i for i in slots_in(self._layout, where) if i in self._inside]
         except ValueError as error:
             raise KeyError(str(error)) from None
         if not found:
             raise KeyError(f"{where!r} selects nothing of this part of the view, which has {list(self)}")
         return tuple(found)
 
-    def to_change(self, where: Where) -> tuple[int, ...]:
+    def _to_change(self, where: Where) -> tuple[int, ...]:
         """The same, for writing.
 
         Raises:
             KeyError: there are none, or `where` selects one only where it is transformed.
-            ValueError: the vectors are not such as the layout describes.
         """
-        self._check()
-        slots, layout = self.select(where), self.layout
-        computed = {i: {alias.leaf for alias in layout.aliases[i] if alias.chain} for i in slots}
-        if not any(computed.values()):
+        slots, index = self._select(where), index_of(self._layout)
+        if not index.computed:
             return slots
-        leaves = {layout.structure.index[where]} if self._is_path(where) else select(layout.structure, where)
+        paths = index.structure.index
+        leaves = {paths[where]} if self._is_path(where) else select(index.structure, where)
         for i in slots:
-            its = [leaf for leaf in sorted(leaves) if layout.by_leaf.get(leaf) == i]
-            if computed[i].issuperset(its):
-                path, source = layout.structure.paths[its[0]], layout.slots[i].path
+            its = [leaf for leaf in sorted(leaves) if index.by_leaf.get(leaf) == i]
+            if index.follows.keys() >= set(its):
+                path, source = index.structure.paths[its[0]], self._layout.slots[i].path
                 raise KeyError(f"{path!r} is computed from {source!r}; change it there")
         return slots
 
     def _is_path(self, where: Where) -> TypeGuard[str]:
-        return isinstance(where, str) and where in self.layout.structure.index
-
-    def _check(self) -> None:
-        if not self._has_parts:
-            expected = " and ".join(f"({vector.length},)" for vector in self.layout.vectors)
-            shapes = [str(getattr(vector, "shape", "none")) for vector in self.vectors]
-            raise ValueError(
-                f"the parts of a view are those of vectors of shape {expected}, this one has {' and '.join(shapes)}; "
-                "read views of a stack of vectors in jax.vmap"
-            )
+        return isinstance(where, str) and where in index_of(self._layout).structure.index
 
     def _slot(self, path: str) -> int:
-        self.layout[path]  # raises where there is no slot
-        slot = self.layout.by_leaf[self.layout.structure.index[path]]
+        slot = slot_at(self._layout, path)
         if slot not in self._inside:
             raise KeyError(f"{path!r} is not in this part of the view, which has {list(self)}")
         return slot
 
-    def _alias(self, slot: int, path: str) -> Alias | None:
-        """The alias with a transform that a path names."""
-        leaf = self.layout.structure.index[path]
-        return next((each for each in self.layout.aliases[slot] if each.leaf == leaf and each.chain), None)
-
     def _part(self, i: int) -> Any:
         if self._pieces is not None:
             return self._pieces[i]
-        self._check()
-        slot = self.layout.slots[i]
+        slot = self._layout.slots[i]
         # With the offset as an operand one compiled slice serves all parts of one size.
-        vector = replicated(jnp.asarray(self.vectors[slot.vector]))
+        vector = replicated(jnp.asarray(self.vector))
         return jax.lax.dynamic_slice(vector, (np.uint32(slot.offset),), (slot.size,)).reshape(slot.shape)
 
 
 View.__module__ = "treeparams"
-jtu.register_pytree_with_keys(
-    View,
-    lambda view: ([(jtu.SequenceKey(i), each) for i, each in enumerate(view.vectors)], (view.layout, view.chosen)),
-    lambda aux, vectors: View(aux[0], tuple(vectors), aux[1]),
-    lambda view: (view.vectors, (view.layout, view.chosen)),
-)
+
+
+def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return tuple(slot.shape for slot in layout.slots)
 
 
 class At:
     """`view.at`; waits for what is to be changed."""
 
     def __init__(self, view: View) -> None:
-        self.view = view
+        self._view = view
 
     def __getitem__(self, where: Where) -> "Change":
-        return Change(self.view, self.view.to_change(where))
+        return Change(self._view, self._view._to_change(where))
 
 
 class Change(NamedTuple):
@@ -194,28 +164,22 @@ class Change(NamedTuple):
     view: View
     slots: tuple[int, ...]
 
-    def set(self, value: Any) -> Inexact[Array, " n"] | Any:
+    def set(self, value: Any) -> Inexact[Array, " n"]:
         """The vector with these elements in place of what was there."""
         return self._changed(lambda part, new: jnp.broadcast_to(new, part.shape), value)
 
-    def add(self, value: Any) -> Inexact[Array, " n"] | Any:
+    def add(self, value: Any) -> Inexact[Array, " n"]:
         """The vector with this added to the parts."""
         return self._changed(jnp.add, value)
 
-    def multiply(self, value: Any) -> Inexact[Array, " n"] | Any:
+    def multiply(self, value: Any) -> Inexact[Array, " n"]:
         """The vector with the parts multiplied by this."""
         return self._changed(jnp.multiply, value)
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
-        layout = self.view.layout
-        slots = [layout.slots[i] for i in self.slots]
-        values = dict(zip(self.slots, _values(layout, slots, value), strict=True))
-        vectors = list(self.view.vectors)
-        for number, old in enumerate(vectors):
-            inside = [i for i in layout.vectors[number].slots if i in values]
-            if inside:
-                vectors[number] = _replaced(jnp.asarray(old), [(layout.slots[i], values[i]) for i in inside], change)
-        return as_given(layout, vectors)
+        slots = [self.view._layout.slots[i] for i in self.slots]
+        vector = jnp.asarray(self.view.vector)
+        return _replaced(vector, list(zip(slots, _values(slots, vector.dtype, value), strict=True)), change)
 
 
 def _replaced(vector: Any, parts: Sequence[tuple[Slot, Any]], change: Callable[[Any, Any], Any]) -> Any:
@@ -234,9 +198,8 @@ def _replaced(vector: Any, parts: Sequence[tuple[Slot, Any]], change: Callable[[
     return laid_as(join(pieces, tuple(shapes), vector.shape[0]), vector)
 
 
-def _values(layout: Layout, slots: Sequence[Slot], value: Any) -> list[jax.Array]:
+def _values(slots: Sequence[Slot], dtype: Any, value: Any) -> list[jax.Array]:
     if isinstance(value, Mapping):
-        unwrapped(layout, value)
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):
             raise ValueError(f"expected values at {paths}, got them at {list(value)}")
@@ -253,8 +216,8 @@ def _values(layout: Layout, slots: Sequence[Slot], value: Any) -> list[jax.Array
             )
         values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
     for slot, new in zip(slots, values, strict=True):
-        if is_complex(new.dtype) and not is_complex(layout.vectors[slot.vector].dtype):
-            raise TypeError(f"{slot.path!r} lies in a vector of {layout.vectors[slot.vector].dtype}, got {new.dtype}")
+        if is_complex(new.dtype) and not is_complex(dtype):
+            raise TypeError(f"{slot.path!r} lies in a vector of {dtype}, got {new.dtype}")
     return values
 
 
@@ -262,16 +225,3 @@ def _fitting(slot: Slot, value: jax.Array) -> jax.Array:
     if value.ndim and value.shape not in (slot.shape, (slot.size,)):
         raise ValueError(f"expected a number or shape {slot.shape} at {slot.path!r}, got shape {value.shape}")
     return value
-
-
-def unwrapped(layout: Layout, vector: Any) -> Any:
-    """What lies below a view, or the vector itself.
-
-    Raises:
-        ValueError: the view is one of another layout.
-    """
-    if not isinstance(vector, View):
-        return vector
-    if vector.layout != layout:
-        raise ValueError(f"a view of another layout than expected (the second):\n{layout.diff(vector.layout)}")
-    return vector.vector

@@ -5,21 +5,26 @@ by path: they may be canonical, partial (`None`, `optax.MaskedNode`, `float0`, a
 another type with the same paths, or a dictionary `{path: array}` as `trainables` returns it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from ._match import Tied, per_slot
-from ._partition import rest_of, slots_of
-from ._resolve import resolve
+from ._parts import Parts, take_apart
+from ._structure import is_array
+from ._text import describe
 
+M = TypeVar("M")
 Accumulated = TypeVar("Accumulated")
 
 
 def maptrainable(
-    f: Callable[..., Any], model: PyTree, *rest: PyTree, trainable: Any = None, tied: Tied = None
-) -> PyTree:
+    f: Callable[..., Any], model: M, *rest: PyTree, trainable: Any = None, tied: Tied | Sequence[Tied] = None
+) -> M:
     """The model with `f` applied to its trained parameters.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -32,6 +37,15 @@ def maptrainable(
     >>> step = lambda x, g: x if g is None else x - 0.1 * g
     >>> tp.maptrainable(step, model, {"weight": jnp.ones(2)})["weight"]
     Array([0.9, 0.9], dtype=float32)
+
+    With a gradient and a state, of which a tie has several entries each: those of the gradient are added, those of the
+    state are one value.
+
+    >>> shared = jnp.ones(2)
+    >>> tied = {"a": shared, "b": shared}
+    >>> grads, state = {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}, {"a": 7 * jnp.ones(2), "b": 7 * jnp.ones(2)}
+    >>> tp.maptrainable(lambda x, g, s: g + s, tied, grads, state, tied=("sum", "first"))["b"]
+    Array([10., 10.], dtype=float32)
 
     What was taken out by path goes back in by path:
 
@@ -46,20 +60,38 @@ def maptrainable(
             ignored.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         tied: what several entries of another tree at one tie mean: `"sum"` adds them (gradients), `"first"` takes the
-            first (values).
+            first (values). One word for all trees, or a tuple with one for each.
 
     Returns:
-        The model with the results in place of the parameters, a tie's at all its paths; all else is as it was.
+        The model with the results in place of the parameters, a tie's at all its paths; all else is as it was. Where
+        `f` returns a NumPy scalar, as NumPy's arithmetic does of arrays without axes, it becomes an array again.
 
     Raises:
         ValueError: another tree has an entry at a path that the model has not; it has several entries for a tie and
-            `tied` is not given; as `tp.layout`.
-        TypeError: as `tp.layout`.
+            `tied` is not given; `tied` has not one word for each tree; as `tp.layout`.
+        TypeError: `f` is no function; as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
-    others = [per_slot(resolved.layout, tree, tied) for tree in rest]
-    kept = rest_of(resolved)
-    return kept.fill(list(map(f, slots_of(resolved), *others)))
+    parts = take_apart(model, trainable)
+    if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
+        raise TypeError(f"the function comes first: tp.maptrainable(f, model); got {describe(f)} in its place")
+    results = list(map(f, parts.slots, *_others(parts, rest, tied)))
+    if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
+        results = [_as_leaf(*pair) for pair in zip(results, parts.slots, strict=True)]
+    return parts.model(results)
+
+
+def _as_leaf(result: Any, leaf: Any) -> Any:
+    if not isinstance(result, np.generic):
+        return result
+    return np.asarray(result) if isinstance(leaf, np.ndarray) else jnp.asarray(result)
+
+
+def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:
+    """What each of the other trees has for each slot."""
+    words = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
+    if len(words) != len(trees):
+        raise ValueError(f"tied has {len(words)} words for {len(trees)} trees beside the model; give one for each")
+    return [per_slot(parts.index, tree, word) for tree, word in zip(trees, words, strict=True)]
 
 
 def biwalk(model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = None) -> Iterator[tuple[str, Any, Any]]:
@@ -85,9 +117,8 @@ def biwalk(model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = 
         ValueError: as `maptrainable`, at once and not at the first step.
         TypeError: as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
-    others = per_slot(resolved.layout, other, tied)
-    return zip(resolved.layout.paths, slots_of(resolved), others, strict=True)
+    parts = take_apart(model, trainable)
+    return zip(parts.layout.paths, parts.slots, *_others(parts, [other], tied), strict=True)
 
 
 def mapreduce(
@@ -97,7 +128,7 @@ def mapreduce(
     *rest: PyTree,
     init: Accumulated,
     trainable: Any = None,
-    tied: Tied = None,
+    tied: Tied | Sequence[Tied] = None,
 ) -> Accumulated:
     """Folds `f` of the trained parameters with `op`.
 
@@ -123,10 +154,9 @@ def mapreduce(
         ValueError: as `maptrainable`.
         TypeError: as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
-    others = [per_slot(resolved.layout, tree, tied) for tree in rest]
+    parts = take_apart(model, trainable)
     accumulated = init
-    for result in map(f, slots_of(resolved), *others):
+    for result in map(f, parts.slots, *_others(parts, rest, tied)):
         accumulated = op(accumulated, result)
     return accumulated
 
@@ -151,5 +181,5 @@ def trainables(model: PyTree, trainable: Any = None) -> dict[str, Any]:
         ValueError: as `tp.layout`.
         TypeError: as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
-    return dict(zip(resolved.layout.paths, slots_of(resolved), strict=True))
+    parts = take_apart(model, trainable)
+    return dict(zip(parts.layout.paths, parts.slots, strict=True))

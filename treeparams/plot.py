@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import PyTree
 
-from ._layout import Layout
-from ._pack import Slot, unplaced
+from ._index import Slot
+from ._layout import Layout, index_of
 from ._paths import join, split
 from ._resolve import layout as layout_of
 from ._summary import in_bytes
@@ -79,13 +79,13 @@ def layout(model: PyTree, trainable: Any = None, *, ax: Axes | None = None) -> A
     known = model if isinstance(model, Layout) else layout_of(model, trainable)
     strips = _strips(known)
     width = 10.0 if ax is None else ax.get_window_extent().width / ax.figure.dpi
-    labels = [_labels(strip, known.tied_to) for strip in strips]
+    labels = [_labels(strip, index_of(known).tied_to) for strip in strips]
     bases, bottom = _places([_divided(each, width)[1] for each in labels])
     if ax is None:
         _, ax = plt.subplots(figsize=(width, _INCHES * (1.8 - bottom)), layout="constrained")
     colours = _colours(known)
     for strip, base, each in zip(strips, bases, labels, strict=True):
-        _draw(ax, strip, base, known.tied_to, colours)
+        _draw(ax, strip, base, index_of(known).tied_to, colours)
         _name(ax, base, *_divided(each, width))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom, 1.8))
     ax.axis("off")
@@ -94,30 +94,23 @@ def layout(model: PyTree, trainable: Any = None, *, ax: Axes | None = None) -> A
 
 
 def _strips(known: Layout) -> list[_Strip]:
-    strips = []
-    for number, vector in enumerate(known.vectors):
-        name = "the vector" if len(known.vectors) == 1 else f"vector {number}"
-        padded = f", padded to {vector.length:,}" if vector.length > vector.size else ""
-        title = f"{name}: {vector.size:,} {vector.dtype}{padded}, {in_bytes(vector.length * vector.dtype.itemsize)}"
-        strips.append(_Strip(title, [known.slots[i] for i in vector.slots], vector.length, False))
-    return [*strips, _frozen(known)] if known.frozen else strips
-
-
-def _frozen(known: Layout) -> _Strip:
-    slots: list[Slot] = []
-    size = nbytes = 0
-    for i in known.frozen:
-        spec = known.structure.spec(i)
-        slot = unplaced(known.structure.paths[i], (), spec.shape, spec.dtype)._replace(offset=size)
-        slots.append(slot)
-        size, nbytes = size + slot.size, nbytes + slot.size * spec.dtype.itemsize
-    return _Strip(f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}", slots, size, True)
+    title = f"the vector: {known.size:,} {known.dtype}, {in_bytes(known.size * known.dtype.itemsize)}"
+    strips = [_Strip(title, known.slots, known.size, False)]
+    frozen = index_of(known).frozen
+    if frozen:
+        size = sum(slot.size for slot in frozen)
+        nbytes = sum(slot.size * slot.dtype.itemsize for slot in frozen)
+        strips.append(_Strip(f"frozen, in no vector: {size:,} elements, {in_bytes(nbytes)}", frozen, size, True))
+    return strips
 
 
 def _colours(known: Layout) -> dict[str, str]:
     """The colour of each parameter."""
-    shared = _shared(known.structure.paths[i] for i in known.distinct)
-    heads = {known.structure.paths[i]: known.structure.entries[i][: shared + 1] for i in known.distinct}
+    index = index_of(known)
+    entries = [index.structure.entries[i] for i in index.distinct]
+    paths = [index.structure.paths[i] for i in index.distinct]
+    shared = _shared(paths)
+    heads = {path: entry[: shared + 1] for path, entry in zip(paths, entries, strict=True)}
     number = {head: i for i, head in enumerate(dict.fromkeys(heads.values()))}
     return {path: _COLOURS[number[head] % len(_COLOURS)] for path, head in heads.items()}
 
@@ -205,7 +198,7 @@ def _legend(ax: Axes, known: Layout) -> None:
     marks = []
     if known.ties:
         marks.append(Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths"))
-    if known.frozen:
+    if index_of(known).frozen:
         marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
     if marks:
         ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=8, borderaxespad=0)

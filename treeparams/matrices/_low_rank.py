@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
-from .._groups import groups
-from .._seen import structure_of
-from .._select import Where, declared_frozen, select
+from .._recognise import structure_of
 from .._structure import Structure
+from .._ties import find_ties
+from .._where import Where, declared_frozen, select
 from ._constrained import constrained_kinds
 from ._matrix import AbstractMatrix
 from ._replace import replace
@@ -214,22 +214,21 @@ def _bases(structure: Structure, where: Where) -> list[int]:
 def _first_of_tie(structure: Structure, chosen: list[int], where: Where) -> dict[int, int]:
     """For each chosen leaf the one that stands for all of its tie, found by identity or declared."""
     paths, first = structure.paths, {i: i for i in chosen}
-    for group in groups(structure):
-        members = [group.source, *(alias.leaf for alias in group.aliases)]
-        inside = [i for i in members if i in first]
-        outside = [i for i in members if i not in first]
-        through = next((alias for alias in group.aliases if alias.chain), None)
-        if inside and through is not None:
+    for alias in find_ties(structure):
+        ends = (alias.leaf, alias.source)
+        inside = [i for i in ends if i in first]
+        if inside and alias.transforms:
             raise ValueError(
-                f"{paths[through.leaf]!r} is tied to {paths[group.source]!r} through a transform, which a low-rank "
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r} through a transform, which a low-rank "
                 "change of either would undo: leave both out"
             )
-        if inside and outside:
+        if len(inside) == 1:
+            (outside,) = set(ends) - set(inside)
             raise ValueError(
-                f"{paths[outside[0]]!r} and {paths[inside[0]]!r} are one array, but {where!r} selects only the "
+                f"{paths[outside]!r} and {paths[inside[0]]!r} are one array, but {where!r} selects only the "
                 "latter: select both, or tp.untie the model first"
             )
-        first |= dict.fromkeys(inside, group.source)
+        first |= dict.fromkeys(inside, alias.source)
     return first
 
 

@@ -160,7 +160,7 @@ class Permuted(AbstractMatrix):
     >>> weight.to_dense()
     Array([[6., 4., 5.],
            [3., 1., 2.]], dtype=float32)
-    >>> tp.layout(weight).paths, tp.ties({"first": w, "second": weight})
+    >>> tp.layout(weight).paths, tp.layout({"first": w, "second": weight}).ties
     (('matrix',), {'first': ('second.matrix',)})
 
     The vectors are brought into order, not the matrix, which may be any and stays the parameter that it was. The

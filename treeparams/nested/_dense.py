@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._describe import count_of
-from .._flat import as_given, as_vectors, leaves_of, vectors_of
+from .._forms import vector_of
 from .._layout import Layout
+from .._text import count_of
 from ._mapped import mapped
-from ._slots import slots
+from ._slots import of_slots, parts_of
 
 
 def hessian(
@@ -38,7 +38,7 @@ def hessian(
         The matrix, shape `(n, n)` with n the length of the vector; its blocks by name are `layout.block`.
 
     Raises:
-        ValueError: `chunk` is no count; the layout has several vectors; as `tp.layout`.
+        ValueError: `chunk` is no count; as `tp.layout`.
         TypeError: as `hvp`.
     """
     times, layout, _ = _on_vector(loss, model, args, trainable)
@@ -79,8 +79,8 @@ def hessian_diagonal(
         The diagonal, shape `(n,)`; of an estimate `(mean, standard_error)`, both of that shape.
 
     Raises:
-        ValueError: `chunk` or `samples` is no count, or only one of `key` and `samples` is given; the layout has
-            several vectors; as `tp.layout`.
+        ValueError: `chunk` or `samples` is no count, or only one of `key` and `samples` is given; as
+            `tp.layout`.
         TypeError: as `hvp`.
     """
     if (key is None) != (samples is None):
@@ -100,19 +100,15 @@ def hessian_diagonal(
 
 def _on_vector(loss: Callable[..., Any], model: PyTree, args: Any, trainable: Any) -> tuple[Any, Layout, int]:
     # Differentiated in the vector and not leaf by leaf: one column is then one array, and compiles in less time.
-    parts = slots(model, trainable)
-    layout = parts.layout
-    if len(layout.vectors) != 1:
-        raise ValueError(f"a matrix is over one vector, but {layout!r} has {len(layout.vectors)}")
-    f = parts.function(loss, *args)
-    of_vector = lambda vector: f(leaves_of(layout, as_vectors(layout, vector)))
-    vector = as_given(layout, vectors_of(layout, parts.leaves))
-    _, times = jax.linearize(jax.grad(of_vector), vector)
-    return times, layout, len(vector)
+    parts = parts_of(model, trainable)
+    kind, f = vector_of(parts.layout), of_slots(loss, parts, *args)
+    vector = kind.join(parts.slots)
+    _, times = jax.linearize(jax.grad(lambda vector: f(kind.cut(vector))), vector)
+    return times, parts.layout, len(vector)
 
 
 def _over_columns(times: Any, layout: Layout, chunk: int | None, diagonal: bool = False) -> jax.Array:
-    size, dtype = layout.vectors[0].length, layout.vectors[0].dtype
+    size, dtype = layout.size, layout.dtype
     if size == 0:
         return jnp.zeros((0,) if diagonal else (0, 0), dtype)
 

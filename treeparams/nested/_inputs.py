@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._describe import count_of
-from .._structure import describe, scan
+from .._recognise import structure_of
+from .._text import count_of, describe
 from ._mapped import mapped
 from ._orders import ORDERS, Order, pulled, pushed
 
@@ -248,5 +248,5 @@ def _like(what: str, given: Any, like: Any) -> Any:
 
 
 def _at(tree: Any, i: int) -> str:
-    path = scan(tree, jax.tree.leaves(tree)).paths[i]
+    path = structure_of(tree)[2].paths[i]
     return f" at {path!r}" if path else ""

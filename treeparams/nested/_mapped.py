@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._describe import count_of
+from .._text import count_of
 
 
 def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -> Any:

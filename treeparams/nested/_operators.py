@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._layout import Layout
-from ._slots import given_back, slots, taken
+from ._slots import given_back, of_slots, parts_of, taken
 
 
 def hvp(loss: Callable[..., Any], model: PyTree, tangent: Any, *args: Any, trainable: Any = None) -> Any:
@@ -41,9 +41,9 @@ def hvp(loss: Callable[..., Any], model: PyTree, tangent: Any, *args: Any, train
         ValueError: the tangent has an entry of another shape, or where the model has no leaf; as `tp.layout`.
         TypeError: a trained parameter is complex; the loss is no real scalar; as `tp.layout`.
     """
-    parts = slots(model, trainable)
-    gradient = jax.grad(parts.function(loss, *args))
-    _, product = jax.jvp(gradient, (parts.leaves,), (taken(parts.layout, tangent),))
+    parts = parts_of(model, trainable)
+    gradient = jax.grad(of_slots(loss, parts, *args))
+    _, product = jax.jvp(gradient, (parts.slots,), (taken(parts.layout, tangent),))
     return given_back(parts.layout, product, tangent)
 
 
@@ -116,8 +116,8 @@ def hessian_operator(
         ValueError: as `tp.layout`.
         TypeError: as `hvp`.
     """
-    parts = slots(model, trainable)
-    _, linear = jax.linearize(jax.grad(parts.function(loss, *args)), parts.leaves)
+    parts = parts_of(model, trainable)
+    _, linear = jax.linearize(jax.grad(of_slots(loss, parts, *args)), parts.slots)
     return Operator(linear, damping, parts.layout)
 
 
@@ -157,8 +157,8 @@ def ggn_operator(
         ValueError: as `tp.layout`.
         TypeError: as `hvp`.
     """
-    parts = slots(model, trainable)
-    outputs, forward = jax.linearize(parts.function(model_fn, *args), parts.leaves)
+    parts = parts_of(model, trainable)
+    outputs, forward = jax.linearize(of_slots(model_fn, parts, *args), parts.slots)
     _, curvature = jax.linearize(jax.grad(loss), outputs)
     shapes = tuple(jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in parts.layout.slots)
     return Operator(_Sandwich(forward, curvature, shapes), damping, parts.layout)

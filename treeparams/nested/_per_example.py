@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._flat import as_given, vectors_of
+from .._forms import vector_of
 from .._norm import global_norm
 from ._mapped import mapped
-from ._slots import slots
+from ._slots import of_slots, parts_of
 
 
 def per_example_gradients(
@@ -42,14 +42,14 @@ def per_example_gradients(
 
     Returns:
         The canonical tree of gradients with a leading axis, `None` where nothing is trained; or the matrix, shape
-        `(batch, n)` with n the length of the vector (a tuple of them where the layout has several vectors).
+        `(batch, n)` with n the length of the vector.
 
     Raises:
         ValueError: the arrays of the batch differ in length, or one has no axis; `chunk` is no count; as `tp.layout`.
         TypeError: the loss is no real scalar; as `tp.layout`.
     """
-    one, layout = _gradient(loss, model, batch, trainable)
-    form = lambda leaves: as_given(layout, vectors_of(layout, leaves)) if flat else layout.canonical(leaves)
+    one, parts = _gradient(loss, model, batch, trainable)
+    form = vector_of(parts.layout).join if flat else parts.canonical
     return mapped(lambda example: form(one(example)), batch, chunk, "examples")
 
 
@@ -87,5 +87,5 @@ def _gradient(loss: Callable[..., Any], model: PyTree, batch: PyTree, trainable:
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or () in lengths:
         raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
-    parts = slots(model, trainable, real=False)
-    return lambda example: jax.grad(parts.function(loss, example))(parts.leaves), parts.layout
+    parts = parts_of(model, trainable, real=False)
+    return lambda example: jax.grad(of_slots(loss, parts, example))(parts.slots), parts

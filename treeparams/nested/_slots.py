@@ -1,38 +1,21 @@
 """A loss as a function of the trained parameters, one array per slot; tangents as vectors or as trees."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._flat import as_given, as_vectors, leaves_of, vectors_of
-from .._layout import Layout
-from .._pack import is_complex
-from .._partition import Rest, rest_of, slots_of
-from .._project import slot_gradients
-from .._resolve import resolve
+from .._forms import vector_of
+from .._index import is_complex
+from .._layout import Layout, index_of
+from .._match import slot_gradients
+from .._parts import Parts, take_apart
 
 
-class Slots(NamedTuple):
-    """A model taken apart into its trained parameters, one array per slot, and the rest."""
-
-    leaves: tuple[Any, ...]
-    rest: Rest
-
-    @property
-    def layout(self) -> Layout:
-        """Of the model."""
-        return self.rest.layout
-
-    def function(self, f: Callable[..., Any], *args: Any) -> Callable[[Sequence[Any]], Any]:
-        """`f(model, *args)` as a function of one array per slot."""
-        return lambda leaves: f(self.rest.fill(list(leaves)), *args)
-
-
-def slots(model: PyTree, trainable: Any, real: bool = True) -> Slots:
-    """The model taken apart.
+def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
+    """The model taken apart, with JAX arrays in its slots.
 
     Args:
         model: any pytree.
@@ -43,22 +26,24 @@ def slots(model: PyTree, trainable: Any, real: bool = True) -> Slots:
         TypeError: a trained parameter is complex where second derivatives are taken; as `tp.layout`.
         ValueError: as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
-    found = next((slot for slot in resolved.layout.slots if is_complex(slot.dtype)), None)
+    parts = take_apart(model, trainable)
+    found = next((slot for slot in parts.layout.slots if is_complex(slot.dtype)), None)
     if real and found is not None:
         raise TypeError(
             f"{found.path!r} is {found.dtype}, and second derivatives are of real parameters; freeze it, or hold its "
             "real and imaginary part as two parameters"
         )
-    return Slots(tuple(map(jnp.asarray, slots_of(resolved))), rest_of(resolved))
+    return parts._replace(slots=tuple(map(jnp.asarray, parts.slots)))
+
+
+def of_slots(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Sequence[Any]], Any]:
+    """`f(model, *args)` as a function of one array per slot."""
+    return lambda slots: f(parts.model(list(slots)), *args)
 
 
 def is_vector(layout: Layout, tangent: Any) -> bool:
     """Whether a tangent is in the form of the vector; a tree is one of the model's structure, or of its paths."""
-    if layout.packing.is_single:
-        return getattr(tangent, "shape", None) == (layout.vectors[0].length,)
-    lengths = [(vector.length,) for vector in layout.vectors]
-    return isinstance(tangent, (tuple, list)) and [getattr(each, "shape", None) for each in tangent] == lengths
+    return getattr(tangent, "shape", None) == (layout.size,)
 
 
 def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
@@ -69,12 +54,13 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
         TypeError: an entry is no array.
     """
     if is_vector(layout, tangent):
-        return tuple(leaves_of(layout, as_vectors(layout, tangent)))
-    return tuple(slot_gradients(layout, tangent, "zeros"))
+        return tuple(vector_of(layout).cut(tangent))
+    return tuple(slot_gradients(index_of(layout), tangent, "zeros"))
 
 
-def given_back(layout: Layout, leaves: Sequence[Any], tangent: Any) -> Any:
+def given_back(layout: Layout, slots: Sequence[Any], tangent: Any) -> Any:
     """One array per slot in the form of a tangent: the vector, or the canonical tree."""
     if is_vector(layout, tangent):
-        return as_given(layout, vectors_of(layout, leaves))
-    return layout.canonical(leaves)
+        return vector_of(layout).join(slots)
+    index = index_of(layout)
+    return index.canonical(slots, index.structure.treedef)

@@ -11,10 +11,10 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._average import widened
-from .._describe import count_of
+from .._index import widened
 from .._match import per_slot
-from .._partition import slots_of
+from .._parts import Parts
+from .._text import count_of
 from ._context import around, given
 from ._forms import Tree, owners
 from ._state import extended, is_placeholder, settled, steady
@@ -100,9 +100,8 @@ class _Accumulate:
         zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
         if is_placeholder(params):
             return AccumulateState(self.tx.init(params), params, False, *zeros)
-        resolved = given(params, None)
-        show = lambda leaves: resolved.layout.canonical(list(leaves), resolved.treedef)
-        slots = slots_of(resolved)
+        parts = given(params, None)
+        show, slots = lambda leaves: parts.canonical(list(leaves)), parts.slots
         total = show(jnp.zeros_like(slot, widened(slot.dtype)) for slot in slots)
         return AccumulateState(settled(self.tx.init(params)), total, show(jnp.zeros((), bool) for _ in slots), *zeros)
 
@@ -137,22 +136,18 @@ class _Round:
     """One call: adds, and every so often steps."""
 
     def __init__(
-        self, outer: _Accumulate, resolved: Any, updates: PyTree, state: AccumulateState, extra: dict[str, Any]
+        self, outer: _Accumulate, parts: Parts, updates: PyTree, state: AccumulateState, extra: dict[str, Any]
     ) -> None:
-        self.tx, self.layout, self.treedef = outer.tx, resolved.layout, resolved.treedef
-        self.params, self.inner, self.extra = self.show(slots_of(resolved)), state.inner, dict(extra)
+        self.tx, self.layout, self.index, self.show = outer.tx, parts.layout, parts.index, parts.canonical
+        self.params, self.inner, self.extra = self.show(parts.slots), state.inner, dict(extra)
         weight = outer.weight(state.calls, self.extra)
-        self.gradients = per_slot(self.layout, updates, "first")
+        self.gradients = per_slot(self.index, updates, "first")
         self.has = [gradient is not None for gradient in self.gradients]
-        totals, seen = (per_slot(self.layout, tree, "first") for tree in (state.total, state.seen))
+        totals, seen = (per_slot(self.index, tree, "first") for tree in (state.total, state.seen))
         self.totals = [_plus(*each, weight) for each in zip(totals, self.gradients, strict=True)]
         self.seen = [before | (has & (weight > 0)) for before, has in zip(seen, self.has, strict=True)]
         self.may_be_void = isinstance(outer.weights, str)  # calls of no weight are as calls without gradients
         self.weight, self.calls, self.every = state.weight + weight, state.calls + 1, outer.every
-
-    def show(self, values: Sequence[Any]) -> PyTree:
-        """The canonical tree."""
-        return self.layout.canonical(values, self.treedef)
 
     def taken(self) -> tuple[PyTree, AccumulateState]:
         """The updates and the next state."""
@@ -177,7 +172,7 @@ class _Round:
         found, inner = self.tx.update(self.show(mean), self.inner, self.params, **self.extra)
         updates = [
             jnp.zeros(slot.shape, slot.dtype) if each is None else jnp.where(flag, each, 0).astype(slot.dtype)
-            for slot, each, flag in zip(slots, per_slot(self.layout, found, "first"), self.seen, strict=True)
+            for slot, each, flag in zip(slots, per_slot(self.index, found, "first"), self.seen, strict=True)
         ]
         inner = self.kept(steady(inner, self.inner))
         total, seen = (self.show([jnp.zeros_like(each) for each in gathered]) for gathered in (self.totals, self.seen))

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._layout import Layout
+from .._index import common_dtype, is_complex
+from .._layout import Layout, trained_at
 from .._match import per_slot
-from .._pack import is_complex
-from .._partition import rest_of, slots_of
-from .._resolve import resolve
-from .._structure import common_dtype
-from ._state import layout_in, only
+from .._parts import take_apart
+from ._state import layout_in
 
 
 def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTree:
@@ -42,12 +40,12 @@ def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTr
             `tp.layout`.
         TypeError: a complex update of a real parameter; as `tp.layout`.
     """
-    resolved = resolve(model, trainable)
+    parts = take_apart(model, trainable)
     if trainable is None:  # what has an update moves, also where a class declares it frozen and a layout thawed it
-        resolved = resolved._replace(layout=only(resolved.layout, resolved.layout.distinct))
-    steps = per_slot(resolved.layout, updates, None, exact_shapes=True)
-    slots = zip(resolved.layout.paths, slots_of(resolved), steps, strict=True)
-    return rest_of(resolved).fill([moved(*slot) for slot in slots])
+        parts = take_apart(model, trained_at(parts.layout, parts.index.distinct))
+    steps = per_slot(parts.index, updates, None, exact_shapes=True)
+    slots = zip(parts.layout.paths, parts.slots, steps, strict=True)
+    return parts.model([moved(*slot) for slot in slots])
 
 
 def moved(path: str, leaf: Any, step: Any) -> Any:

@@ -8,9 +8,9 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._layout import Layout
+from .._layout import Layout, index_of
+from .._match import project
 from .._norm import global_norm
-from .._project import project
 from .._structure import is_array
 from ._context import around, given
 
@@ -107,8 +107,9 @@ def clip_by_global_norm(
 
 def _chosen(params: PyTree, trainable: Any) -> Layout:
     layout = given(params, trainable).layout
-    if around() is not None and len(layout.positions) < len(layout.structure.parameters):
-        left = next(layout.structure.paths[i] for i in layout.structure.parameters if not layout.trained[i])
+    index = index_of(layout)
+    if around() is not None and len(index.positions) < len(index.structure.parameters):
+        left = next(index.structure.paths[i] for i in index.structure.parameters if not index.trained[i])
         raise ValueError(
             f"this clip leaves {left!r} out, which trains in the transformation around it, and would drop its "
             "gradient; give it no `trainable` there, or clip a part of the model in optim.groups"

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from .._layout import Layout
-from .._resolve import Resolved, resolve, retrained
-from .._seen import structure_of
+from .._layout import Layout, trained_at
+from .._parts import Parts, take_apart
+from .._recognise import structure_of
+from .._resolve import look_up, retrained
 
 
 class Around(NamedTuple):
@@ -60,8 +61,8 @@ def collecting() -> Iterator[None]:
         _collecting.reset(token)
 
 
-def given(tree: PyTree, trainable: Any) -> Resolved:
-    """The leaves that an element was given, and which of them count for it.
+def given(tree: PyTree, trainable: Any) -> Parts:
+    """What an element was given, taken apart by the leaves that count for it.
 
     Raises:
         ValueError: as `tp.layout`; a choice of leaves where a vector is given.
@@ -69,23 +70,17 @@ def given(tree: PyTree, trainable: Any) -> Resolved:
     """
     above = around()
     if above is None:
-        return resolve(tree, trainable)
-    leaves, treedef, structure = structure_of(tree)
+        return take_apart(tree, trainable)
+    chosen = None
     if trainable is None or above.layout is None:
-        chosen = None
+        pass
     elif above.is_vector:
         raise ValueError(
             f"inside of optim.flat there is one vector and no leaves, so trainable={trainable!r} chooses none"
         )
     else:
-        layout = retrained(above.layout, trainable)
-        chosen = {layout.structure.paths[leaf] for leaf in layout.by_leaf}
-    return Resolved(leaves, treedef, structure, _all_of(structure, chosen))
-
-
-def _all_of(structure: Any, chosen: set[str] | None) -> Layout:
-    counts = (
-        structure.is_parameter(i) and (chosen is None or structure.paths[i] in chosen)
-        for i in range(len(structure.specs))
-    )
-    return Layout(structure, tuple(counts), ())
+        chosen = set(retrained(above.layout, trainable).paths)
+    # In what is handed on all counts, also where a class declares it frozen and a layout thawed it.
+    declared, index = look_up(structure_of(tree)[2], None)
+    paths = index.structure.paths
+    return take_apart(tree, trained_at(declared, [i for i in index.distinct if chosen is None or paths[i] in chosen]))

@@ -9,18 +9,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._average import Buffers, as_decay, lerp, next_step, widened
-from .._ema import Ema
-from .._flat import as_vectors, pieces_of
-from .._layout import Layout
-from .._pack import is_complex
-from .._partition import slots_of
-from .._resolve import resolve
-from .._seen import structure_of
+from .._average import Buffers, Ema, as_decay, lerp, next_step
+from .._index import is_complex, widened
+from .._layout import Layout, index_of, trained_at
+from .._primitives import cut
+from .._recognise import structure_of
+from .._resolve import look_up
 from .._structure import is_array
 from ._apply import moved
 from ._context import given
-from ._state import TrainableState, is_placeholder, layout_in, only
+from ._state import TrainableState, is_placeholder, layout_in
 
 
 class EmaState(NamedTuple):
@@ -76,9 +74,8 @@ def ema(
 
     def init(params: PyTree) -> EmaState:
         if not is_placeholder(params):
-            resolved = given(params, trainable)
-            shadow = [jnp.array(leaf, widened(leaf.dtype), copy=True) for leaf in slots_of(resolved)]
-            params = resolved.layout.canonical(shadow, resolved.treedef)
+            parts = given(params, trainable)
+            params = parts.canonical([jnp.array(leaf, widened(leaf.dtype), copy=True) for leaf in parts.slots])
         return EmaState(params, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, EmaState]:
@@ -143,11 +140,12 @@ def as_ema(
                 f"the state has two averages of {min(twice)!r}; pass the part of it that has the one you mean"
             )
         values |= averages
-    layout = resolve(model, layout_in(state)).layout  # the state knows the ties
-    unknown = [path for path in values if path not in layout.structure.index]
+    layout, _ = look_up(structure_of(model)[2], layout_in(state))  # the state knows the ties
+    index = index_of(layout).structure.index
+    unknown = [path for path in values if path not in index]
     if unknown:
         raise ValueError(f"the state has an average for {unknown[0]!r}, the model has no parameter there")
-    layout = only(layout, sorted(layout.structure.index[path] for path in values))
+    layout = trained_at(layout, [index[path] for path in values])
     average = Ema(model, decay, debias=debias, warmup=warmup, buffers=buffers, trainable=layout)
     last = max((each for each, _ in found), key=lambda each: int(each.count)) if len(found) > 1 else found[0][0]
     changed = [jnp.copy(values[path]) for path in layout.paths], jnp.copy(last.count), jnp.copy(last.weight)
@@ -163,14 +161,12 @@ def _averages(state: PyTree, layout: Layout | None) -> Iterator[tuple[EmaState, 
         elif isinstance(node, TrainableState):
             runs = [*zip(node.roles.runs, node.runs, strict=True), *zip(node.roles.held, node.held, strict=True)]
             for positions, run in runs:
-                yield from _averages(run, only(node.layout, positions))
+                yield from _averages(run, trained_at(node.layout, positions))
 
 
 def _values(state: EmaState, layout: Layout | None) -> dict[str, Any]:
-    vectors = jax.tree.leaves(state.average)
-    is_flat = is_array(state.average) or isinstance(state.average, tuple)
-    if layout is not None and is_flat and [v.shape for v in vectors] == [(v.length,) for v in layout.vectors]:
-        pieces = pieces_of(layout, as_vectors(layout, state.average))
+    if layout is not None and is_array(state.average) and state.average.shape == (layout.size,):
+        pieces = cut(state.average, tuple(slot.shape for slot in layout.slots))
         return {s.path: p if is_complex(s.dtype) else p.real for s, p in zip(layout.slots, pieces, strict=True)}
     return _by_path(state.average)
 

@@ -14,15 +14,11 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
-from .._average import widened
-from .._flat import as_given, as_vectors, leaves_of, vectors_of
-from .._layout import Layout
-from .._match import per_slot
-from .._pack import Slot, Vector
-from .._project import slot_gradients
-from .._structure import common_dtype
+from .._forms import vector_of
+from .._index import Slot, common_dtype, widened
+from .._layout import Layout, index_of, trained_at
+from .._match import per_slot, slot_gradients
 from ._context import within
-from ._state import only
 
 
 class Part(NamedTuple):
@@ -40,15 +36,16 @@ class Tree:
     def gradients(self, layout: Layout, grads: PyTree, wide: bool = False) -> list[Any]:
         """One gradient per slot, in its dtype or one that has at least single precision; `None` where there is none."""
         dtypes = [widened(slot.dtype) for slot in layout.slots] if wide else None
-        return slot_gradients(layout, grads, None, dtypes)
+        return slot_gradients(index_of(layout), grads, None, dtypes)
 
     def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
         """The canonical tree of one value per slot."""
-        return layout.canonical(values, treedef)
+        index = index_of(layout)
+        return index.canonical(values, index.structure.treedef if treedef is None else treedef)
 
     def read(self, layout: Layout, seen: PyTree) -> list[Any]:
         """One value per slot, `None` where the tree has none."""
-        return per_slot(layout, seen, "first", exact_shapes=True)
+        return per_slot(index_of(layout), seen, "first", exact_shapes=True)
 
     def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
         """The state of the slots of `to`; leaves are told by their paths in the state.
@@ -56,7 +53,7 @@ class Tree:
         Raises:
             ValueError: the state is not kept leaf by leaf.
         """
-        if parts[0].layout.positions == to.positions:
+        if index_of(parts[0].layout).positions == index_of(to).positions:
             return parts[0].state
         leaves, treedef = jtu.tree_flatten_with_path(shapes_of(tx, self, to))
         known: dict[Any, Any] = {}
@@ -72,47 +69,44 @@ class Tree:
     def _is_by_leaf(self, tx: Any, part: Part, to: Layout) -> bool:
         # A state kept as a list of leaves would have the same paths for other leaves. But then the states of two
         # complementary choices have fewer paths together than the state of all.
-        here = set(part.layout.positions)
-        inside, outside = here & set(to.positions), here - set(to.positions)
+        here = set(index_of(part.layout).positions)
+        inside, outside = here & set(index_of(to).positions), here - set(index_of(to).positions)
         if not inside or not outside:
             return True
-        paths = _paths(tx, self, only(part.layout, inside)) | _paths(tx, self, only(part.layout, outside))
+        paths = _paths(tx, self, trained_at(part.layout, list(inside))) | _paths(
+            tx, self, trained_at(part.layout, list(outside))
+        )
         return paths == set(_by_path(part.state))
 
 
 class Flat:
-    """One vector, or as many as the layout says (`tp.ravel`)."""
+    """One vector."""
 
     is_vector = True
 
     def gradients(self, layout: Layout, grads: PyTree, wide: bool = False) -> list[Any]:
         """One gradient per slot, in the vector's dtype, zeros where there is none."""
-        return slot_gradients(layout, grads, "zeros", [layout.vectors[slot.vector].dtype for slot in layout.slots])
+        return slot_gradients(index_of(layout), grads, "zeros", [layout.dtype] * len(layout.slots))
 
     def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> Any:
         """The vector of one value per slot."""
-        return as_given(layout, vectors_of(layout, values))
+        return vector_of(layout).join(values)
 
     def read(self, layout: Layout, seen: Any) -> list[Any]:
         """One value per slot, in the slot's dtype."""
-        return leaves_of(layout, as_vectors(layout, seen))
+        return vector_of(layout).cut(seen)
 
     def regroup(self, tx: Any, parts: Sequence[Part], to: Layout) -> PyTree:
         """The state of the slots of `to`, cut out of the vectors in the states and joined again."""
-        if parts[0].layout.positions == to.positions:
+        if index_of(parts[0].layout).positions == index_of(to).positions:
             return parts[0].state
         shapes, treedef = jtu.tree_flatten(shapes_of(tx, self, to))
         states = [jtu.tree_leaves(part.state) for part in parts]
         places = [{slot.path: slot for slot in part.layout.slots} for part in parts]
-        leaves = list(shapes)
-        kinds = [_kinds(tx, self, layout) for layout in (to, *(part.layout for part in parts))]
-        for (axis, here), *there in zip(*kinds, strict=True):
-            if axis is None:
-                leaves[here[0]] = states[0][there[0][1][0]]
-                continue
-            found = [[state[i] for i in indices] for state, (_, indices) in zip(states, there, strict=True)]
-            for i, vector in zip(here, to.vectors, strict=True):
-                leaves[i] = _joined(to, vector, axis, shapes[i], list(zip(found, places, strict=True)))
+        leaves = []
+        for i, (axis, shape) in enumerate(zip(_axes(tx, self, to), shapes, strict=True)):
+            found = [(state[i], slots) for state, slots in zip(states, places, strict=True)]
+            leaves.append(states[0][i] if axis is None else _joined(to, axis, shape, found))
         return jtu.tree_unflatten(treedef, leaves)
 
 
@@ -127,14 +121,12 @@ def shapes_of(tx: Any, form: Form, layout: Layout, longer: bool = False) -> PyTr
         tx: the transformation.
         form: what it sees.
         layout: of what trains.
-        longer: whether each vector is longer than it is, by one more than its number, to tell which axes are its.
+        longer: whether the vector is longer than it is by one, to tell which axes are its.
     """
     like = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
     seen = jax.eval_shape(lambda values: form.show(layout, values, None), like)
     if longer:
-        vectors, treedef = jtu.tree_flatten(seen)
-        vectors = [jax.ShapeDtypeStruct((v.shape[0] + 1 + i,), v.dtype) for i, v in enumerate(vectors)]
-        seen = jtu.tree_unflatten(treedef, vectors)
+        seen = jax.ShapeDtypeStruct((seen.shape[0] + 1,), seen.dtype)
     with within(layout, form.is_vector):
         return jax.eval_shape(tx.init, seen)
 
@@ -146,14 +138,14 @@ def owners(tx: Any, form: Form, layout: Layout) -> list[int | None]:
         ValueError: the state is not kept leaf by leaf.
     """
     paths = list(_by_path(shapes_of(tx, form, layout)))
-    count = len(layout.positions)
+    count = len(layout.slots)
     # Each slot is known by its number in binary: a leaf of the state is there where init is given the slots that have
     # a digit, or those that have it not. So a few questions do for thousands of slots.
     numbers = dict.fromkeys(paths, 0)
     shared = set(paths)
     for digit in range((count - 1).bit_length()):
-        divided = [[p for i, p in enumerate(layout.positions) if i >> digit & 1 == one] for one in (0, 1)]
-        zeros, ones = (_paths(tx, form, only(layout, positions)) for positions in divided)
+        divided = [[p for i, p in enumerate(index_of(layout).positions) if i >> digit & 1 == one] for one in (0, 1)]
+        zeros, ones = (_paths(tx, form, trained_at(layout, positions)) for positions in divided)
         if ones | zeros != set(paths):
             raise ValueError("the state of the transformation is not kept leaf by leaf; give every leaf a gradient")
         shared &= ones & zeros
@@ -203,33 +195,20 @@ def _fit(leaves: Sequence[tuple[Any, Any]], known: dict[Any, Any]) -> bool:
     return all(path in known and jnp.shape(known[path]) == shape.shape for path, shape in leaves)
 
 
-def _kinds(tx: Any, form: Form, layout: Layout) -> list[tuple[int | None, list[int]]]:
-    """What a state over vectors is made of, in order: single leaves, and leaves that are one for each vector.
-
-    Returns:
-        For each the axis along the vectors, `None` of what is of none, and the positions of its leaves.
-    """
-    kinds: list[tuple[int | None, list[int]]] = []
+def _axes(tx: Any, form: Form, layout: Layout) -> list[int | None]:
+    """For each leaf of a state over a vector the axis along the vector, `None` where there is none."""
     shapes = (jtu.tree_leaves(shapes_of(tx, form, layout, longer)) for longer in (False, True))
-    for i, (shape, grown) in enumerate(zip(*shapes, strict=True)):
-        axes = [axis for axis, size in enumerate(shape.shape) if grown.shape[axis] != size]
-        if not axes:
-            kinds.append((None, [i]))
-        elif grown.shape[axes[0]] - shape.shape[axes[0]] == 1:  # of the first vector
-            kinds.append((axes[0], [i]))
-        else:
-            kinds[-1][1].append(i)
-    return kinds
+    return [
+        next((axis for axis, size in enumerate(shape.shape) if grown.shape[axis] != size), None)
+        for shape, grown in zip(*shapes, strict=True)
+    ]
 
 
-def _joined(to: Layout, vector: Vector, axis: int, shape: Any, found: Sequence[tuple[Any, Mapping[str, Slot]]]) -> Any:
+def _joined(to: Layout, axis: int, shape: Any, found: Sequence[tuple[Any, Mapping[str, Slot]]]) -> Any:
     pieces = []
-    for i in vector.slots:
-        path = to.slots[i].path
-        leaves, slot = next((leaves, slots[path]) for leaves, slots in found if path in slots)
-        pieces.append(jax.lax.slice_in_dim(leaves[slot.vector], slot.offset, slot.offset + slot.size, axis=axis))
+    for path in to.paths:
+        leaf, slot = next((leaf, slots[path]) for leaf, slots in found if path in slots)
+        pieces.append(jax.lax.slice_in_dim(leaf, slot.offset, slot.offset + slot.size, axis=axis))
     # A state of narrow leaves may have been that of a wider vector: it keeps its digits.
     dtype = common_dtype(piece.dtype for piece in pieces) if pieces else shape.dtype
-    padding = list(shape.shape)
-    padding[axis] = vector.length - vector.size
-    return jnp.concatenate([*(piece.astype(dtype) for piece in pieces), jnp.zeros(padding, dtype)], axis)
+    return jnp.concatenate([piece.astype(dtype) for piece in pieces], axis)

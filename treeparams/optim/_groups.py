@@ -8,11 +8,10 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
-from .._layout import Layout
+from .._layout import Layout, index_of
 from .._match import per_slot
-from .._partition import slots_of
-from .._resolve import Resolved
-from .._select import Where, name_of, select
+from .._parts import Parts
+from .._where import Where, name_of, select
 from ._context import around, given
 from ._state import extended, is_placeholder
 from ._whole import TakesNone, standing
@@ -104,56 +103,53 @@ class _Groups:
     def init(self, params: PyTree) -> GroupsState:
         if is_placeholder(params):
             return GroupsState(Names(self.names, None), tuple(tx.init(params) for tx in self.txs))
-        resolved, values, members = self._divided(params)
-        shown = [resolved.layout.canonical(self._of(each, values), resolved.treedef) for each in members]
-        paths = tuple(tuple(resolved.layout.paths[i] for i in each) for each in members)
+        parts, members = self._divided(params)
+        shown = [parts.canonical(self._of(each, parts.slots)) for each in members]
+        paths = tuple(tuple(parts.layout.paths[i] for i in each) for each in members)
         states = tuple(tx.init(tree) for tx, tree in zip(self.txs, shown, strict=True))
         return GroupsState(Names(self.names, paths), states)
 
     def update(
         self, updates: PyTree, state: GroupsState, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, GroupsState]:
-        resolved, values, members = self._divided(params)
-        layout, treedef = resolved.layout, resolved.treedef
+        parts, members = self._divided(params)
+        index, values = parts.index, parts.slots
         above = around()
         if above is not None and above.is_partial and any(isinstance(tx, TakesNone) for tx in self.txs):
             raise ValueError(
                 "some leaves have no gradient in this call, and in a group optim.accumulate does not see this; let it "
                 "stand outermost: optim.accumulate(optim.groups(...), every)"
             )
-        gradients, steps, states = per_slot(layout, updates, "first"), [None] * len(values), list(state.states)
+        gradients, steps, states = per_slot(index, updates, "first"), [None] * len(values), list(state.states)
         for number, (tx, each) in enumerate(zip(self.txs, members, strict=True)):
             if each:
-                grads, leaves = (layout.canonical(self._of(each, given), treedef) for given in (gradients, values))
-                own = {name: self._argument(name, value, each, resolved, values) for name, value in extra.items()}
+                grads, leaves = (parts.canonical(self._of(each, given)) for given in (gradients, values))
+                own = {name: self._argument(name, value, each, parts) for name, value in extra.items()}
                 step, states[number] = tx.update(grads, states[number], leaves, **own)
-                for i, value in enumerate(per_slot(layout, step, "first")):
+                for i, value in enumerate(per_slot(index, step, "first")):
                     steps[i] = value if i in each else steps[i]
-        return layout.canonical(steps, treedef), GroupsState(state.names, tuple(states))
+        return parts.canonical(steps), GroupsState(state.names, tuple(states))
 
-    def _argument(
-        self, name: str, value: Any, members: Collection[int], resolved: Resolved, values: Sequence[Any]
-    ) -> Any:
+    def _argument(self, name: str, value: Any, members: Collection[int], parts: Parts) -> Any:
         """An argument as a line search in one group understands it: along its own leaves, the others as they are."""
-        layout, treedef = resolved.layout, resolved.treedef
         if name == "grad":
-            return layout.canonical(self._of(members, per_slot(layout, value, "first")), treedef)
+            return parts.canonical(self._of(members, per_slot(parts.index, value, "first")))
         if name != "value_fn":
             return value
 
         @functools.wraps(value)
         def along_members(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            found = per_slot(layout, params, "first")
-            whole = [found[i] if i in members else other for i, other in enumerate(values)]
-            return value(layout.canonical(whole, treedef), *args, **kwargs)
+            found = per_slot(parts.index, params, "first")
+            whole = [found[i] if i in members else other for i, other in enumerate(parts.slots)]
+            return value(parts.canonical(whole), *args, **kwargs)
 
         return along_members
 
     def _of(self, members: Collection[int], values: Sequence[Any]) -> list[Any]:
         return [value if i in members else None for i, value in enumerate(values)]
 
-    def _divided(self, params: PyTree) -> tuple[Resolved, Sequence[Any], list[dict[int, None]]]:
-        """What is given, one array per slot, and the slots of each group."""
+    def _divided(self, params: PyTree) -> tuple[Parts, list[dict[int, None]]]:
+        """What is given, taken apart, and the slots of each group."""
         above = around()
         assert above is not None  # `standing` sees to it
         assert above.layout is not None
@@ -161,25 +157,26 @@ class _Groups:
             raise ValueError(
                 "optim.groups divides leaves, and inside of optim.flat there is one vector; put flat into it"
             )
-        resolved = given(params, None)
+        parts = given(params, None)
         found = self._by_path(above.layout)
-        lost = [path for path in resolved.layout.paths if path not in found]
+        lost = [path for path in parts.layout.paths if path not in found]
         if lost:
             raise ValueError(
                 f"trained, but in no group: {', '.join(map(repr, lost))}. The groups are {', '.join(self.names)}; "
                 'the last may be "**", which selects all that is left'
             )
         members: list[dict[int, None]] = [{} for _ in self.txs]
-        for i, path in enumerate(resolved.layout.paths):
+        for i, path in enumerate(parts.layout.paths):
             members[found[path]][i] = None
-        return resolved, slots_of(resolved), members
+        return parts, members
 
     def _by_path(self, layout: Layout) -> dict[str, int]:
         # Of the whole model: what is frozen now must not make a group a misspelt one.
         found: dict[str, int] = {}
+        index = index_of(layout)
         for number, where in enumerate(self.wheres):
-            for i in select(layout.structure, where):
-                found.setdefault(layout.structure.paths[layout.sources.get(i, i)], number)
+            for i in select(index.structure, where):
+                found.setdefault(index.structure.paths[index.sources.get(i, i)], number)
         return found
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from .._describe import in_columns
-from .._layout import Layout
+from .._layout import Layout, index_of
+from .._text import in_columns
 from ._context import given
 from ._forms import shapes_of
 from ._groups import GroupsState
@@ -67,12 +67,13 @@ def report(tx: Any, model: PyTree) -> Report:
         for path, name in _named(shapes_of(each.whole.tx, each.whole.form, layout)):
             found[path].append(name)
     groups = {path: " / ".join(names) for path, names in found.items()}
-    rows = [_row(layouts[0], i, groups) for i in layouts[0].distinct]
+    rows = [_row(layouts[0], i, groups) for i in index_of(layouts[0]).distinct]
     return Report(groups, "\n".join(in_columns(["path", "shape", "dtype", "group"], rows)))
 
 
 def _row(layout: Layout, leaf: int, groups: Mapping[str, str]) -> list[str]:
-    path, spec = layout.structure.paths[leaf], layout.structure.spec(leaf)
+    structure = index_of(layout).structure
+    path, spec = structure.paths[leaf], structure.spec(leaf)
     return [path, ",".join(map(str, spec.shape)), str(spec.dtype), groups.get(path, "frozen") or "trained"]
 
 

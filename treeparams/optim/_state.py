@@ -15,9 +15,9 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
-from .._describe import first_few
-from .._layout import Layout
-from .._structure import describe, is_array
+from .._layout import Layout, trained_at
+from .._structure import is_array
+from .._text import describe, first_few
 
 Positions = tuple[int, ...]
 """Some parameters of a model, as positions of leaves."""
@@ -42,7 +42,7 @@ class Roles:
     @functools.cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """One for each history of what trains, in which its leaves alone are trained."""
-        return tuple(only(self.layout, positions) for positions in self.runs)
+        return tuple(trained_at(self.layout, positions) for positions in self.runs)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Roles):
@@ -96,16 +96,6 @@ class TrainableState(NamedTuple):
 
 
 TrainableState.__module__ = "treeparams.optim"
-
-
-def only(layout: Layout, positions: Iterable[int]) -> Layout:
-    """The layout in which these parameters are trained, whatever it says of them, with their ties."""
-    positions = tuple(positions)
-    if positions == layout.positions:
-        return layout
-    chosen = frozenset(positions)
-    trained = tuple(layout.sources.get(i, i) in chosen for i in range(len(layout.trained)))
-    return Layout(layout.structure, trained, layout.groups, layout.packing)
 
 
 def settled(state: PyTree) -> PyTree:

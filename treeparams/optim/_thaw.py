@@ -9,14 +9,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .._resolve import Resolved, resolve, retrained
+from .._layout import index_of, trained_at
+from .._parts import Parts, take_apart
+from .._resolve import retrained
 from ._forms import Form, Part, is_lbfgs
 from ._state import (
     Roles,
     TrainableState,
     in_own_buffers,
     map_hyperparams,
-    only,
 )
 from ._whole import Collected, Whole, is_collected, skeleton
 
@@ -81,45 +82,45 @@ def set_trainable(tx: Any, state: PyTree, model: PyTree, trainable: Any = None, 
 
 def _changed(collected: Collected, state: TrainableState, trainable: Any, reset: bool) -> TrainableState:
     whole, roles = collected.whole, state.roles
-    known = resolve(collected.params, roles.layout)
-    resolved = known._replace(layout=retrained(roles.layout, trainable))
-    if resolved.layout == roles.layout and not reset:
+    known = take_apart(collected.params, roles.layout)
+    model = take_apart(collected.params, retrained(known.layout, trainable))
+    if model.layout == roles.layout and not reset:
         return state
     histories = [
-        Part(only(roles.layout, positions), part)
+        Part(trained_at(roles.layout, positions), part)
         for positions, part in zip(roles.runs + roles.held, state.runs + state.held, strict=True)
     ]
     if reset:
-        fresh = whole.start(resolved)
+        fresh = whole.start(model)
         return fresh._replace(runs=tuple(_with_hyperparams(run, histories) for run in fresh.runs))
     if any(map(is_lbfgs, jax.tree.leaves(state, is_leaf=is_lbfgs))):
         raise ValueError(
             "L-BFGS remembers steps of all trained leaves together, so it cannot go on with others; "
             "optim.set_trainable(..., reset=True) starts its memory, and all other state, anew"
         )
-    return _regrouped(whole, resolved, histories)
+    return _regrouped(whole, model, histories)
 
 
-def _regrouped(whole: Whole, resolved: Resolved, histories: Sequence[Part]) -> TrainableState:
-    layout, form, tx = resolved.layout, whole.form, whole.tx
-    now = set(layout.positions)
-    known = {position for part in histories for position in part.layout.positions}
+def _regrouped(whole: Whole, model: Parts, histories: Sequence[Part]) -> TrainableState:
+    layout, form, tx = model.layout, whole.form, whole.tx
+    now = set(model.index.positions)
+    known = {position for part in histories for position in index_of(part.layout).positions}
     running = [_restricted(form, tx, part, now) for part in histories]
     held = [_restricted(form, tx, part, known - now) for part in histories]
-    fresh = tuple(position for position in layout.positions if position not in known)
+    fresh = tuple(position for position in model.index.positions if position not in known)
     if fresh:
-        state = _with_hyperparams(whole.fresh(resolved, fresh), histories)
-        running.append(Part(only(layout, fresh), state))
+        state = _with_hyperparams(whole.fresh(model, fresh), histories)
+        running.append(Part(trained_at(layout, fresh), state))
     runs, kept = (_merged(form, tx, [part for part in parts if part]) for parts in (running, held))
-    roles = Roles(layout, *(tuple(part.layout.positions for part in parts) for parts in (runs, kept)))
+    roles = Roles(layout, *(tuple(index_of(part.layout).positions for part in parts) for parts in (runs, kept)))
     return TrainableState(roles, *(tuple(part.state for part in parts) for parts in (runs, kept)))
 
 
 def _restricted(form: Form, tx: Any, part: Part, positions: set[int]) -> Part | None:
-    inside = [position for position in part.layout.positions if position in positions]
+    inside = [position for position in index_of(part.layout).positions if position in positions]
     if not inside:
         return None
-    to = only(part.layout, inside)
+    to = trained_at(part.layout, inside)
     return Part(to, form.regroup(tx, [part], to))
 
 
@@ -128,10 +129,11 @@ def _merged(form: Form, tx: Any, parts: Sequence[Part]) -> list[Part]:
     merged: list[Part] = []
     for part in parts:
         for i, other in enumerate(merged):
-            to = only(part.layout, sorted((*part.layout.positions, *other.layout.positions)))
-            both = form.regroup(tx, [part, other], to), form.regroup(tx, [other, part], to)
-            if _same(*both):
-                merged[i] = Part(to, both[0])
+            both = [position for each in (part, other) for position in index_of(each.layout).positions]
+            to = trained_at(part.layout, both)
+            one = form.regroup(tx, [part, other], to)
+            if _same(one, form.regroup(tx, [other, part], to)):
+                merged[i] = Part(to, one)
                 break
         else:
             merged.append(part)

@@ -86,8 +86,7 @@ def flat(
 
     Args:
         tx: any Optax transformation that treats all elements alike.
-        trainable: as for `optim.trainable`; the `restructure.layout` of `tp.ravel` tells in which vectors the leaves
-            lie (`bucket`, `dtype_groups`).
+        trainable: as for `optim.trainable`.
         trial: extra arguments that `tx` needs, for the trial. `value`, `grad` and `value_fn` are there.
 
     Returns:

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .._describe import first_few
 from .._grad import nothing_trained
-from .._layout import Layout
-from .._pack import is_complex
-from .._partition import rest_of, slots_of
-from .._resolve import Resolved, resolve
-from .._structure import describe, is_array
+from .._index import is_complex
+from .._layout import Layout, index_of, trained_at
+from .._parts import Parts, frozen_arrays, take_apart
+from .._structure import is_array
+from .._text import describe, first_few
 from ._context import around, collecting, given, is_collecting, within
 from ._forms import Form, Part, Tree
 from ._state import (
@@ -26,7 +25,6 @@ from ._state import (
     extended,
     in_own_buffers,
     is_placeholder,
-    only,
     settled,
     steady,
 )
@@ -54,19 +52,21 @@ class Whole:
                 return TrainableState(Roles(None), (self.tx.init(params),), ())
         return self.start(given(params, self.trainable))
 
-    def start(self, resolved: Resolved) -> TrainableState:
+    def start(self, parts: Parts) -> TrainableState:
         """A fresh state of what is trained."""
-        layout = resolved.layout
-        if not layout.positions:
-            warnings.warn(nothing_trained(layout), UserWarning, stacklevel=3)
+        layout, positions = parts.layout, parts.index.positions
+        if not positions:
+            warnings.warn(nothing_trained(parts.index), UserWarning, stacklevel=3)
             return TrainableState(Roles(layout, (), ()), (), ())
-        runs = (self.fresh(resolved, layout.positions),)
-        return in_own_buffers(TrainableState(Roles(layout, (layout.positions,), ()), runs, ()), resolved.leaves)
+        runs = (self.fresh(parts, positions),)
+        arrays = [*parts.slots, *frozen_arrays(parts.rest).values()]
+        return in_own_buffers(TrainableState(Roles(layout, (positions,), ()), runs, ()), arrays)
 
-    def fresh(self, resolved: Resolved, positions: Positions) -> PyTree:
+    def fresh(self, parts: Parts, positions: Positions) -> PyTree:
         """A fresh state of the transformation itself, for some parameters."""
-        layout = only(resolved.layout, positions)
-        seen = self.form.show(layout, slots_of(resolved._replace(layout=layout)), resolved.treedef)
+        layout = trained_at(parts.layout, positions)
+        slots = [parts.slots[parts.index.by_leaf[position]] for position in positions]
+        seen = self.form.show(layout, slots, parts.treedef)
         with within(layout, self.form.is_vector):
             return settled(self.tx.init(seen))
 
@@ -76,10 +76,10 @@ class Whole:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         if not isinstance(state, TrainableState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
-        resolved = resolve(params, state.layout)
-        layout = resolved.layout
+        model = take_apart(params, state.layout)
+        layout = model.layout
         gradients = self.gradients(layout, updates)
-        if layout.positions and all(gradient is None for gradient in gradients) and _has_arrays(updates):
+        if gradients and all(gradient is None for gradient in gradients) and _has_arrays(updates):
             warnings.warn(
                 f"none of the gradients is of a leaf that trains ({first_few(layout.paths)}). Of two transformations "
                 "over models in a chain, the second sees only what the first trains: use optim.groups",
@@ -87,12 +87,12 @@ class Whole:
                 stacklevel=3,
             )
         present = [i for i, gradient in enumerate(gradients) if gradient is not None or self.takes_none]
-        call = _Call(self, resolved, gradients, present, extra)
+        call = _Call(self, model, gradients, present, extra)
         parts = [Part(each, run) for each, run in zip(state.roles.layouts, state.runs, strict=True)]
         steps, runs = [None] * len(gradients), []
         for number, part in enumerate(parts):
             runs.append(call.run([part, *parts[:number], *parts[number + 1 :]], steps))
-        return layout.canonical(steps, resolved.treedef), state._replace(runs=tuple(runs))
+        return model.canonical(steps), state._replace(runs=tuple(runs))
 
     def gradients(self, layout: Layout, grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""
@@ -157,12 +157,13 @@ class _Call:
     """What the transformation is given in one call, the same for each history."""
 
     def __init__(
-        self, whole: Whole, resolved: Resolved, gradients: list[Any], present: list[int], extra: dict[str, Any]
+        self, whole: Whole, model: Parts, gradients: list[Any], present: list[int], extra: dict[str, Any]
     ) -> None:
-        self.whole, self.resolved, self.layout, self.present = whole, resolved, resolved.layout, present
-        self.seen = only(self.layout, [self.layout.positions[i] for i in present])
+        self.whole, self.model, self.layout, self.present = whole, model, model.layout, present
+        self.positions = model.index.positions
+        self.seen = trained_at(self.layout, [self.positions[i] for i in present])
         self.is_partial = len(present) < len(gradients)
-        self.gradients, self.params = self._show(gradients), self._show(slots_of(resolved))
+        self.gradients, self.params = self._show(gradients), self._show(model.slots)
         self.extra = {name: self._argument(name, value) for name, value in extra.items()}
 
     def run(self, parts: list[Part], steps: list[Any]) -> PyTree:
@@ -172,19 +173,19 @@ class _Call:
         gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
         form, tx, part = self.whole.form, self.whole.tx, parts[0]
-        own = set(part.layout.positions) & set(self.seen.positions)
+        own = set(index_of(part.layout).positions) & set(index_of(self.seen).positions)
         if not own:
             return part.state
         before = form.regroup(tx, parts, self.seen)
         with within(self.layout, form.is_vector, self.is_partial):
             updates, after = tx.update(self.gradients, before, self.params, **self.extra)
         for i, step in zip(self.present, form.read(self.seen, updates), strict=True):
-            if self.layout.positions[i] in own:
+            if self.positions[i] in own:
                 steps[i] = step
         return steady(form.regroup(tx, [Part(self.seen, steady(after, before)), part], part.layout), part.state)
 
     def _show(self, values: Sequence[Any]) -> PyTree:
-        return self.whole.form.show(self.seen, [values[i] for i in self.present], self.resolved.treedef)
+        return self.whole.form.show(self.seen, [values[i] for i in self.present], self.model.treedef)
 
     def _argument(self, name: str, value: Any) -> Any:
         """An argument as the transformation understands it: line searches take a gradient, and the loss itself."""
@@ -199,12 +200,12 @@ class _Call:
                     "Optax's line searches do not descend along complex parameters, "
                     f"and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as two real parameters"
                 )
-        rest, values = rest_of(self.resolved), slots_of(self.resolved)
+        model = self.model
 
         @functools.wraps(loss)  # Optax looks at the names of its arguments
         def of_what_is_seen(seen: PyTree, *args: Any, **kwargs: Any) -> Any:
             found = dict(zip(self.present, self.whole.form.read(self.seen, seen), strict=True))
-            return loss(rest.fill([found.get(i, value) for i, value in enumerate(values)]), *args, **kwargs)
+            return loss(model.model([found.get(i, value) for i, value in enumerate(model.slots)]), *args, **kwargs)
 
         return of_what_is_seen
 

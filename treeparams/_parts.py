@@ -1,0 +1,243 @@
+"""A model taken apart into its trained parameters, one array per slot, and the rest; and put together again.
+
+Every function of this library is `take_apart`, a line of its own work on `parts.slots`, and `parts.model(...)` or
+`parts.canonical(...)`. The slots and the frozen arrays in `Rest` are ordinary arrays, so they pass every transformation
+of JAX. What would not - functions, strings, the structure, the ties - is static in `Rest`.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from ._index import Index
+from ._layout import Layout
+from ._match import read_slots
+from ._recognise import note_ties, structure_of
+from ._resolve import look_up
+from ._static_keys import Values, identical
+from ._structure import flatten, same_treedef
+from ._text import describe
+
+M = TypeVar("M")
+
+
+class _Static:
+    """The static half of a `Rest`. Equal only if one compiled program is right for both."""
+
+    def __init__(self, layout: Layout, index: Index, treedef: Any, values: tuple[Any, ...]) -> None:
+        self.layout = layout
+        self.index = index
+        self.treedef = treedef
+        self.values = Values(values, index.structure.settled)  # of the leaves that are no arrays
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static):
+            return NotImplemented
+        return self is other or (
+            self.layout == other.layout
+            and self.index.order == other.index.order
+            and identical(self.index.structure.bare, other.index.structure.bare)
+            and self.values == other.values
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.layout, self.index.order))
+
+    def __reduce__(self) -> Any:
+        return _static, (self.layout, self.index.structure, self.values.values)
+
+
+def _static(layout: Layout, structure: Any, values: tuple[Any, ...]) -> _Static:
+    # Equinox's treedefs do not survive pickling, so it is that of the structure, which is made from a tree.
+    return _Static(layout, look_up(structure, layout)[1], structure.treedef, values)
+
+
+class Rest(Generic[M]):
+    """What `tp.partition` leaves beside the parameters.
+
+    A pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and ties
+    are static. `rest.layout` is the layout of the model.
+    """
+
+    def __init__(self, frozen: tuple[Any, ...], static: Any) -> None:
+        """For this library's own use; users write `tp.partition(model)`."""
+        self._frozen = frozen
+        self._static: _Static = static
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model."""
+        return self._static.layout
+
+    def __repr__(self) -> str:
+        return f"Rest({len(self._frozen)} frozen arrays, {len(self._static.values.values)} values, {self.layout!r})"
+
+
+Rest.__module__ = "treeparams"
+
+
+def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
+    keys = map(jtu.DictKey, rest._static.index.frozen_paths)
+    return tuple(zip(keys, rest._frozen, strict=True)), rest._static
+
+
+jtu.register_pytree_with_keys(
+    Rest,
+    _flatten_with_keys,
+    lambda static, frozen: Rest(tuple(frozen), static),
+    lambda rest: (rest._frozen, rest._static),
+)
+
+
+index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
+"""Where everything lies in the model that a `Rest` is of."""
+
+
+class Parts(NamedTuple):
+    """A model taken apart."""
+
+    slots: tuple[Any, ...]  # one array per slot
+    rest: Rest[Any]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model."""
+        return self.rest._static.layout
+
+    @property
+    def index(self) -> Index:
+        """Where everything lies in this very model."""
+        return index_in(self.rest)
+
+    @property
+    def treedef(self) -> Any:
+        """The treedef of the model."""
+        return self.rest._static.treedef
+
+    def model(self, slots: Sequence[Any]) -> Any:
+        """The model with these values in its slots, at all paths of each."""
+        return put_together(self.rest, slots)
+
+    def canonical(self, slots: Sequence[Any]) -> PyTree:
+        """The canonical tree of one value per slot."""
+        static = self.rest._static
+        return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
+
+
+def take_apart(model: PyTree, trainable: Any) -> Parts:
+    """A model as one array per slot and the rest.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    leaves, treedef, structure = structure_of(model)
+    layout, index = look_up(structure, trainable)
+    static = _Static(layout, index, treedef, index.take_values(leaves))
+    return Parts(index.take_slots(leaves), Rest(index.take_frozen(leaves), static))
+
+
+def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
+    """The model of one value per slot."""
+    static, computed = rest._static, ()
+    index = static.index
+    if index.computed:
+        spec, positions = index.structure.spec, index.positions
+        computed = [alias.value_from(slots[slot], spec(positions[slot])) for slot, alias in index.computed]
+    if index.ties_to_note and not isinstance(slots[0], Tracer):
+        note_ties(index.structure, index.ties_to_note)
+        index.ties_to_note = []
+    # One gather and one unflatten, since the place of each leaf is known.
+    leaves = index.all_leaves([*slots, *rest._frozen, *static.values.values, *computed])
+    return jtu.tree_unflatten(static.treedef, leaves)
+
+
+def frozen_arrays(rest: Rest[Any]) -> dict[str, Any]:
+    """The arrays that are no slots, each object once, by path."""
+    return dict(zip(rest._static.index.frozen_paths, rest._frozen, strict=True))
+
+
+def with_frozen_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
+    """The same with other arrays that are no slots."""
+    return Rest(tuple(frozen), rest._static)
+
+
+def partition(model: M, trainable: Any = None) -> tuple[PyTree, Rest[M]]:
+    """Splits a model into its trained parameters and the rest.
+
+    >>> import equinox as eqx, jax, optax, treeparams as tp
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    >>> params, rest = tp.partition(mlp, "!layers.0")  # all but the first layer
+    >>> params.layers[0].weight is None, params.layers[1].weight.shape
+    (True, (1, 4))
+    >>> state = optax.adam(1e-3).init(params)  # any transformation takes params as they are
+    >>> loss = lambda params, rest, x: tp.combine(params, rest)(x)[0]
+    >>> gradient = jax.jit(jax.grad(loss))(params, rest, jax.numpy.ones(2))  # plain jit: mlp itself would not pass
+    >>> gradient.layers[1].bias
+    Array([1.], dtype=float32)
+
+    Args:
+        model: any pytree.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        `params`, the canonical tree: of the model's own structure, with the array at each slot's path and `None`
+        everywhere else (frozen, aliases, what is no parameter); and `rest`, everything else. Arrays are not copied, so
+        a step that donates `params` takes them from `model` too: `tp.partition(tp.copy(model))` keeps that.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    parts = take_apart(model, trainable)
+    return parts.canonical(parts.slots), parts.rest
+
+
+def combine(params: PyTree, rest: Rest[M]) -> M:
+    """The inverse of `tp.partition`: the model of these parameters.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones(2)
+    >>> params, rest = tp.partition({"a": shared, "b": shared})
+    >>> model = tp.combine({"a": 2 * params["a"], "b": None}, rest)
+    >>> model["a"] is model["b"]
+    True
+
+    Args:
+        params: the canonical tree, or another tree with arrays at the same paths. Each has the shape of its leaf, or is
+            a stack of such, as in an ensemble.
+        rest: from `tp.partition`.
+
+    Returns:
+        The model. One array object stands at all paths of a tie, also inside a trace, so that its gradient is summed;
+        where the tie has a transform, the alias is computed.
+
+    Raises:
+        ValueError: `params` lacks a parameter, has one of another shape, or has an entry at a path that the model has
+            not.
+        TypeError: `rest` is no `Rest`.
+    """
+    if not isinstance(rest, Rest):
+        swapped = "; the parameters come first: tp.combine(params, rest)" if isinstance(params, Rest) else ""
+        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}{swapped}")
+    leaves, treedef = flatten(params)
+    index = rest._static.index
+    if not same_treedef(treedef, index.canonical_treedef):
+        leaves = read_slots(index, params)
+    try:
+        has_shapes = list(map(_shape, leaves)) == index.shapes
+    except AttributeError:  # no arrays: labels, or what `jax.tree.map` was given to make
+        has_shapes = False
+    if not has_shapes:
+        for leaf, slot in zip(leaves, index.slots, strict=True):
+            shape = getattr(leaf, "shape", slot.shape)
+            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
+                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    return put_together(rest, leaves)
+
+
+_shape = operator.attrgetter("shape")

@@ -1,0 +1,273 @@
+"""Recognising a tree whose structure is known, in microseconds.
+
+Working out a structure costs Python work per node, so it is done once per kind of tree. A tree is then recognised by
+comparisons that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A
+treedef alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` are one to it. One key in a
+dictionary in place of these comparisons was tried; building the key costs more than they do.
+"""
+
+import collections
+import enum
+import functools
+import operator
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ._declare import registry
+from ._static_keys import SIMPLE, found_at, is_settled, static_key
+from ._structure import Structure, flatten, getter, same_treedef, scan
+from ._text import first_few
+
+# JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
+# program, small enough to let go of what a long notebook session has built and thrown away.
+_BUCKETS = 256
+_PER_BUCKET = 64
+
+
+class _Known(NamedTuple):
+    """What a structure was worked out from: a tree that agrees in all of it has the same structure."""
+
+    structure: Structure
+    treedef: Any
+    context: tuple[Any, ...]
+    types: list[type]
+    positions: list[int]  # of the leaves whose type is that of an array
+    arrays: Callable[[list[Any]], tuple[Any, ...]]  # leaves -> those
+    shapes: list[tuple[int, ...]]
+    dtypes: list[Any]
+    avals: list[Any]  # of arrays that fitted last, where all are JAX's
+    numpy: Callable[[list[Any]], tuple[Any, ...]]  # leaves -> the NumPy arrays, whose type says nothing of the dtype
+    numpy_dtypes: list[Any]
+    distinct: int  # array objects among the arrays
+    statics: list[Any]  # holding them keeps their identity theirs
+    settled: bool  # whether the same static objects have the same content
+    key: Any  # of the statics, where they are not settled: a snapshot
+
+    def fits(self, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any]) -> bool:
+        """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type."""
+        if self.types != kinds or self.context != context or not same_treedef(self.treedef, treedef):
+            return False
+        if self.numpy_dtypes and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
+            return False
+        arrays = self.arrays(leaves)
+        if len(set(map(id, arrays))) != self.distinct:
+            return False
+        first = self.structure.first
+        if self.distinct < len(arrays) and not all(leaves[i] is leaves[first[i]] for i in self.positions):
+            return False
+        # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
+        if not self.settled:
+            return _key(statics) == self.key
+        return all(map(operator.is_, statics, self.statics)) or _key(statics) == _key(self.statics)
+
+    def fits_by_shape(self, leaves: list[Any]) -> bool:
+        arrays = self.arrays(leaves)
+        # Arrays that came out of one program share the objects that are their types, and to find these the same takes
+        # a third of the time of comparing shapes and dtypes.
+        avals = list(map(_aval, arrays)) if self.avals else []
+        if avals and all(map(operator.is_, avals, self.avals)):
+            return True
+        fits = list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
+        if fits and avals:
+            self.avals[:] = avals
+        return fits
+
+
+_known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
+_changing = threading.Lock()  # of what is known; reading needs none
+_key = functools.partial(static_key, strict=True)
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+_aval = operator.attrgetter("aval")
+
+
+def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, Structure]:
+    """The leaves of a tree, its treedef, and its structure.
+
+    The structure's own treedef may hold other static *objects* of the same type and value.
+
+    Args:
+        tree: any pytree.
+        by_shape: whether the shapes and dtypes of the structure must be those of the tree.
+
+    Raises:
+        ValueError: the tree is cyclic.
+        TypeError: a NumPy array of a dtype that JAX does not have.
+    """
+    leaves, treedef = flatten(tree)
+    kinds = list(map(type, leaves))
+    context = (registry.version, jax.dtypes.canonicalize_dtype(np.float64))
+    statics = _static_values(treedef)
+    hashed = hash(treedef)
+    for known in _known.get(hashed, ()):
+        if known.fits(leaves, treedef, context, kinds, statics) and (not by_shape or known.fits_by_shape(leaves)):
+            return leaves, treedef, known.structure
+    looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
+    settled = all(map(is_settled, looked_at))
+    known = _work_out(tree, leaves, treedef, context, kinds, statics, settled)
+    if all(map(_is_harmless, looked_at)):
+        with _changing:
+            # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.
+            _known[hashed] = [known, *_known.get(hashed, ())][:_PER_BUCKET]
+            _known.move_to_end(hashed)
+            while len(_known) > _BUCKETS:
+                _known.popitem(last=False)
+    return leaves, treedef, known.structure
+
+
+# -- Ties that a trace has lost ------------------------------------------------------------------------------------------
+
+# What was met with one array at several places: by kind of structure, the shapes and the pairs of leaves. No arrays.
+_met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
+_warned_of: set[int] = set()
+_MET = 1024  # kinds
+
+
+def note_ties(structure: Structure, pairs: list[tuple[int, int]]) -> None:
+    """Remembers that parameters of a structure were one array, outside of any trace."""
+    shapes = [spec and spec.shape for spec in structure.specs]
+    with _changing:
+        known = _met_tied.setdefault(structure.kind, [])
+        if (shapes, pairs) not in known:
+            known.append((shapes, pairs))
+        while len(_met_tied) > _MET:
+            _met_tied.popitem(last=False)
+
+
+def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
+    """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
+
+    Args:
+        structure: of the traced model.
+        sources: the source of each alias that is known in spite of the trace.
+    """
+    for shapes, pairs in _met_tied.get(structure.kind, ()):
+        root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
+        lost = [pair for pair in pairs if root(pair[0]) != root(pair[1])]
+        if lost and structure.kind not in _warned_of and _is_part(structure, shapes):
+            _warned_of.add(structure.kind)
+            names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
+            warnings.warn(
+                f"{first_few(names)} were one array in a model of this structure that was met before. In this one, "
+                "among the arguments of jax.jit, vmap, scan or the like, they are two, each with a gradient and a step "
+                "of its own. Make a layout outside and pass it in (known = tp.layout(model); tp.grad(loss, known)), or "
+                "(params, rest) of tp.partition, or a Restructure of tp.ravel; or use tp.jit. For a model that only "
+                "looks alike pass its own layout, and this warning is not given",
+                UserWarning,
+                stacklevel=_levels_of_this_library(),
+            )
+            return
+
+
+def _is_part(structure: Structure, shapes: list[Any]) -> bool:
+    # Within `vmap` and `scan` leaves lack the axis that is mapped, so the shapes may be ends of those that were met.
+    pairs = zip(structure.specs, shapes, strict=True)
+    return all(spec is None or shape[len(shape) - len(spec.shape) :] == spec.shape for spec, shape in pairs)
+
+
+def _levels_of_this_library() -> int:
+    frame, levels, here = sys._getframe(1), 1, __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(here):
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+# -- What is looked at ---------------------------------------------------------------------------------------------------
+
+
+def _static_values(treedef: Any) -> list[Any]:
+    values: list[Any] = []
+
+    def visit(_: Any, data: Any) -> None:
+        if type(data) in (tuple, list):
+            values.extend(data)  # what is made anew at each flattening, around values that are not
+        else:
+            values.append(data)
+
+    treedef.walk(visit, bool, range(treedef.num_leaves))
+    return values
+
+
+def _work_out(
+    tree: Any, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any], settled: bool
+) -> _Known:
+    structure = scan(tree, leaves, treedef)
+    if not structure.is_traced:
+        pairs = [(structure.first[i], i) for i in structure.parameters if structure.first[i] != i]
+        if pairs:
+            note_ties(structure, pairs)
+    # An object or text array is none to JAX, but its type is that of those that are.
+    positions = [i for i, spec in enumerate(structure.specs) if spec is not None or isinstance(leaves[i], np.ndarray)]
+    arrays, numpy = getter(positions), getter([i for i in positions if isinstance(leaves[i], np.ndarray)])
+    found = arrays(leaves)
+    is_concrete = not structure.is_traced and all(map(_is_concrete, set(map(type, found))))
+    return _Known(
+        *(structure, treedef, context, kinds),
+        *(
+            positions,
+            arrays,
+            list(map(_shape, found)),
+            list(map(_dtype, found)),
+            list(map(_aval, found)) if is_concrete else [],
+        ),
+        *(numpy, list(map(_dtype, numpy(leaves)))),
+        len(set(map(id, found))),
+        *(statics, settled, None if settled else _key(statics)),
+    )
+
+
+def _is_concrete(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
+
+
+def _is_harmless(static: Any, depth: int = 4) -> bool:
+    """Whether holding a static value keeps no array or tracer alive.
+
+    What is not known to hold none is not remembered: a tree with a closure over an array is worked out at each call.
+    """
+    kind = type(static)
+    if isinstance(static, _PLAIN) or kind is object or _is_global(static):
+        return True
+    if isinstance(static, (jax.Array, np.ndarray)) or depth == 0:
+        return False
+    if isinstance(static, types.FunctionType):
+        held = [static.__defaults__, static.__kwdefaults__, vars(static)]
+        try:
+            held += [cell.cell_contents for cell in static.__closure__ or ()]
+        except ValueError:  # an empty cell, of a name that is not bound yet
+            return False
+    elif isinstance(static, (tuple, list, set, frozenset)):
+        held = list(static)
+    elif isinstance(static, dict):
+        held = [*static.keys(), *static.values()]
+    elif isinstance(static, functools.partial):
+        held = [static.func, static.args, static.keywords]
+    elif kind.__module__.startswith("jaxlib"):
+        held = [getattr(static, "__wrapped__", np.empty(0))]  # what `jax.jit` compiles
+    elif all(cls.__flags__ & _WRITTEN_IN_PYTHON for cls in kind.__mro__[:-1]):
+        held = [object.__getstate__(static)]  # attributes and slots
+    else:
+        return False
+    return all([_is_harmless(each, depth - 1) for each in held])
+
+
+# Types whose instances hold no other objects.
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), type, enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
+    *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
+)
+_WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter
+
+
+def _is_global(value: Any) -> bool:
+    # What a module holds by name lives as long as the module, whoever remembers it.
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return isinstance(module, str) and isinstance(name, str) and found_at(module, name) is value

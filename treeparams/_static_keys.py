@@ -1,0 +1,199 @@
+"""Static values compared as a compiler must: by type and content, arrays by identity.
+
+`2 == 2.0 == True` in Python, so a cache keyed by static values runs the program traced for one on the other and gives
+the wrong dtype. And a list that has changed since is equal to itself. `static_key` turns a value into a key for which
+neither happens: it tells types apart and is a snapshot of what can change in place. The bytes of arrays are never
+hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
+"""
+
+import collections
+import copy
+import enum
+import functools
+import operator
+import sys
+import types
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+# What cannot change in place and is, its type being equal, equal only to what no program could tell from it.
+_ATOMS = (
+    *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+
+SIMPLE = frozenset({str, bytes, int, bool, type(None)})
+"""Types, of just these and no others, whose values are their own keys together with the type."""
+
+
+def static_key(value: Any, *, strict: bool = False) -> Any:
+    """A hashable key, equal for values that are equal in type and content.
+
+    >>> (
+    ...     static_key(2) == static_key(2.0),
+    ...     static_key([1, (2,)]) == static_key([1, (2,)]),
+    ...     static_key([]) == static_key(()),
+    ... )
+    (False, True, False)
+
+    Containers, dataclasses and other objects go by content, arrays by identity. Bare `object()`s, which have no
+    content, go by the order in which they appear in the value, so that a key is equal to itself after pickling; where
+    that does not do, `strict` has them go by identity.
+    """
+    return StaticKeys(strict=strict).key(value)
+
+
+def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def is_settled(value: Any) -> bool:
+    """Whether a value cannot change in place, so that the same object always has the same content."""
+    kind = type(value)
+    if kind in (tuple, frozenset):
+        return all(map(is_settled, value))
+    return kind in SIMPLE or isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
+
+
+class Values:
+    """Some values, equal to others of the same types and content; quick where they are the same settled objects.
+
+    Of values that are not settled a snapshot is taken: a cache that holds on to them would else find what they are now
+    equal to itself.
+    """
+
+    def __init__(self, values: Sequence[Any], settled: bool) -> None:
+        self.values = values
+        self._key = None if settled else static_key(tuple(values), strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Values):
+            return NotImplemented
+        if self._key is None and other._key is None and identical(self.values, other.values):
+            return True
+        return self._snapshot() == other._snapshot()
+
+    def __hash__(self) -> int:
+        return len(self.values)
+
+    def _snapshot(self) -> Any:
+        return static_key(tuple(self.values), strict=True) if self._key is None else self._key
+
+
+class StaticKeys:
+    """Keys of the values within one value, which may contain itself and may hold one object several times."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.bare: list[object] = []  # the bare objects that were met, in order
+        self._strict = strict
+        self._above: set[int] = set()  # the objects that are being looked into
+
+    def key(self, value: Any) -> Any:
+        """The key of one of the values; see `static_key`."""
+        kind = type(value)
+        if kind in (float, complex):
+            return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
+        if isinstance(value, np.generic):
+            return kind, value.dtype, value.tobytes()
+        if isinstance(value, _ATOMS) or _is_of_jax(kind):
+            return (kind, value) if not isinstance(value, jax.Array) else _Identity(value, None)
+        if isinstance(value, np.ndarray):
+            return _Identity(value, value.copy() if value.flags.writeable else None)
+        if kind is object:
+            return kind, value if self._strict else self._number(value)
+        if id(value) in self._above:
+            return kind, "contains itself"
+        self._above.add(id(value))
+        try:
+            return kind, self._content(value)
+        finally:
+            self._above.discard(id(value))
+
+    def _number(self, bare: object) -> int:
+        found = [i for i, each in enumerate(self.bare) if each is bare]
+        self.bare += [] if found else [bare]
+        return found[0] if found else len(self.bare) - 1
+
+    def _content(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list, collections.deque)):
+            return tuple([(type(each), each) if type(each) in SIMPLE else self.key(each) for each in value])
+        if isinstance(value, Mapping):
+            return tuple((self.key(key), self.key(value[key])) for key in value)
+        if isinstance(value, Set):
+            return frozenset(map(self.key, value))
+        if isinstance(value, slice):
+            return self.key((value.start, value.stop, value.step))
+        if isinstance(value, functools.partial):
+            return self.key(value.func), self.key(value.args), self.key(value.keywords)
+        node = jtu.default_registry.flatten_one_level(value)
+        if node is not None:
+            children, data = node
+            return self.key(data), tuple(map(self.key, children))
+        # Anything else: by its own `==`, where that promises not to change, and by its attributes, which do.
+        try:
+            state = object.__getstate__(value)
+        except TypeError:  # of a type written in C
+            state = None
+        try:
+            hash(value)
+        except TypeError:
+            return self.key(state) if state is not None else _Snapshot(value)
+        return value, self.key(state)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_jax(kind: type) -> bool:
+    # Compiled functions, functions with derivatives of their own, meshes, shardings, sentinels: none of them changes.
+    return kind.__module__.partition(".")[0] in ("jax", "jaxlib", "equinox") and not issubclass(kind, eqx.Module)
+
+
+def found_at(module: str, name: str) -> Any:
+    """What stands under a dotted name in an imported module; `None` where nothing does."""
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class _Snapshot:
+    """A key of what cannot be hashed, but copied and compared."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.then = copy.deepcopy(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Snapshot) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return bool(self.then == other.then)
+        except Exception:  # what holds arrays may have no truth value
+            return self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+class _Identity:
+    """A key of an array, equal to that of the same array with the same elements."""
+
+    def __init__(self, value: Any, then: np.ndarray | None) -> None:
+        self.value = value
+        self.then = then
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Identity) or self.value is not other.value:
+            return False
+        return self.then is other.then or self._bytes() == other._bytes()
+
+    def _bytes(self) -> bytes | None:
+        return None if self.then is None else self.then.tobytes()
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -1,0 +1,88 @@
+"""Tables, and values in words: what messages and prints are made of."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_ROWS = 40
+_NAMES = 6
+
+
+def describe(value: Any) -> str:
+    """The dtype and shape of an array, or the type of what is none.
+
+    >>> import jax.numpy as jnp
+    >>> describe(jnp.ones((2, 3))), describe(0.5)
+    ('float32[2,3]', 'float')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__
+
+
+def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table; of many the first and the last, with one of this width between them that counts the rest."""
+    left_out = len(rows) - _ROWS
+    if left_out <= 0:
+        return rows
+    return [*rows[: _ROWS // 2], [f"... {left_out:,} more", *[""] * (width - 1)], *rows[-_ROWS // 2 :]]
+
+
+def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows as aligned text; the columns in `right` are aligned to the right. Of many rows the middle is left out.
+
+    >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
+    ['path  size', 'a       10', 'b.c      5']
+    """
+    cells = [list(header), *([_in_one_line(cell) for cell in row] for row in without_middle(rows, len(header)))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    align = ["rjust" if column in right else "ljust" for column in range(len(header))]
+    return [
+        "  ".join(getattr(cell, how)(width) for cell, how, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _in_one_line(cell: str) -> str:
+    # A dictionary's key may hold a line break or a tab, which would break the row.
+    return cell if cell.isprintable() else repr(cell)[1:-1]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Names in one line, of many the first ones and the last."""
+    shown = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "...", names[-1]]
+    return ", ".join(shown)
+
+
+def first_lines(lines: Iterable[str], count: int = 5) -> str:
+    """Lines of a message, of many the first ones and how many more there are.
+
+    >>> print(first_lines("abc", count=2))
+    a
+    b
+    ... and 1 more
+    """
+    lines = list(lines)
+    more = [f"... and {len(lines) - count:,} more"] if len(lines) > count else []
+    return "\n".join([*lines[:count], *more])
+
+
+def quoted(paths: Sequence[str], count: int = 3) -> str:
+    """Paths in quotes for a message, of many the first ones and how many more there are."""
+    more = f" and {len(paths) - count:,} more" if len(paths) > count else ""
+    return ", ".join(map(repr, paths[:count])) + more
+
+
+def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
+    """An argument that counts something, as a Python int.
+
+    Raises:
+        ValueError: it is no whole number, or less than the least.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
+    return number

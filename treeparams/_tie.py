@@ -1,0 +1,106 @@
+"""tie, untie: a model in which one array stands at several places, or each has its own."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.tree_util as jtu
+from jax.core import Tracer
+
+from ._average import copy_leaf
+from ._layout import Layout
+from ._recognise import note_ties, structure_of
+from ._resolve import look_up
+from ._ties import Alias, checked, find_ties, parameter_at
+from ._where import Where, select
+
+M = TypeVar("M")
+
+
+def tie(
+    model: M,
+    alias: str | Layout | None = None,
+    to: str | None = None,
+    transform: Callable[[Any], Any] | None = None,
+) -> M:
+    """The model with its ties set: those that its classes declare, those of a layout, or one by identity.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+    >>> class Codec(eqx.Module):
+    ...     encoder: jax.Array
+    ...     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+    >>> codec = tp.tie(Codec(jnp.ones((3, 2)), jnp.zeros((2, 3))))  # as the class declares
+    >>> print(codec.decoder[0])
+    [1. 1. 1.]
+    >>> model = tp.tie({"embed": jnp.ones((3, 2)), "head": jnp.zeros((3, 2))}, "head", to="embed")
+    >>> model["head"] is model["embed"], tp.layout(model).ties["embed"]
+    (True, ('head',))
+
+    A tie without a transform is in the model itself: one array object at both paths. One with a transform is not, since
+    an array cannot tell what it was computed from: a class declares it (`tp.field(tied_to=...)`, `tp.declare`), or a
+    layout is given it (`tp.layout(model, ties=...)`).
+
+    Args:
+        model: any pytree.
+        alias: the path of the parameter that is replaced. `None`: every alias that a class declares, as for a model
+            that was just built. A `Layout`: every alias that it knows.
+        to: the path of the parameter whose value stays.
+        transform: of a tie that a class declares so.
+
+    Returns:
+        The model; only the leaves at aliases are others.
+
+    Raises:
+        ValueError: a path names no parameter, shapes or dtypes disagree; a transform that is not declared; the model
+            does not fit the layout.
+        TypeError: one of `alias` and `to` is given without the other.
+    """
+    leaves, treedef, structure = structure_of(model)
+    if (alias is None or isinstance(alias, Layout)) and to is None and transform is None:
+        known = find_ties(structure) if alias is None else look_up(structure, alias)[1].ties
+    elif not isinstance(alias, str) or to is None:
+        raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
+    else:
+        at, source = parameter_at(structure, alias), parameter_at(structure, to)
+        linear = checked(structure, at, source, transform)
+        known = [Alias(at, source, () if linear is None else (linear,))]
+        if linear is not None and known[0] not in find_ties(structure):
+            raise ValueError(
+                f"nothing would remember that {alias!r} is {linear} of {to!r}, and the first step would part them. "
+                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform=...), or give it to '
+                f'a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", ...)}}), which tp.tie(model, known), '
+                "tp.grad and the optimiser take"
+            )
+    for each in known:
+        leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
+    pairs = [(each.source, each.leaf) for each in known if not each.transforms]
+    if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
+        note_ties(structure, pairs)
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def untie(model: M, where: Where | None = None) -> M:
+    """The model with an array of its own at every path of a tie.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones(2)
+    >>> dict(tp.layout(tp.untie({"a": shared, "b": shared})).ties)
+    {}
+
+    Args:
+        model: any pytree.
+        where: the ties to undo, by any of their paths; `None`: all. Ties that a class declares are not in the model and
+            stay.
+
+    Returns:
+        The model; the first path of each tie keeps its array, the others get copies.
+
+    Raises:
+        ValueError: `where` selects nothing.
+    """
+    leaves, treedef, structure = structure_of(model)
+    chosen = frozenset(structure.parameters) if where is None else select(structure, where)
+    sources = {structure.first[i] for i in chosen}
+    for i in structure.parameters:
+        if structure.first[i] != i and structure.first[i] in sources:
+            leaves[i] = copy_leaf(leaves[i])
+    return jtu.tree_unflatten(treedef, leaves)
