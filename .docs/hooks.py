@@ -3,6 +3,7 @@
 Names of the library in backticks become links to their entries, in pages and in docstrings.
 """
 
+import ast
 import functools
 import json
 import re
@@ -54,6 +55,19 @@ class Examples(griffe.Extension):
         """Rewrites one docstring."""
         if obj.docstring:
             obj.docstring.value = _typed(_linked(_fenced(obj.docstring.value)), getattr(obj, "returns", None))
+
+
+class Runtime(griffe.Extension):
+    """Shows what runs, where type checkers are told something else."""
+
+    def on_module_node(self, *, node: Any, **_: Any) -> None:
+        """Leaves out what stands under `if TYPE_CHECKING:` with an `else:`."""
+        node.body[:] = [each for statement in node.body for each in _that_runs(statement)]
+
+
+def _that_runs(statement: ast.stmt) -> list[ast.stmt]:
+    is_both = isinstance(statement, ast.If) and statement.orelse and ast.unparse(statement.test) == "TYPE_CHECKING"
+    return statement.orelse if is_both else [statement]
 
 
 def _notebooks() -> list[Path]:

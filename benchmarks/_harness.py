@@ -160,12 +160,14 @@ class Sweep:
         found = [(size, row[name]) for size, row in self.timings.items() if name in row][-last:]
         return fit_exponent({size: timing.first if firsts else timing.median for size, timing in found})
 
-    def ratio_target(self, name: str, of: str, limit: float) -> str:
-        """Says whether a case kept to a multiple of another at every size."""
+    def ratio_target(self, name: str, of: str, limit: float, sizes: Sequence[int] = ()) -> str:
+        """Says whether a case kept to a multiple of another at these sizes, or at every one."""
         ratios = self.ratios(name, of)
+        asked = {size: ratio for size, ratio in ratios.items() if size in sizes}
+        ratios, at = (asked, f" at {_listed(asked)} leaves") if asked else (ratios, "")
         worst = max(ratios, key=lambda size: ratios[size])
         found = ", ".join(f"{ratios[size]:.2f}x at {size} leaves" for size in sorted({worst, max(ratios)}))
-        return verdict(f"{name} <= {limit:g}x {of}", ratios[worst] <= limit, found)
+        return verdict(f"{name} <= {limit:g}x {of}{at}", ratios[worst] <= limit, found)
 
     def ratios(self, name: str, of: str) -> dict[int, float]:
         """What a case takes as a multiple of another, at the sizes at which both were run."""
@@ -181,6 +183,11 @@ class Sweep:
         last = self.exponent(name, firsts, last=2)
         explained = f"{found:.2f}, in the last step {last:.2f}{beyond}"
         return verdict(f"growth of {what} <= {limit:g}", found <= limit and not stopped, explained)
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def sweep(

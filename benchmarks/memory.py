@@ -1,11 +1,9 @@
 """A whole step of training, compiled: loss, gradient, Adam, new parameters. What it costs in time and memory.
 
-The yardstick is the tree form, `tp.partition`. The flat form is one vector, of `tp.ravel`; in buckets every parameter
-of more than 16,384 elements is a vector of its own and the others share one. Parameters and state are donated, so that
-the temporary memory is what a step needs beside the parameters, their two averages and the batch.
+The yardstick is the tree form, `tp.partition`. The flat form is one vector, of `tp.ravel`. Parameters and state are
+donated, so that the temporary memory is what a step needs beside the parameters, their two averages and the batch.
 
-The last table is of nets of 20 weights and biases of one size each, in buckets of less than a weight: there each weight
-is a vector of its own, and the biases share one. It tells up to what size sharing pays.
+The last table is of nets of 20 weights and biases of one size each. It tells up to what size one vector pays.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +15,11 @@ import optax
 
 import treeparams as tp
 
-from ._harness import Scale, Table, as_ratios, in_time, there_and_back, verdict
+from ._harness import Scale, Table, as_ratios, in_time, there_and_back
 from ._models import Net, net
 from ._programs import Program, built, in_bytes, rows
 
-_TREE, _FLAT, _BUCKETS = "tree", "flat", "buckets"
-_BUCKET = 2**14
+_TREE, _FLAT = "tree", "flat"
 _BATCH = 8
 _OPTIMISER = optax.adam(1e-3)
 _SLACK = 1.1  # a form that takes so much is still as good
@@ -46,22 +43,26 @@ def run(scale: Scale) -> Iterator[Table]:
 
 
 def _table(title: str, model: list[Net], scale: Scale) -> Table:
-    programs, times = _measured(model, _BUCKET, 0 if scale.is_smoke else 10, scale)
-    cells = rows(programs.values(), times.values())
-    return Table(title, ["", *programs], cells, [*_lines(programs, times)])
+    programs, times = _measured(model, 0 if scale.is_smoke else 10, scale)
+    memory = {name: program.temporary for name, program in programs.items()}
+    best = f"The least run time: {_best(times)}. The least temporary memory: {_best(memory)}."
+    return Table(title, ["", *programs], rows(programs.values(), times.values()), [best])
 
 
-def _measured(
-    model: list[Net], bucket: int, patience: float, scale: Scale
-) -> tuple[dict[str, Program], dict[str, float]]:
-    forms = _forms(model, bucket)
+def _best(found: Mapping[str, float]) -> str:
+    least = min(found.values())
+    return " and ".join(name for name, value in found.items() if value <= _SLACK * least)
+
+
+def _measured(model: list[Net], patience: float, scale: Scale) -> tuple[dict[str, Program], dict[str, float]]:
+    forms = _forms(model)
     functions = {name: (_step(form.loss), (form.params, _OPTIMISER.init(form.params))) for name, form in forms.items()}
     programs = built(functions, patience, donate=(0, 1))
     calls = {name: _training(programs[name], *args) for name, (_, args) in functions.items()}
     return programs, there_and_back(calls, scale)
 
 
-def _forms(model: list[Net], bucket: int) -> dict[str, Form]:
+def _forms(model: list[Net]) -> dict[str, Form]:
     batches = [jnp.ones((_BATCH, each.layers[0].weight.shape[1])) for each in model]
 
     def loss(model: list[Net]) -> jax.Array:
@@ -69,11 +70,9 @@ def _forms(model: list[Net], bucket: int) -> dict[str, Form]:
 
     params, rest = tp.partition(tp.copy(model))
     vector, restructure = tp.ravel(model)
-    buckets, from_buckets = tp.ravel(model, bucket=bucket)
     return {
         _TREE: Form(params, lambda params: loss(tp.combine(params, rest))),
         _FLAT: Form(vector, lambda vector: loss(restructure(vector))),
-        _BUCKETS: Form(buckets, lambda buckets: loss(from_buckets(buckets))),
     }
 
 
@@ -99,34 +98,15 @@ def _training(program: Program, *args: Any) -> Callable[[], Any]:
 # -- Which form is the best --------------------------------------------------------------------------------------------
 
 
-def _lines(programs: Mapping[str, Program], times: Mapping[str, float]) -> Iterator[str]:
-    memory = {name: program.temporary for name, program in programs.items()}
-    builds = {name: program.build for name, program in programs.items()}
-    yield f"The least run time: {_best(times)}. The least temporary memory: {_best(memory)}."
-    for what, found in (("build", builds), ("run time", times)):
-        ratio = found[_BUCKETS] / min(found[_TREE], found[_FLAT])
-        yield verdict(f"{what} of {_BUCKETS} <= {_SLACK}x the better of the others", ratio <= _SLACK, f"{ratio:.2f}x")
-    # A vector is bought with memory, and where it is slower nobody would buy it.
-    faster = min((_TREE, _FLAT), key=lambda name: times[name])
-    ratio = memory[_BUCKETS] / memory[faster]
-    target = f"temporary memory of {_BUCKETS} <= {_SLACK}x that of the faster of the others, {faster}"
-    yield verdict(target, ratio <= _SLACK, f"{ratio:.2f}x")
-
-
-def _best(found: Mapping[str, float]) -> str:
-    least = min(found.values())
-    return " and ".join(name for name, value in found.items() if value <= _SLACK * least)
-
-
 def _crossing(widths: Sequence[int], scale: Scale) -> Table:
-    names = (_TREE, _FLAT, _BUCKETS)
+    names = (_TREE, _FLAT)
     cells, gains = [], {}
     for width in widths:
         size = width * width
-        programs, times = _measured([net(40, width)], width, 0, scale._replace(seconds=scale.seconds / 2))
+        programs, times = _measured([net(40, width)], 0, scale._replace(seconds=scale.seconds / 2))
         cells.append([f"{size:,}: run time", *as_ratios([times[name] for name in names], in_time)])
         cells.append([f"{size:,}: temporary memory", *(in_bytes(programs[name].temporary) for name in names)])
-        gains[size] = times[_BUCKETS] / times[_FLAT]
-    shared, clearly = (max((n for n in gains if gains[n] >= least), default=0) for least in (1, _SLACK))
-    found = f"One vector is faster than one for each weight up to {shared:,} elements, {_SLACK}x up to {clearly:,}."
+        gains[size] = times[_TREE] / times[_FLAT]
+    faster, clearly = (max((n for n in gains if gains[n] >= least), default=0) for least in (1, _SLACK))
+    found = f"One vector is faster than the tree up to {faster:,} elements, {_SLACK}x up to {clearly:,}."
     return Table("20 weights of so many elements each", ["", *names], cells, [found])

@@ -24,14 +24,13 @@ _versions = itertools.count(1)
 
 def run(scale: Scale) -> Iterator[Table]:
     found = sweep(_cases, scale)
-    above_floor = max(found.ratios(_TP, _FLOOR).values())
     yield found.table(
         "`tp.partition` + `tp.combine`",
         [
-            found.ratio_target(_TP, _ONCE, 1.4),
+            found.ratio_target(_TP, _FLOOR, 1.25, sizes=(100, 1000, 5000)),
+            found.ratio_target(_FIRST, _ONCE, 6, sizes=(1000,)),
             found.growth_target(_TP),
             found.growth_target(_FIRST),
-            f"{_TP} takes at most {above_floor:.2f}x the floor.",
         ],
     )
 

@@ -1,19 +1,17 @@
 """From a model to its vector and back, outside of `jit`, each call until its result is there.
 
 The yardstick is `jax.flatten_util.ravel_pytree`, or the function back that it gives. `tp.ravel` finds out anew what is
-trained and what is tied; `restructure.ravel` knows. With `into` the vector that is to be written over is made before
-the clock starts.
+trained and what is tied; `restructure.ravel` knows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Case, Scale, Sweep, Table, sweep, verdict
+from ._harness import Scale, Sweep, Table, sweep, verdict
 from ._models import net
 
 _RAVEL, _TP, _UNRAVEL, _RESTRUCTURE = "ravel_pytree", "tp.ravel", "unravel", "restructure"
@@ -36,9 +34,9 @@ def _target(found: Sweep) -> str:
     return verdict(f"{_TP} <= 1/5 of {_RAVEL} at {size} leaves", ratios[size] <= 1 / 5, f"1/{1 / ratios[size]:.1f}")
 
 
-def _to_vector(leaves: int) -> Mapping[str, Callable | Case]:
+def _to_vector(leaves: int) -> Mapping[str, Callable]:
     model = net(leaves)
-    vector, restructure = tp.ravel(model)
+    _, restructure = tp.ravel(model)
     compiled = jax.jit(lambda model: ravel_pytree(model)[0])
     ready = jax.block_until_ready
     return {
@@ -46,9 +44,6 @@ def _to_vector(leaves: int) -> Mapping[str, Callable | Case]:
         f"{_RAVEL} in jit": lambda: ready(compiled(model)),
         _TP: lambda: ready(tp.ravel(model)[0]),
         "restructure.ravel": lambda: ready(restructure.ravel(model)),
-        "restructure.ravel, into": Case(
-            lambda buffer: ready(restructure.ravel(model, into=buffer)), prepare=lambda: ready(jnp.copy(vector))
-        ),
     }
 
 

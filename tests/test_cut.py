@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treeparams._cut import cut, join
+from treeparams._primitives import cut, join
 
 from .zoo import flops
 

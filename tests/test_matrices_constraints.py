@@ -553,7 +553,7 @@ def test_values_outside_are_refused(make: Callable[[], Any], message: str):
         (lambda w: w.astype(complex), "expected real numbers, got complex64"),
     ],
 )
-def test_other_things_are_refused(constraint: Constraint, change: Any, message: str):
+def test_other_things_are_refused(constraint: Constraint, change: Any, message: str, without_type_checks: Any):
     with pytest.raises(TypeError, match=message):
         constraint.of(change(constraint.value))
 

@@ -457,7 +457,7 @@ def test_what_does_not_fit(without_type_checks):
         matrices.PreImputing(jnp.ones((2, 3)), 0.0)
 
 
-def test_masks_and_operands_that_do_not_fit():
+def test_masks_and_operands_that_do_not_fit(without_type_checks):
     pre, post, x = make("pre"), make("post"), X
     with pytest.raises(ValueError, match=r"a mask of shape \(4, 5\) for x of shape \(4, 5\), got \(5,\)"):
         pre.matmul(x, missing=jnp.ones(5, bool))

@@ -59,7 +59,6 @@ def test_there_and_back_over_sharded_leaves(kind, spec, within):
         np.testing.assert_array_equal(restructure.ravel_gradient(model), plain)
         np.testing.assert_array_equal(restructure.view(vector)["w"], make()["w"])
         np.testing.assert_array_equal(restructure.view(vector).at["w"].add(1.0)[2:], plain[2:] + 1)
-        np.testing.assert_array_equal(restructure.ravel(model, into=restructure.ravel(model)), plain)
         np.testing.assert_allclose(tp.global_norm(vector), tp.global_norm(plain), 1e-6)
 
 
@@ -72,7 +71,7 @@ def test_gradients_in_the_leaves_and_in_the_vector(kind, spec):
     with set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("x")))
         vector, restructure = tp.ravel(model, LAYOUT)
-        for of in (jax.grad(lambda v, r, x: loss(r(v), x)), lambda v, r, x: tp.accumulate(loss, r, 2)(v, x)[1]):
+        for of in (jax.grad(lambda v, r, x: loss(r(v), x)), lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=2)(v, x)[1]):
             np.testing.assert_allclose(jax.jit(of)(vector, restructure, x), want, 1e-5, 1e-6)
         through = jax.jit(jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2)))(model)
         np.testing.assert_allclose(through["w"], 2 * make()["w"], 1e-6)
@@ -151,15 +150,14 @@ def test_accumulation_in_shard_map(kind, how):
     index = jnp.arange(4)
 
     def step(vector, restructure, x):
-        local = jax.lax.pcast(vector, "x", to="varying")
         if how == "argument":
-            value, gradient = tp.accumulate(loss, restructure, 3)(local, x)
+            value, gradient = tp.accumulate(lambda v, x: loss(restructure(v), x), pieces=3)(vector, x)
         elif how == "keyword":
-            of = lambda model, i, *, x: loss(model, x[i])
-            value, gradient = tp.accumulate(of, restructure, 3)(local, index, x=x)
+            of = lambda v, i, *, x: loss(restructure(v), x[i])
+            value, gradient = tp.accumulate(of, pieces=3)(vector, index, x=x)
         else:
-            value, gradient = tp.accumulate(lambda model, i: loss(model, x[i]), restructure, 3)(local, index)
-        return jax.lax.pmean(value, "x"), jax.lax.pmean(gradient, "x")
+            value, gradient = tp.accumulate(lambda v, i: loss(restructure(v), x[i]), pieces=3)(vector, index)
+        return jax.lax.pmean(value, "x"), gradient / 2  # as of `jax.grad`, summed over the two devices
 
     got = _inside(mesh, step, P(), P(), P("x"), out=P())(vector, restructure, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
@@ -176,7 +174,8 @@ def test_accumulation_into_a_vector_over_the_devices(kind):
     with set_mesh(mesh):
         for spec in (P(), P("x")):
             x = jax.device_put(X, NamedSharding(mesh, spec))
-            of = lambda v, r, x: tp.accumulate(loss, r, 3)(v, x)  # eight examples in three pieces, or two of four
+            # Eight examples in three pieces, or two of four.
+            of = lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=3)(v, x)
             for run in (of, jax.jit(of)):
                 got = run(over, restructure, x)
                 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
@@ -230,12 +229,6 @@ def test_changes_and_memory_of_a_vector_over_the_devices(kind):
     changed = restructure.view(over).at["w"].set(value)
     assert changed.sharding.is_equivalent_to(lies, 1)
     np.testing.assert_array_equal(changed, want)
-    pointers = [shard.data.unsafe_buffer_pointer() for shard in changed.addressable_shards]
-    written = restructure.ravel(restructure(changed), into=changed)
-    assert changed.is_deleted()
-    assert written.sharding.is_equivalent_to(lies, 1)
-    assert [shard.data.unsafe_buffer_pointer() for shard in written.addressable_shards] == pointers
-    np.testing.assert_array_equal(written, want)
 
 
 @axes
@@ -246,9 +239,8 @@ def test_modules_on_a_mesh(kind):
     spread = lambda a: NamedSharding(mesh, P("x") if a.shape[0] % 2 == 0 else P())
     model = eqx.combine(jax.tree.map(lambda a: jax.device_put(a, spread(a)), arrays), static)
     plain, _ = tp.ravel(mlp)
-    for options in ({}, {"dtype_groups": True}, {"bucket": 4}, {"pad_to": 16}):
-        vectors, restructure = tp.ravel(model, **options)
-        want, _ = tp.ravel(mlp, **options)
-        jax.tree.map(np.testing.assert_array_equal, vectors, want)
+    for options in ({}, {"pad_to": 16}):
+        vector, restructure = tp.ravel(model, **options)
+        np.testing.assert_array_equal(vector, tp.ravel(mlp, **options)[0])
         with set_mesh(mesh):
-            np.testing.assert_array_equal(tp.ravel(restructure(vectors))[0], plain)
+            np.testing.assert_array_equal(tp.ravel(restructure(vector))[0], plain)

@@ -672,7 +672,7 @@ def test_the_norm_does_not_bring_the_backward_pass_of_what_is_frozen_back(inside
 # -- Errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_errors():
+def test_errors(without_type_checks):
     model = {"w": jnp.ones(2), "b": jnp.ones(1)}
     tx = optim.trainable(optax.sgd(0.1))
     state = tx.init(model)

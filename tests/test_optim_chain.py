@@ -150,7 +150,7 @@ def test_across_devices(spread):
     np.testing.assert_allclose(clipped["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
 
 
-def test_errors_of_clip():
+def test_errors_of_clip(without_type_checks):
     with pytest.raises(TypeError, match="max_norm is a number; for a schedule write"):
         optim.clip_by_global_norm(optax.constant_schedule(1.0))
     model = {"a": jnp.ones(1), "b": jnp.ones(1)}

@@ -143,7 +143,7 @@ def test_a_line_search_within_a_group():
     assert float(loss(model)) < 1e-3
 
 
-def test_errors_of_groups():
+def test_errors_of_groups(without_type_checks):
     model = _model()
     with pytest.raises(ValueError, match=r"trained, but in no group: 'a', 'b.v'. The groups are b.w; .*\"\*\*\""):
         optim.groups({"b.w": optax.sgd(1.0)}).init(model)

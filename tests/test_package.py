@@ -28,8 +28,8 @@ MATRICES = {name: value for name, value in vars(matrices).items() if name[0] != 
 def test_the_public_names():
     assert sorted(PUBLIC) == [
         "Ema", "Layout", "Rest", "Restructure", "Slot", "Summary", "View", "accumulate", "biwalk", "combine", "copy",
-        "declare", "ema", "field", "global_norm", "grad", "jit", "layout", "mapreduce", "maptrainable", "partition",
-        "project", "ravel", "summary", "tie", "ties", "trainable", "trainables", "untie", "value_and_grad",
+        "declare", "ema", "field", "global_norm", "grad", "jit", "layout", "leaves", "mapreduce", "maptrainable",
+        "partition", "project", "ravel", "summary", "tie", "trainables", "untie", "value_and_grad",
     ]  # fmt: skip
     assert tp.__version__ == importlib.metadata.version("treeparams")
 
@@ -111,8 +111,8 @@ def test_only_public_jax_is_used():
 def test_public_classes_pickle_under_the_public_name():
     model = {"w": jnp.ones(2), "frozen": jnp.ones(1)}
     layout = tp.layout(model, freeze="frozen")
-    _, restructure = tp.ravel(model, layout)
-    for value in (layout, layout.slots[0], restructure, restructure.rest):
+    (_, restructure), (_, rest) = tp.ravel(model, layout), tp.partition(model, layout)
+    for value in (layout, layout.slots[0], restructure, rest):
         assert type(value).__module__ == "treeparams"
         again = pickle.loads(pickle.dumps(value))
         assert type(again) is type(value)

@@ -147,7 +147,7 @@ def test_the_nearest_are_named_though_the_model_is_large():
 @pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
 def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
     message = r"selects only leaves that are declared frozen \('scale' \(float32\[1\]\)\); to train .*, write thaw="
-    for use in (tp.layout, tp.partition, tp.ravel, tp.trainables, tp.trainable):
+    for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
         with pytest.raises(ValueError, match=message):
             use(net(), where)
     assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
@@ -205,7 +205,6 @@ def test_masks_of_trees_that_are_other_wheres_too():
         ({"a": True, "b": True}, r"it has no 'b.c'"),
         ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
         ([True, True], r"it has no 'a'"),
-        (True, r"it has no 'a'"),
     ],
 )
 def test_a_mask_of_another_structure(mask: Any, message: str):
@@ -293,5 +292,129 @@ def test_a_layout_that_does_not_know_a_tie_is_refused():
 
 
 def test_a_mask_of_arrays_says_what_to_write():
-    with pytest.raises(TypeError, match=r"a mask holds Python bools, got arrays; write jax.tree.map\(bool, mask\)"):
+    with pytest.raises(TypeError, match=r"a mask holds Python bools, got bool\[\]; write jax.tree.map\(bool, mask\)"):
         tp.layout({"w": jnp.ones(2)}, {"w": jnp.array(True)})
+    with pytest.raises(TypeError, match=r"a mask holds Python bools, got int; write jax.tree.map\(bool, mask\)"):
+        tp.layout({"w": jnp.ones(2), "b": jnp.ones(2)}, {"w": 1, "b": 0})
+
+
+def test_what_is_easily_passed_in_place_of_a_mask_or_a_where():
+    with pytest.raises(TypeError, match=r"a mask holds Python bools, got .*float32"):
+        tp.grad(lambda m: 0.0, net())(net())  # another Module, which may be callable
+    for flag in (True, False):
+        with pytest.raises(ValueError, match=rf"trainable={flag} is no mask.* trains by itself; write freeze='\*\*'"):
+            tp.layout(net(), flag)
+    with pytest.raises(ValueError, match=r"got bool. To ask each leaf, write tp.leaves\(lambda path, leaf: ...\)"):
+        tp.layout(net(), eqx.is_inexact_array)
+    with pytest.raises(ValueError, match=r"must return nodes .* \(it is given shapes in place of arrays\); it failed with Att"):
+        tp.layout(net(), lambda m: m.head.weight.T)
+    with pytest.raises(ValueError, match=r"is written as jax.tree_util.keystr writes paths; write entries with dots"):
+        tp.layout({"weight": jnp.ones(2)}, "['weight']")
+
+
+# -- What takes away
+
+
+@pytest.mark.parametrize(
+    ("where", "selected"),
+    [
+        ("!head", BODY),
+        (["!head", "!body.0"], BODY[2:]),
+        (["body", "!body.0"], BODY[2:]),
+        (["!body.0", "body"], BODY[2:]),  # whatever the order
+        (["**", "!**.bias"], WEIGHTS),
+        ("!**.bias", WEIGHTS),
+        ([eqx.nn.Linear, "!body"], HEAD),
+        ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
+    ],
+)
+def test_a_glob_that_takes_away(where: Any, selected: tuple[str, ...]):
+    assert tp.layout(net(), where).paths == selected
+    assert tuple(tp.trainables(net(), where)) == selected
+    vector, restructure = tp.ravel(net(), where)
+    assert restructure.layout.paths == selected
+    if not all(each.startswith("!") for each in ([where] if isinstance(where, str) else where) if isinstance(each, str)):
+        thawed = tp.layout(net(), freeze="**").thaw([*where, "!scale"])
+        assert thawed.paths == selected
+        assert list(tp.ravel(net())[1].view(tp.ravel(net())[0])[tuple(where)]) == list(selected)
+
+
+def test_what_takes_away_takes_from_what_is_declared():
+    assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
+    assert tp.layout({"!a": jnp.ones(1), "b": jnp.ones(1)}, '"!a"').paths == ('"!a"',)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("!hed", r"'hed' selects nothing; nearest: 'head"),
+        (["body", "!boddy"], r"'boddy' selects nothing"),
+        ("!**", r"'!\*\*' selects nothing: all of it is taken away or declared frozen"),
+        (["head", "!head"], r"selects nothing: all of it is taken away"),
+    ],
+)
+def test_what_takes_away_nothing_or_everything(where: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        tp.layout(net(), where)
+
+
+@pytest.mark.parametrize("use", ["freeze", "thaw", "indices"])
+def test_other_lists_need_one_that_selects(use: str):
+    with pytest.raises(ValueError, match=r"'!head' only takes away; write what it takes from before it: \['\*\*', '!head'\]"):
+        getattr(tp.layout(net()), use)("!head")
+    with pytest.raises(ValueError, match=r"selects nothing: all that it selects is taken away"):
+        getattr(tp.layout(net()), use)(["head", "!head"])
+
+
+# -- A rule for each leaf
+
+
+def test_leaves_by_shape_and_path():
+    seen = []
+
+    def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+        seen.append((path, leaf.shape, leaf.dtype))
+        return leaf.ndim >= 2
+
+    assert tp.layout(net(), tp.leaves(is_matrix)).paths == WEIGHTS
+    assert seen == [(path, tp.layout(net(), thaw="**")[path].shape, jnp.float32) for path in (*BODY, *HEAD, "scale")]
+    assert tp.layout(net(), freeze=tp.leaves(is_matrix)).paths == tuple(p for p in (*BODY, *HEAD) if p not in WEIGHTS)
+    assert tp.layout(net(), [tp.leaves(is_matrix), "head.bias"]).paths == (*WEIGHTS, "head.bias")
+    threshold = [1]
+    rule = tp.leaves(lambda path, leaf: leaf.ndim > threshold[0])
+    assert tp.layout(net(), rule).paths == WEIGHTS
+    threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
+    assert tp.layout(net(), rule).paths == (*BODY, *HEAD)
+
+
+def test_a_tie_is_asked_at_each_path_and_must_be_selected_as_a_whole():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "c": jnp.ones(3)}
+    assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
+    with pytest.raises(ValueError, match=r"'a' is trained and 'b' is frozen"):
+        tp.layout(model, tp.leaves(lambda path, leaf: path == "a"))
+
+
+def test_leaves_that_cannot_be():
+    with pytest.raises(TypeError, match=r"must return a bool, got NoneType at 'body.0.weight'"):
+        tp.layout(net(), tp.leaves(lambda path, leaf: None))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"tp.leaves\(.*<lambda>\) selects nothing"):
+        tp.layout(net(), tp.leaves(lambda path, leaf: False))
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_arguments_of_other_types():
+    with pytest.raises(TypeError, match=r"asked by path, got 0; the slots in order are layout.slots"):
+        tp.layout(net())[0]  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"ties is a dictionary \{alias: path\} .*, got list"):
+        tp.layout(net(), ties=["head"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"tp.leaves takes a function of path and leaf, got str"):
+        tp.leaves("head")  # type: ignore[arg-type]
+
+
+def test_a_layout_of_another_model_says_the_first_differences_and_the_remedy():
+    layout = tp.layout([jnp.ones(2)] + [jnp.ones(i + 1) for i in range(2000)])
+    with pytest.raises(ValueError, match=r"make the layout from this model, tp.layout\(model\)") as caught:
+        tp.partition([jnp.ones(3)] + [jnp.ones(i + 2) for i in range(2000)], layout)
+    assert len(str(caught.value)) < 1000
+    assert "... and 1,996 more" in str(caught.value)

@@ -1,5 +1,6 @@
 """Ties: how they arise, that they are trained or frozen as a whole, and what no tie can be."""
 
+import dataclasses
 import functools
 import pickle
 import re
@@ -23,6 +24,10 @@ def add_one(x: Any) -> Any:
     return x + 1
 
 
+def all_of(x: Any) -> Any:
+    return x[:]
+
+
 class Codec(eqx.Module):
     encoder: Any
     decoder: Any
@@ -30,6 +35,13 @@ class Codec(eqx.Module):
 
 class Turned(Codec):
     pass
+
+
+class Declares(eqx.Module):
+    encoder: Any
+    decoder: Any = tp.field(tied_to="encoder", transform=jnp.transpose)
+    inner: Any = None
+    shifted: Any = tp.field(tied_to="inner.encoder", default=None)
 
 
 tp.declare(Turned, ties={"decoder": ("encoder", jnp.transpose)})
@@ -92,6 +104,61 @@ def test_a_given_tie_joins_what_is_one_array():
 def test_ties_declared_on_a_class_are_relative_to_each_instance():
     model = [codec(Turned), {"k": codec(Turned)}, codec(), Turned(None, None)]
     assert tp.layout(model).ties == {"0.encoder": ("0.decoder",), "1.k.encoder": ("1.k.decoder",)}
+
+
+def test_ties_that_a_field_declares():
+    inner = codec()
+    model = [Declares(leaf(2, 3), leaf(3, 2), inner, leaf(2, 3)), {"k": Declares(leaf(2, 3), leaf(3, 2))}]
+    assert tp.layout(model).ties == {
+        "0.encoder": ("0.decoder",),
+        "0.inner.encoder": ("0.shifted",),
+        "1.k.encoder": ("1.k.decoder",),
+    }
+    assert tp.layout(Declares(leaf(2, 3), None)).ties == {}  # nothing there is no alias
+    tied = tp.tie(Declares(leaf(2, 3), jnp.zeros((3, 2)), inner, jnp.zeros((2, 3))))
+    np.testing.assert_array_equal(tied.decoder, tied.encoder.T)
+    assert tied.shifted is tied.inner.encoder
+    rows = {row.path: row.tied_to for row in tp.summary(tied).rows}
+    assert rows["encoder"] == "decoder (transpose)"
+    assert "decoder (transpose)" in str(tp.layout(tied))
+
+    class Narrower(Declares):
+        decoder: Any = tp.field(trainable=False)  # a field defined anew is declared anew
+
+    assert tp.layout(Narrower(leaf(2, 3), leaf(3, 2))).ties == {}
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class NoModule:
+        a: Any
+        b: Any = dataclasses.field(metadata={"tied_to": "a"})
+
+    assert tp.layout(NoModule(leaf(2), leaf(2))).ties == {"a": ("b",)}
+
+
+def test_a_declared_tie_holds_where_arrays_no_longer_tell():
+    model = tp.tie(Declares(leaf(2, 3), jnp.zeros((3, 2))))
+    loss = lambda m: jnp.sum(m.encoder * 2) + jnp.sum(m.decoder * 3)
+    grads = jax.jit(tp.grad(loss))(model)  # a plain `jit`, and no layout
+    np.testing.assert_array_equal(grads.encoder, jnp.full((2, 3), 5.0))
+    assert grads.decoder is None
+
+
+def test_fields_that_cannot_declare_a_tie():
+    with pytest.raises(ValueError, match=r"a transform is of another parameter: tp.field\(tied_to=\"embed\", transform"):
+        tp.field(transform=jnp.transpose)
+    with pytest.raises(ValueError, match=r"a static field is no part of the tree: drop `static=True` or `tied_to=`"):
+        tp.field(tied_to="encoder", static=True)
+    with pytest.raises(TypeError, match=r"Declares declares 'decoder' tied to 'encoder', but it is a node, not an arr"):
+        tp.layout(Declares(leaf(2, 3), {"weight": leaf(3, 2)}))
+    with pytest.raises(ValueError, match=r"a tie names 'encoder', where the model has no leaf"):
+        tp.layout(Declares(None, leaf(3, 2)))
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_a_field_is_tied_to_a_path():
+    with pytest.raises(TypeError, match=r"tp.field: `tied_to` must be a path such as 'embed.weight', got 3"):
+        tp.field(tied_to=3)
 
 
 @pytest.mark.parametrize("use", [tp.layout, tp.partition, tp.ravel, tp.trainables])
@@ -286,11 +353,66 @@ def test_tie_and_untie():
 
 
 def test_tie_with_a_transform_sets_the_alias():
-    tied = tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)
-    assert (tied.decoder == tied.encoder.T).all()
     declared = tp.tie(codec(Turned))
     assert (declared.decoder == declared.encoder.T).all()
     assert tp.layout(tp.untie(codec(Turned))).ties == {"encoder": ("decoder",)}
+
+
+def test_tie_sets_what_a_layout_says():
+    model = {"a": leaf(2, 3), "b": jnp.zeros((3, 2)), "c": jnp.zeros((2, 3)), "frozen": leaf(1), "too": jnp.zeros(1)}
+    ties = {"b": ("a", jnp.transpose), "c": "a", "too": "frozen"}
+    layout = tp.layout(model, freeze=["frozen", "too"], ties=ties)
+    tied = tp.tie(model, layout)
+    np.testing.assert_array_equal(tied["b"], tied["a"].T)
+    assert tied["c"] is tied["a"] is model["a"]
+    assert tied["too"] is tied["frozen"]
+    assert tp.layout(tied).ties == {"a": ("c",), "frozen": ("too",)}
+    with pytest.raises(ValueError, match="does not fit the layout"):
+        tp.tie({"a": leaf(2)}, layout)
+
+
+def test_a_tie_through_a_transform_is_set_where_something_remembers_it():
+    message = r"nothing would remember that 'decoder' is transpose of 'encoder'.*tied_to=\"encoder\".*ties=\{\"decoder\":"
+    with pytest.raises(ValueError, match=message):
+        tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)
+    tied = tp.tie(codec(Turned), "decoder", to="encoder", transform=jnp.transpose)  # its class does
+    np.testing.assert_array_equal(tied.decoder, tied.encoder.T)
+    with pytest.raises(TypeError, match="takes both paths"):
+        tp.tie(codec(), "decoder")
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        (jnp.transpose, (4,)),
+        (all_of, (4,)),
+        (functools.partial(jnp.reshape, shape=(2, 2)), (2, 2)),
+        (functools.partial(jnp.asarray), (3,)),
+    ],
+)
+def test_a_transform_that_is_the_identity_at_its_shape_is_a_tie_without_one(transform: Any, shape: Any):
+    model = {"a": leaf(*shape), "b": leaf(*shape)}
+    layout = tp.layout(model, ties={"b": ("a", transform)})
+    assert layout.ties == {"a": ("b",)}
+    params, rest = tp.partition(model, layout)
+    again = tp.combine(params, rest)
+    assert again["a"] is again["b"]
+    assert tp.layout(again, ties={"b": ("a", transform)}) == layout  # its own result is no contradiction
+    assert jax.jit(lambda p, r: tp.layout(tp.combine(p, r), layout).ties == layout.ties and p["a"])(params, rest).shape == shape
+
+
+def scaled(x: Any, by: Any = 1) -> Any:
+    return x * by
+
+
+def test_transforms_that_bind_numbers_of_other_types_differ():
+    model = {"a": leaf(2, dtype=jnp.bfloat16), "b": leaf(2, dtype=jnp.bfloat16)}
+    of = lambda by: tp.layout(model, ties={"b": ("a", functools.partial(scaled, by=by))})
+    with jax.numpy_dtype_promotion("standard"):
+        assert of(2) == of(2)
+        with pytest.raises(ValueError, match=r"'b' is bfloat16\[2\] and cannot be tied to 'a', which is float32\[2\]"):
+            of(np.float32(2))
+        assert of(2) != of(2.0)
 
 
 def test_tie_refuses():

@@ -11,7 +11,7 @@ import pytest
 import treeparams as tp
 
 from . import zoo
-from .zoo import ZOO, Norm, ramp
+from .zoo import ZOO, Norm, assert_same, ramp
 
 generated = hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
 
@@ -22,7 +22,7 @@ def model():
 
 
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("options", [{}, {"dtype_groups": True}])
+@pytest.mark.parametrize("options", [{}, {"pad_to": 8}])
 def test_a_view_is_a_mapping_of_what_is_trained(name, options):
     made = ZOO[name].make()
     layout = ZOO[name].layout(made)
@@ -32,7 +32,7 @@ def test_a_view_is_a_mapping_of_what_is_trained(name, options):
     assert list(view) == list(view.keys()) == list(want)
     assert len(view) == len(want)
     for path, part in view.items():
-        assert part.dtype == restructure.layout.vectors[restructure.layout[path].vector].dtype
+        assert part.dtype == vector.dtype
         np.testing.assert_array_equal(part, np.asarray(want[path]).astype(part.dtype))
     for alias, path in ((alias, slot.path) for slot in layout.slots for alias in slot.aliases):
         if alias != "decoder":
@@ -137,14 +137,11 @@ def test_changes(name, compiled):
         np.testing.assert_array_equal(changed(where, value), copy)
 
 
-def test_a_change_keeps_dtype_and_form():
-    made = {"a": ramp(2, dtype=jnp.bfloat16), "b": ramp(3), "c": ramp(1, dtype=jnp.bfloat16)}
-    vectors, restructure = tp.ravel(made, dtype_groups=True)
-    changed = restructure.view(vectors).at[["a", "b"]].set(2.0)
-    assert [vector.dtype for vector in changed] == [jnp.bfloat16, jnp.float32]
-    np.testing.assert_array_equal(changed[0].astype(jnp.float32), [2, 2, made["c"][0]])
-    np.testing.assert_array_equal(changed[1], [2, 2, 2])
-    assert restructure.view(vectors).at["c"].add(1.0)[1] is vectors[1]  # untouched
+def test_a_change_keeps_the_dtype_of_the_vector():
+    vector, restructure = tp.ravel({"a": ramp(2, dtype=jnp.bfloat16), "c": ramp(1, dtype=jnp.bfloat16)})
+    changed = restructure.view(vector).at["a"].set(np.float64(2))
+    assert changed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(changed.astype(jnp.float32), [2, 2, vector[2]])
 
 
 @pytest.mark.parametrize(
@@ -208,11 +205,6 @@ def test_in_transformations():
     np.testing.assert_allclose(jax.jit(read)(vector), want, 1e-6)
     np.testing.assert_allclose(jax.vmap(read)(jnp.stack([vector, vector])), [want, want], 1e-6)
     view = restructure.view(vector)
-    np.testing.assert_allclose(jax.jit(lambda view: jnp.sum(view["head"] * view["layers.1.w"]))(view), want, 1e-6)
-    gradient = jax.grad(lambda view: jnp.sum(view["head"] ** 2))(view)
-    assert isinstance(gradient, tp.View)
-    np.testing.assert_array_equal(gradient["head"], 2 * view["head"])
-    np.testing.assert_array_equal(gradient["layers.1.b"], [0, 0])
 
     def with_inner_traces(v):
         outer = restructure.view(v)  # read first inside, then outside: no piece may leak out of the inner trace
@@ -229,24 +221,15 @@ def test_in_transformations():
     assert jax.grad(with_inner_traces)(vector).shape == vector.shape
 
 
-def test_views_that_jax_makes_of_other_things():
+def test_a_view_is_neither_a_pytree_nor_an_argument():
     vector, restructure = tp.ravel(model())
-    view, stack = restructure.view(vector), jnp.stack([vector, 2 * vector])
-    views = jax.vmap(restructure.view)(stack)
-    np.testing.assert_array_equal(jax.vmap(lambda view: view["head"])(views)[1], 2 * view["head"])
-    assert jax.lax.scan(lambda c, view: (c, view.at["head"].set(0.0)), 0, views)[1].shape == stack.shape
-    message = r"those of vectors of shape \(12,\), this one has \(2, 12\); .* in jax.vmap"
-    for apply in (lambda f: f, jax.jit):
-        with pytest.raises(ValueError, match=message):
-            apply(lambda views: views["head"])(views)
-        with pytest.raises(ValueError, match=message):
-            apply(lambda views: views.at["head"].set(1.0))(views)
-        np.testing.assert_allclose(apply(lambda v: jax.tree.map(jnp.sum, v))(view).vector, vector.sum())
-        gradient = apply(jax.grad(lambda v: sum(jax.tree.leaves(jax.tree.map(lambda v: jnp.sum(v[:4] ** 2), v)))))(view)
-        np.testing.assert_array_equal(gradient["head"], 2 * view["head"])
-    np.testing.assert_array_equal(jax.tree.map(lambda v: v > 3, view)["head"], view["head"] > 3)
+    view = restructure.view(vector)
+    assert jax.tree.leaves(view) == [view]
+    assert_same(restructure(view.vector), model())
+    with pytest.raises(TypeError, match=r"expected a vector of shape \(12,\) and floating dtype, got View"):
+        restructure(view)
     with pytest.raises(ValueError, match=r"got shape \(2, 12\); map over a stack of vectors with jax.vmap"):
-        restructure(stack)
+        restructure.view(jnp.stack([vector, vector]))
 
 
 def test_reading_every_part_is_one_cut():
@@ -256,27 +239,13 @@ def test_reading_every_part_is_one_cut():
     assert (names.count("cut"), names.count("join"), names.count("pad")) == (1, 1, 0)
 
 
-def test_views_of_different_layouts_do_not_mix():
+def test_a_view_of_other_parts_is_no_value_for_these():
     made = {"a": ramp(2), "b": ramp(2)}
-    first, one = tp.ravel(made, "a")
-    second, other = tp.ravel(made, "b")
-    assert first.shape == second.shape
-    assert one.view(one.view(first)).vector is first
-    np.testing.assert_array_equal(one(one.view(first))["a"], first)
-    message = "(?s)a view of another layout.*'a' is trained in the first, not in the second"
-    for mix in (
-        lambda: one(other.view(second)),
-        lambda: one.view(other.view(second)),
-        lambda: one.view(first).at["a"].set(other.view(second)),
-        lambda: one.ravel(made, into=other.view(second)),
-        lambda: tp.accumulate(lambda m, x: jnp.sum(x), one, 1)(other.view(second), jnp.ones(2)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mix()
+    (first, one), (second, other) = tp.ravel(made, "a"), tp.ravel(made, "b")
+    with pytest.raises(ValueError, match=r"expected values at \['a'\], got them at \['b'\]"):
+        one.view(first).at["a"].set(other.view(second))
     with pytest.raises(TypeError, match="unsupported operand"):
         one.view(first) + other.view(second)
-    with pytest.raises(ValueError, match=r"(?s)Layout\(1 slot \(a\).*Layout\(1 slot \(b\)"):
-        jax.tree.map(jnp.add, one.view(first), other.view(second))
 
 
 # -- Places ------------------------------------------------------------------------------------------------------------
@@ -303,7 +272,5 @@ def test_slices_indices_and_blocks():
         layout.block(hessian[:, :11], "head", "head")
     with pytest.raises(ValueError, match=r"array of shape \(12, 12\) .*, got list"):
         layout.block([[1.0]], "head", "head")
-    with pytest.raises(ValueError, match=r"a matrix is over one vector, but Layout.*; bucket=2\) has 3"):
-        tp.ravel(model(), bucket=2)[1].layout.block(hessian, "head", "head")
     with pytest.raises(ValueError, match="selects nothing"):
         layout.indices("nowhere")

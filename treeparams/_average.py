@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._declare import field
 from ._index import Index, widened
+from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, frozen_arrays, index_in, put_together, take_apart, with_frozen_arrays
 from ._recognise import structure_of
@@ -50,7 +52,7 @@ def copy(tree: M) -> M:
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
-def ema(average: M, model: PyTree, *, decay: Any, buffers: Buffers = "copy", trainable: Any = None) -> M:
+def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy", trainable: Trainable = None) -> M:
     """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -239,7 +241,7 @@ class Ema(eqx.Module, Generic[M]):
     decay: float | Callable[[Any], Any] = field(static=True)
     debias: bool = field(static=True)
     warmup: bool = field(static=True)
-    buffers: Any = field(static=True)
+    buffers: Buffers = field(static=True)
 
     def __init__(
         self,
@@ -249,7 +251,7 @@ class Ema(eqx.Module, Generic[M]):
         debias: bool = False,
         warmup: bool = False,
         buffers: Buffers = "copy",
-        trainable: Any = None,
+        trainable: Trainable = None,
     ) -> None:
         """Starts the average at the values of `model`, in buffers of its own.
 
@@ -267,9 +269,9 @@ class Ema(eqx.Module, Generic[M]):
             ValueError: `decay` is not in [0, 1]; as `tp.layout`.
         """
         decay = as_decay(decay)
-        slots, rest = take_apart(model, trainable)
-        self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in slots]
-        self.rest = with_frozen_arrays(rest, list(map(copy_leaf, frozen_arrays(rest).values())))
+        parts = take_apart(model, trainable)
+        self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots]
+        self.rest = with_frozen_arrays(parts.rest, list(map(copy_leaf, frozen_arrays(parts.rest).values())))
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay

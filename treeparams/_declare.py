@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
+import jax
 
 from ._paths import nearest, quote, selects, split
 
-Given = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
+Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
 
 
@@ -52,7 +53,7 @@ else:
         *,
         trainable: bool | None = None,
         tied_to: str | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[jax.Array], jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
         """`equinox.field` that also says whether what it holds is trained, or which parameter it is.

@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree
 
 from ._index import is_complex
-from ._layout import Layout, index_of
+from ._layout import Layout, Trainable, index_of
 from ._match import read_slots, slot_gradients
 from ._mesh import replicated
 from ._parts import Rest, index_in, put_together, take_apart
@@ -253,16 +255,26 @@ class Restructure(Generic[M]):
 
 
 Restructure.__module__ = "treeparams"
+_halves: Callable[[Restructure[Any]], tuple[Rest[Any], Vector]] = operator.attrgetter("_rest", "_kind")
+
+
+def _flatten(restructure: Restructure[Any]) -> tuple[tuple[Rest[Any]], Vector]:
+    rest, kind = _halves(restructure)
+    return (rest,), kind
+
+
+def _flatten_with_keys(restructure: Restructure[Any]) -> tuple[Any, Vector]:
+    rest, kind = _halves(restructure)
+    return ((jtu.GetAttrKey("rest"), rest),), kind
+
+
 jtu.register_pytree_with_keys(
-    Restructure,
-    lambda restructure: (((jtu.GetAttrKey("rest"), restructure._rest),), restructure._kind),
-    lambda kind, children: Restructure(next(iter(children)), kind),
-    lambda restructure: ((restructure._rest,), restructure._kind),
+    Restructure, _flatten_with_keys, lambda kind, children: Restructure(next(iter(children)), kind), _flatten
 )
 
 
 def ravel(
-    model: M, trainable: Any = None, dtype: Any = None, *, pad_to: SupportsIndex = 1
+    model: M, trainable: Trainable = None, dtype: DTypeLike | None = None, *, pad_to: SupportsIndex = 1
 ) -> tuple[Inexact[Array, " n"], Restructure[M]]:
     """The trained parameters of a model as one contiguous vector, and the way back.
 

@@ -8,7 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, SupportsIndex, cast
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,19 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ._index import Index, widened
+from ._layout import Trainable
 from ._mesh import in_shard_map, split_over, vary, varying
 from ._parts import take_apart
 from ._text import count_of, describe, quoted
 
-P = ParamSpec("P")
+P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
+R = TypeVar("R")
+Aux = TypeVar("Aux")
 
 
-def value_and_grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = False) -> Callable[P, tuple[Any, Any]]:
+def value_and_grad(
+    f: Callable[P, R], trainable: Trainable = None, has_aux: bool = False
+) -> Callable[P, tuple[R, PyTree]]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -56,21 +61,32 @@ def value_and_grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = F
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
+    call = cast(Callable[..., Any], f)
 
     @functools.wraps(f)
-    def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         parts = take_apart(model, trainable)
         if not parts.slots:
             warnings.warn(nothing_trained(parts.index), stacklevel=2)
-            return f(model, *args, **kwargs), parts.canonical(())
-        of_slots = lambda slots: f(parts.model(slots), *args, **kwargs)
+            return call(model, *args, **kwargs), parts.canonical(())
+        of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
         value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         return value, parts.canonical(grads)
 
     return cast(Any, value_and_gradient)
 
 
-def grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = False) -> Callable[P, Any]:
+@overload
+def grad(
+    f: Callable[P, tuple[Any, Aux]], trainable: Trainable = None, *, has_aux: Literal[True]
+) -> Callable[P, tuple[PyTree, Aux]]: ...
+
+
+@overload
+def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, PyTree]: ...
+
+
+def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -89,7 +105,7 @@ def grad(f: Callable[P, Any], trainable: Any = None, has_aux: bool = False) -> C
     Warns:
         UserWarning: nothing is trained.
     """
-    with_value = value_and_grad(f, trainable, has_aux)
+    with_value = cast(Callable[..., Any], value_and_grad(f, trainable, has_aux))
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +127,8 @@ def nothing_trained(index: Index) -> str:
 
 
 def accumulate(
-    f: Callable[..., Any], trainable: Any = None, *, pieces: SupportsIndex
-) -> Callable[..., tuple[jax.Array, Any]]:
+    f: Callable[P, Any], trainable: Trainable = None, *, pieces: SupportsIndex
+) -> Callable[P, tuple[jax.Array, PyTree]]:
     """Value and gradient of a mean loss over a batch that is taken in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -147,48 +163,47 @@ def accumulate(
         ValueError: `pieces` is not positive; arrays of the batch have no or different leading axes, or there are no
             examples; as `tp.layout`.
     """
-    pieces = count_of("pieces", pieces, "pieces")
+    pieces, call = count_of("pieces", pieces, "pieces"), cast(Callable[..., Any], f)
 
     @functools.wraps(f)
-    def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
         devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
         size = devices * -(-examples // (devices * pieces))
-        # As types that differ from device to device, parameters get each device's own gradient.
-        along = frozenset[str]().union(*(varying(jax.typeof(each)) for each in jax.tree.leaves((batch, args, kwargs))))
-        added = [along - varying(jax.typeof(slot)) for slot in parts.slots]
-        slots = tuple(vary(jnp.asarray(slot), axes) for slot, axes in zip(parts.slots, added, strict=True))
+        slots = tuple(map(jnp.asarray, parts.slots))
 
-        wide = [jnp.dtype(float), *(widened(slot.dtype) for slot in slots)]
-        wide[0] = jax.dtypes.canonicalize_dtype(wide[0])
-        kinds = []  # of the value; the same for all pieces
-
-        def of_piece(start: Any, count: int) -> list[jax.Array]:
+        def of_piece(slots: Any, start: Any, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
-            value, grads = jax.value_and_grad(lambda slots: f(parts.model(slots), piece, *args, **kwargs))(slots)
-            kinds.append(widened(jnp.result_type(value)))
-            return [
-                jnp.asarray(each, dtype) * (count / examples) for each, dtype in zip((value, *grads), wide, strict=True)
-            ]
+            return call(parts.model(slots), piece, *args, **kwargs)
 
-        plus = lambda sums, new: [jnp.add(*pair) for pair in zip(sums, new, strict=True)]
+        # Where the loss differs from device to device, so do the parameters from here on: each device sums a gradient
+        # of its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
+        local = frozenset[str]()
+        if in_shard_map():
+            local = varying(jax.make_jaxpr(lambda slots: of_piece(slots, 0, size))(slots).out_avals[0])
+        added = [local - varying(jax.typeof(slot)) for slot in slots]
+        slots = tuple(vary(slot, axes) for slot, axes in zip(slots, added, strict=True))
+        wide = [jax.dtypes.canonicalize_dtype(float), *(widened(slot.dtype) for slot in slots)]
+        dtypes = []  # of the value; the same for all pieces
+
+        def add(sums: list[jax.Array], start: Any, count: int) -> list[jax.Array]:
+            value, grads = jax.value_and_grad(of_piece)(slots, start, count)
+            dtypes.append(widened(jnp.result_type(value)))
+            news = [jnp.asarray(each, dtype) for each, dtype in zip((value, *grads), wide, strict=True)]
+            return [total + new * (count / examples) for total, new in zip(sums, news, strict=True)]
+
+        # What a scan carries keeps its type, also that of what differs from device to device.
+        zeros = [jnp.zeros((), wide[0]), *map(jnp.zeros_like, slots, wide[1:])]
+        kinds = [local, *(varying(jax.typeof(slot)) for slot in slots)]
+        sums = [vary(each, kind - varying(jax.typeof(each))) for each, kind in zip(zeros, kinds, strict=True)]
         whole, rest = divmod(examples, size)
-        sums = [
-            jnp.zeros((), wide[0]),
-            *(jnp.zeros_like(slot, kind) for slot, kind in zip(slots, wide[1:], strict=True)),
-        ]
-        if in_shard_map():  # what a scan carries keeps its type, and what differs from device to device has its own
-            avals = jax.make_jaxpr(lambda: of_piece(0, size))().out_avals
-            sums = [
-                vary(each, varying(aval) - varying(jax.typeof(each))) for each, aval in zip(sums, avals, strict=True)
-            ]
-        sums, _ = jax.lax.scan(lambda sums, i: (plus(sums, of_piece(i * size, size)), None), sums, jnp.arange(whole))
-        value, *grads = plus(sums, of_piece(whole * size, rest)) if rest else sums
+        sums, _ = jax.lax.scan(lambda sums, i: (add(sums, i * size, size), None), sums, jnp.arange(whole))
+        value, *grads = add(sums, whole * size, rest) if rest else sums
         grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
         grads = [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
-        return value.astype(kinds[0]), parts.canonical(grads)
+        return value.astype(dtypes[0]), parts.canonical(grads)
 
-    return value_and_gradient
+    return cast(Any, value_and_gradient)
 
 
 def _count_examples(batch: Any) -> int:

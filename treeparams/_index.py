@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
 from ._structure import Structure, getter, is_inexact
@@ -20,7 +21,7 @@ class Slot(NamedTuple):
     path: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     offset: int  # in elements
     size: int  # in elements
 
@@ -159,7 +160,7 @@ class Index:
         return [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
 
 
-def common_dtype(dtypes: Iterable[Any]) -> Any:
+def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
     """The dtype that holds all of these; JAX's float when there are none.
 
     >>> common_dtype([jnp.bfloat16, jnp.float16])

@@ -4,19 +4,21 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 
 from ._declare import registry
 from ._recognise import structure_of
-from ._static_keys import Values, identical
+from ._static_keys import Values
 from ._structure import Structure, getter, is_array
 from ._text import first_lines
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R", covariant=True)
+S = TypeVar("S")
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 
@@ -98,7 +100,13 @@ class Jitted(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """The program for these arguments, before it is compiled: `as_text()`, `cost_analysis()`, `compile()`."""
         donated, kept, call = self._take_apart(args, kwargs)
-        return Stage(self, self._run.lower(donated, kept, call), call)
+        return Stage(self._take_apart, self._run.lower(donated, kept, call), call)
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
+
+    @overload
+    def __get__(self: "Jitted[Concatenate[S, Q], R]", instance: S, owner: Any = None) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -113,18 +121,18 @@ class Jitted(Generic[P, R]):
 class Stage:
     """What `jax.jit` lowered or compiled, called with the arguments of the function."""
 
-    def __init__(self, jitted: Jitted[Any, Any], stage: Any, call: "_Call") -> None:
+    def __init__(self, take_apart: Callable[[Any, Any], Any], stage: Any, call: "_Call") -> None:
         """For this library's own use; users write `tp.jit(f).lower(...)`."""
-        self._jitted = jitted
+        self._take_apart = take_apart
         self._stage = stage
         self._lowered_for = call
 
     def compile(self, *args: Any, **kwargs: Any) -> "Stage":
         """The compiled program; it can be called."""
-        return Stage(self._jitted, self._stage.compile(*args, **kwargs), self._lowered_for)
+        return Stage(self._take_apart, self._stage.compile(*args, **kwargs), self._lowered_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        donated, kept, call = self._jitted._take_apart(args, kwargs)
+        donated, kept, call = self._take_apart(args, kwargs)
         if call != self._lowered_for:
             raise ValueError(
                 "the program was lowered for other arguments (the first; these are the second):\n"
@@ -185,8 +193,7 @@ class _Call:
         these, those = self._structure, other._structure
         is_same = these is those or (
             (these.first, self._plan.traced) == (those.first, other._plan.traced)
-            and these.statics == those.statics
-            and identical(these.bare, those.bare)
+            and these.has_statics_of(those)
         )
         return is_same and self._declarations == other._declarations and self._values == other._values
 

@@ -9,8 +9,9 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -75,7 +76,7 @@ class Layout:
         return sum(slot.size * jnp.dtype(slot.dtype).itemsize for slot in self.slots)
 
     @functools.cached_property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
         return common_dtype(slot.dtype for slot in self.slots if slot.size)
 
@@ -134,6 +135,12 @@ class Layout:
         """
         slots = [self.slots[i] for i in slots_in(self, where)]
         return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
+
+    @overload
+    def block(self, matrix: np.ndarray, rows: Where, columns: Where) -> np.ndarray: ...
+
+    @overload
+    def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
 
     def block(self, matrix: Any, rows: Where, columns: Where) -> Any:
         """The part of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
@@ -238,6 +245,8 @@ class Layout:
 
 
 Layout.__module__ = "treeparams"
+Trainable = Where | PyTree | Layout | None
+"""What says which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """Where everything lies in the models that a layout was made from."""
 

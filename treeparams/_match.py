@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ._index import Index, common_dtype, is_complex
+from ._layout import Trainable
 from ._paths import nearest, unquote
 from ._recognise import structure_of
 from ._resolve import look_up
@@ -149,7 +150,9 @@ def _ambiguous(structure: Structure, position: int, places: list[Alias], tied: T
 # -- The canonical gradient --------------------------------------------------------------------------------------------
 
 
-def project(model: PyTree, grads: PyTree, trainable: Any = None, *, missing: Literal["zeros"] | None = None) -> PyTree:
+def project(
+    model: PyTree, grads: PyTree, trainable: Trainable = None, *, missing: Literal["zeros"] | None = None
+) -> PyTree:
     """The canonical form of a gradient, however it came about.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp

@@ -5,16 +5,17 @@ Every function of this library is `take_apart`, a line of its own work on `parts
 of JAX. What would not - functions, strings, the structure, the ties - is static in `Rest`.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
 from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._index import Index
-from ._layout import Layout
+from ._layout import Layout, Trainable
 from ._match import read_slots
 from ._recognise import note_ties, structure_of
 from ._resolve import look_up
@@ -78,35 +79,32 @@ class Rest(Generic[M]):
 
 
 Rest.__module__ = "treeparams"
+_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("_frozen", "_static")
 
 
 def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
-    keys = map(jtu.DictKey, rest._static.index.frozen_paths)
-    return tuple(zip(keys, rest._frozen, strict=True)), rest._static
+    frozen, static = _halves(rest)
+    return tuple(zip(map(jtu.DictKey, static.index.frozen_paths), frozen, strict=True)), static
 
 
-jtu.register_pytree_with_keys(
-    Rest,
-    _flatten_with_keys,
-    lambda static, frozen: Rest(tuple(frozen), static),
-    lambda rest: (rest._frozen, rest._static),
-)
+jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
 
 
 index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
 """Where everything lies in the model that a `Rest` is of."""
 
 
-class Parts(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class Parts(Generic[M]):
     """A model taken apart."""
 
     slots: tuple[Any, ...]  # one array per slot
-    rest: Rest[Any]
+    rest: Rest[M]
 
     @property
     def layout(self) -> Layout:
         """The layout of the model."""
-        return self.rest._static.layout
+        return _halves(self.rest)[1].layout
 
     @property
     def index(self) -> Index:
@@ -116,19 +114,19 @@ class Parts(NamedTuple):
     @property
     def treedef(self) -> Any:
         """The treedef of the model."""
-        return self.rest._static.treedef
+        return _halves(self.rest)[1].treedef
 
-    def model(self, slots: Sequence[Any]) -> Any:
+    def model(self, slots: Sequence[Any]) -> M:
         """The model with these values in its slots, at all paths of each."""
         return put_together(self.rest, slots)
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
         """The canonical tree of one value per slot."""
-        static = self.rest._static
+        static = _halves(self.rest)[1]
         return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
 
 
-def take_apart(model: PyTree, trainable: Any) -> Parts:
+def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest.
 
     Raises:
@@ -143,8 +141,9 @@ def take_apart(model: PyTree, trainable: Any) -> Parts:
 
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """The model of one value per slot."""
-    static, computed = rest._static, ()
+    frozen, static = _halves(rest)
     index = static.index
+    computed: list[Any] = []
     if index.computed:
         spec, positions = index.structure.spec, index.positions
         computed = [alias.value_from(slots[slot], spec(positions[slot])) for slot, alias in index.computed]
@@ -152,21 +151,22 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
         note_ties(index.structure, index.ties_to_note)
         index.ties_to_note = []
     # One gather and one unflatten, since the place of each leaf is known.
-    leaves = index.all_leaves([*slots, *rest._frozen, *static.values.values, *computed])
+    leaves = index.all_leaves([*slots, *frozen, *static.values.values, *computed])
     return jtu.tree_unflatten(static.treedef, leaves)
 
 
 def frozen_arrays(rest: Rest[Any]) -> dict[str, Any]:
     """The arrays that are no slots, each object once, by path."""
-    return dict(zip(rest._static.index.frozen_paths, rest._frozen, strict=True))
+    frozen, static = _halves(rest)
+    return dict(zip(static.index.frozen_paths, frozen, strict=True))
 
 
 def with_frozen_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
     """The same with other arrays that are no slots."""
-    return Rest(tuple(frozen), rest._static)
+    return Rest(tuple(frozen), _halves(rest)[1])
 
 
-def partition(model: M, trainable: Any = None) -> tuple[PyTree, Rest[M]]:
+def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
     """Splits a model into its trained parameters and the rest.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
@@ -225,7 +225,7 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
         swapped = "; the parameters come first: tp.combine(params, rest)" if isinstance(params, Rest) else ""
         raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}{swapped}")
     leaves, treedef = flatten(params)
-    index = rest._static.index
+    index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
     try:

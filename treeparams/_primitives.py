@@ -17,6 +17,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -203,8 +204,19 @@ def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, l
     return join(stacks, shapes, length), 0
 
 
+def _taylor_of_cut(vectors: Sequence[Any], series: Sequence[Any], *, shapes: Shapes) -> tuple[list[Any], list[Any]]:
+    terms = [cut(term, shapes) for term in series[0]]
+    return cut(vectors[0], shapes), [list(each) for each in zip(*terms, strict=True)]
+
+
+def _taylor_of_join(arrays: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[Any, list[Any]]:
+    return join(arrays, **params), [join(terms, **params) for terms in zip(*series, strict=True)]
+
+
 ad.deflinear2(cut_p, _transpose_cut)
 ad.deflinear2(join_p, _transpose_join)
+jet.jet_rules[cut_p] = _taylor_of_cut
+jet.jet_rules[join_p] = _taylor_of_join
 batching.primitive_batchers[cut_p] = _batch_cut
 batching.primitive_batchers[join_p] = _batch_join
 mlir.register_lowering(cut_p, mlir.lower_fun(_split, multiple_results=True))

@@ -9,15 +9,17 @@ dictionary in place of these comparisons was tried; building the key costs more 
 import collections
 import enum
 import functools
+import inspect
 import operator
-import sys
+import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jaxtyping
 import numpy as np
 from jax.core import Tracer
 
@@ -129,17 +131,25 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
 _warned_of: set[int] = set()
 _MET = 1024  # kinds
+# Where run-time checks of annotations are switched on, they stand between the calls of this library.
+_OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
-def note_ties(structure: Structure, pairs: list[tuple[int, int]]) -> None:
-    """Remembers that parameters of a structure were one array, outside of any trace."""
+def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]]) -> None:
+    """Remembers that parameters of a structure were one array, outside of any trace.
+
+    A model may be met as a part of something else, such as the arguments of a function: it is remembered by itself too.
+    """
     shapes = [spec and spec.shape for spec in structure.specs]
-    with _changing:
-        known = _met_tied.setdefault(structure.kind, [])
-        if (shapes, pairs) not in known:
-            known.append((shapes, pairs))
-        while len(_met_tied) > _MET:
-            _met_tied.popitem(last=False)
+    for node in structure.nodes:
+        inside = [(a - node.start, b - node.start) for a, b in map(sorted, pairs) if node.start <= a < b < node.stop]
+        if inside:
+            with _changing:
+                known = _met_tied.setdefault(structure.kind_of(node), [])
+                if (shapes[node.start : node.stop], inside) not in known:
+                    known.append((shapes[node.start : node.stop], inside))
+                while len(_met_tied) > _MET:
+                    _met_tied.popitem(last=False)
 
 
 def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
@@ -154,6 +164,9 @@ def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
         lost = [pair for pair in pairs if root(pair[0]) != root(pair[1])]
         if lost and structure.kind not in _warned_of and _is_part(structure, shapes):
             _warned_of.add(structure.kind)
+            frame, levels = inspect.currentframe(), 1
+            while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+                frame, levels = frame.f_back, levels + 1
             names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
             warnings.warn(
                 f"{first_few(names)} were one array in a model of this structure that was met before. In this one, "
@@ -162,7 +175,7 @@ def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
                 "(params, rest) of tp.partition, or a Restructure of tp.ravel; or use tp.jit. For a model that only "
                 "looks alike pass its own layout, and this warning is not given",
                 UserWarning,
-                stacklevel=_levels_of_this_library(),
+                stacklevel=levels,
             )
             return
 
@@ -171,13 +184,6 @@ def _is_part(structure: Structure, shapes: list[Any]) -> bool:
     # Within `vmap` and `scan` leaves lack the axis that is mapped, so the shapes may be ends of those that were met.
     pairs = zip(structure.specs, shapes, strict=True)
     return all(spec is None or shape[len(shape) - len(spec.shape) :] == spec.shape for spec, shape in pairs)
-
-
-def _levels_of_this_library() -> int:
-    frame, levels, here = sys._getframe(1), 1, __name__.rpartition(".")[0]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(here):
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 # -- What is looked at ---------------------------------------------------------------------------------------------------

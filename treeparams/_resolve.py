@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from ._declare import Given
 from ._index import Index
-from ._layout import Layout, changed, index_of, relaid
+from ._layout import Layout, Trainable, changed, index_of, relaid
 from ._recognise import structure_of, warn_of_lost_ties
 from ._structure import Structure
 from ._text import first_lines
@@ -17,7 +17,7 @@ from ._where import Where, change, choose
 
 def layout(
     model: PyTree,
-    trainable: Any = None,
+    trainable: Trainable = None,
     *,
     freeze: Where | None = None,
     thaw: Where | None = None,
@@ -79,15 +79,19 @@ def layout(
         UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
     """
     _, _, structure = structure_of(model)
-    if ties is None:
-        known, _ = look_up(structure, trainable)
-        return known if freeze is None and thaw is None else changed(known, freeze, thaw)
+    if freeze is None and thaw is None and ties is None:
+        return look_up(structure, trainable)[0]
     if isinstance(trainable, Layout):
-        raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
-    return _make(structure, trainable, freeze, thaw, ties)
+        if ties is not None:
+            raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
+        return changed(look_up(structure, trainable)[0], freeze, thaw)
+    made = _make(structure, trainable, freeze, thaw, ties)
+    if structure.is_traced:
+        warn_of_lost_ties(structure, index_of(made).sources)
+    return made
 
 
-def look_up(structure: Structure, trainable: Any) -> tuple[Layout, Index]:
+def look_up(structure: Structure, trainable: Trainable) -> tuple[Layout, Index]:
     """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
 
     Raises:
@@ -119,7 +123,7 @@ def _make(
     return Layout(Index(structure, settle(structure, ties, said), ties))
 
 
-def retrained(layout: Layout, trainable: Any) -> Layout:
+def retrained(layout: Layout, trainable: Trainable) -> Layout:
     """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them.
 
     Raises:
@@ -143,7 +147,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
         return index
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
-    if not fits or want.entries != structure.entries or want.statics != structure.statics:
+    if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
         raise ValueError(
             "the model does not fit the layout (the first below; the model is the second); make the layout from this "
             f"model, tp.layout(model):\n{first_lines(want.differences(structure, as_template=True))}"

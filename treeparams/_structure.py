@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from jax.core import Tracer
 
 from ._declare import is_box
 from ._paths import join, sibling_entries
-from ._static_keys import StaticKeys, is_settled, static_key
+from ._static_keys import StaticKeys, identical, is_settled, static_key
 from ._text import describe
 
 _MEMORIES = 256  # derived things per structure; far more than a program uses
@@ -53,8 +54,9 @@ class Structure:
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
     statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
-    bare: tuple[object, ...]  # static `object()`s, which two equal structures need not share, but two programs must
+    bare: tuple[object, ...]  # static `object()`s, whose keys are their order
     settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
+    is_unpickled: bool = False  # then its bare objects are copies
     is_traced: bool = False  # whether leaves are tracers, which do not tell what is one array
     _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -74,8 +76,15 @@ class Structure:
     @functools.cached_property
     def kind(self) -> int:
         """Equal for structures of the same paths, classes and dtypes, whatever their shapes and static values."""
-        dtypes = [spec and spec.dtype for spec in self.specs]
-        return hash((self.entries, tuple(dtypes), tuple(node.cls for node in self.nodes)))
+        return self.kind_of(self.nodes[0]) if self.nodes else 0
+
+    def kind_of(self, root: Node) -> int:
+        """The kind of what lies at and below a node."""
+        leaves, depth = slice(root.start, root.stop), len(root.entries)
+        entries = [each[depth:] for each in self.entries[leaves]]
+        dtypes = [spec and spec.dtype for spec in self.specs[leaves]]
+        inside = [node.cls for node in self.nodes if node.entries[:depth] == root.entries]
+        return hash((tuple(entries), tuple(dtypes), tuple(inside)))
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -86,7 +95,8 @@ class Structure:
             return NotImplemented
         return self is other or (
             self._hash == other._hash
-            and (self.specs, self.entries, self.statics) == (other.specs, other.entries, other.statics)
+            and (self.specs, self.entries) == (other.specs, other.entries)
+            and self.has_statics_of(other)
         )
 
     def __hash__(self) -> int:
@@ -96,6 +106,14 @@ class Structure:
         # A treedef that holds static values does not pickle. A tree of that structure does.
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
         return _from_skeleton, (skeleton, self.specs, self.first, self.settled)
+
+    def has_statics_of(self, other: "Structure") -> bool:
+        """Whether another structure has the same nodes, with the same static values.
+
+        Bare objects are the same by identity. Pickling makes others of them, which are told by their order alone.
+        """
+        is_copy = self.is_unpickled or other.is_unpickled
+        return self.statics == other.statics and (is_copy or identical(self.bare, other.bare))
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was derived from the structure under this key, or is now."""
@@ -140,14 +158,14 @@ class Structure:
                 yield f"{path!r} is only in the second"
             elif self.specs[i] != other.specs[j] and not (as_template and self.specs[i] is None):
                 yield f"{path!r} is {leaf(self.specs[i])} in the first, {leaf(other.specs[j])} in the second"
-        if self.paths != other.paths or self.statics == other.statics:
+        if self.paths != other.paths or self.has_statics_of(other):
             return
         found = False
         for here, there in zip(self.nodes, other.nodes, strict=False):
             where = f"the node at {here.path!r}" if here.path else "the root"
             if here.cls is not there.cls:
                 yield f"{where} is a {here.cls.__qualname__} in the first, a {there.cls.__qualname__} in the second"
-            elif static_key(here.static) != static_key(there.static):
+            elif static_key(here.static, strict=True) != static_key(there.static, strict=True):
                 yield f"{where} has other static values: {here.static!r} in the first, {there.static!r} in the second"
             else:
                 continue
@@ -179,7 +197,7 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = any([issubclass(kind, Tracer) for kind in set(map(type, leaves))])
-    return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced)
+    return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced=is_traced)
 
 
 def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...], tuple[Any, ...], tuple[Any, ...]]:
@@ -205,6 +223,8 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
     def visit(kind: type, taken: Any, above: tuple[str, ...]) -> None:
         children, data = list(taken[0]), taken[1]
         names = [key for key, _ in children]
+        if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
+            names = list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
         statics.append((kind, len(names), static(data)))
         place, start = len(nodes), len(entries)
         nodes.append(None)
@@ -233,7 +253,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
 
 def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
     nodes, entries, statics, bare = _take_nodes(skeleton)
-    return Structure(jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled)
+    return Structure(jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled, is_unpickled=True)
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -301,10 +321,10 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """`jax.tree.flatten` with a clear error for a tree that contains itself."""
     try:
-        return jtu.tree_flatten(tree)
+        return _two_levels_down(tree)
     except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
-        # It also leaves the stack's counter where it was then (jaxlib 0.10), so without this no call would succeed.
-        sys.setrecursionlimit(2 * sys.getrecursionlimit())
+        sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
+        _give_back_levels()
         path = _find_cycle(tree, (), ())
         if path is None:
             raise
@@ -312,6 +332,36 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
             f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
             "keep one of the two references, or hold it in a static field"
         ) from error
+
+
+# When the stack is full, jaxlib (0.10) leaves the counter of the thread's levels where it is, and every later call fails.
+# So they are counted and given back. The two functions between the handler above and JAX's are there for the levels
+# that it needs to begin with.
+_SPARE = 50
+_ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
+
+
+def _two_levels_down(tree: Any) -> tuple[list[Any], Any]:
+    return _one_level_down(tree)
+
+
+def _one_level_down(tree: Any) -> tuple[list[Any], Any]:
+    return jtu.tree_flatten(tree)
+
+
+def _give_back_levels() -> None:
+    def left(count: int = 0) -> int:
+        try:
+            return left(count + 1)
+        except RecursionError:
+            return count
+
+    frame, used = inspect.currentframe(), 0
+    while frame is not None:
+        frame, used = frame.f_back, used + 1
+    limit = sys.getrecursionlimit()
+    lost = limit - used - left()
+    sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
 
 
 def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from ._index import Index
-from ._layout import Layout
+from ._layout import Layout, Trainable
 from ._paths import join
 from ._recognise import structure_of
 from ._resolve import look_up
@@ -115,7 +115,7 @@ class Summary:
 
 
 def summary(
-    model: PyTree, trainable: Any = None, *, depth: int | None = None, groups: Mapping[Any, str] | None = None
+    model: PyTree, trainable: Trainable = None, *, depth: int | None = None, groups: Mapping[Any, str] | None = None
 ) -> Summary:
     """What trains in a model, how large it is, what is tied to what, and which group it belongs to.
 

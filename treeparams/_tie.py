@@ -1,8 +1,9 @@
 """tie, untie: a model in which one array stands at several places, or each has its own."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
@@ -20,7 +21,7 @@ def tie(
     model: M,
     alias: str | Layout | None = None,
     to: str | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    transform: Callable[[jax.Array], jax.Array] | None = None,
 ) -> M:
     """The model with its ties set: those that its classes declare, those of a layout, or one by identity.
 

@@ -77,7 +77,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
             continue
         names = structure.paths[alias], structure.paths[source]
         if lower == upper:
-            raise ValueError(f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of it")
+            raise ValueError(f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of the other")
         if above.setdefault(lower, (upper, transform)) != (upper, transform):
             other = structure.paths[above[lower][0]]
             raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")

@@ -54,7 +54,7 @@ class View(Mapping[str, Any]):
     @property
     def at(self) -> "At":
         """For `view.at[where].set(value)`: a vector with some of its parts changed."""
-        return At(self)
+        return At(self._change)
 
     def __getitem__(self, where: Where) -> Any:
         if not self._is_path(where):
@@ -100,15 +100,16 @@ class View(Mapping[str, Any]):
             raise KeyError(f"{where!r} selects nothing of this part of the view, which has {list(self)}")
         return tuple(found)
 
-    def _to_change(self, where: Where) -> tuple[int, ...]:
-        """The same, for writing.
+    def _change(self, where: Where) -> "Change":
+        """What `where` selects, for writing.
 
         Raises:
             KeyError: there are none, or `where` selects one only where it is transformed.
         """
         slots, index = self._select(where), index_of(self._layout)
+        change = Change(self.vector, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:
-            return slots
+            return change
         paths = index.structure.index
         leaves = {paths[where]} if self._is_path(where) else select(index.structure, where)
         for i in slots:
@@ -116,7 +117,7 @@ class View(Mapping[str, Any]):
             if index.follows.keys() >= set(its):
                 path, source = index.structure.paths[its[0]], self._layout.slots[i].path
                 raise KeyError(f"{path!r} is computed from {source!r}; change it there")
-        return slots
+        return change
 
     def _is_path(self, where: Where) -> TypeGuard[str]:
         return isinstance(where, str) and where in index_of(self._layout).structure.index
@@ -146,11 +147,11 @@ def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
 class At:
     """`view.at`; waits for what is to be changed."""
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, change: "Callable[[Where], Change]") -> None:
+        self._change = change
 
     def __getitem__(self, where: Where) -> "Change":
-        return Change(self._view, self._view._to_change(where))
+        return self._change(where)
 
 
 class Change(NamedTuple):
@@ -161,8 +162,8 @@ class Change(NamedTuple):
     vector.
     """
 
-    view: View
-    slots: tuple[int, ...]
+    vector: Any
+    slots: tuple[Slot, ...]
 
     def set(self, value: Any) -> Inexact[Array, " n"]:
         """The vector with these elements in place of what was there."""
@@ -177,9 +178,8 @@ class Change(NamedTuple):
         return self._changed(jnp.multiply, value)
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
-        slots = [self.view._layout.slots[i] for i in self.slots]
-        vector = jnp.asarray(self.view.vector)
-        return _replaced(vector, list(zip(slots, _values(slots, vector.dtype, value), strict=True)), change)
+        vector = jnp.asarray(self.vector)
+        return _replaced(vector, list(zip(self.slots, _values(self.slots, vector.dtype, value), strict=True)), change)
 
 
 def _replaced(vector: Any, parts: Sequence[tuple[Slot, Any]], change: Callable[[Any, Any], Any]) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ._layout import Trainable
 from ._match import Tied, per_slot
 from ._parts import Parts, take_apart
 from ._structure import is_array
@@ -23,7 +24,7 @@ Accumulated = TypeVar("Accumulated")
 
 
 def maptrainable(
-    f: Callable[..., Any], model: M, *rest: PyTree, trainable: Any = None, tied: Tied | Sequence[Tied] = None
+    f: Callable[..., Any], model: M, *rest: PyTree, trainable: Trainable = None, tied: Tied | Sequence[Tied] = None
 ) -> M:
     """The model with `f` applied to its trained parameters.
 
@@ -88,13 +89,15 @@ def _as_leaf(result: Any, leaf: Any) -> Any:
 
 def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:
     """What each of the other trees has for each slot."""
-    words = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
+    words: list[Tied] = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
     if len(words) != len(trees):
         raise ValueError(f"tied has {len(words)} words for {len(trees)} trees beside the model; give one for each")
     return [per_slot(parts.index, tree, word) for tree, word in zip(trees, words, strict=True)]
 
 
-def biwalk(model: PyTree, other: PyTree, *, trainable: Any = None, tied: Tied = None) -> Iterator[tuple[str, Any, Any]]:
+def biwalk(
+    model: PyTree, other: PyTree, *, trainable: Trainable = None, tied: Tied = None
+) -> Iterator[tuple[str, Any, Any]]:
     """The trained parameters of a model together with what another tree has for them.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -127,7 +130,7 @@ def mapreduce(
     model: PyTree,
     *rest: PyTree,
     init: Accumulated,
-    trainable: Any = None,
+    trainable: Trainable = None,
     tied: Tied | Sequence[Tied] = None,
 ) -> Accumulated:
     """Folds `f` of the trained parameters with `op`.
@@ -161,7 +164,7 @@ def mapreduce(
     return accumulated
 
 
-def trainables(model: PyTree, trainable: Any = None) -> dict[str, Any]:
+def trainables(model: PyTree, trainable: Trainable = None) -> dict[str, Any]:
     """The trained parameters by path, each once.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp

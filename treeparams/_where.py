@@ -24,8 +24,6 @@ from ._paths import nearest, quote, selects, split
 from ._structure import Node, Structure, flatten, same_treedef, scan
 from ._text import describe, quoted
 
-Where = str | re.Pattern[str] | type | Callable[[Any], Any] | Sequence[Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Leaves:
@@ -34,7 +32,10 @@ class _Leaves:
     predicate: Callable[[str, jax.ShapeDtypeStruct], bool]
 
 
-def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Any:
+Where = str | re.Pattern[str] | type | _Leaves | Callable[[Any], Any] | Sequence[Any]
+
+
+def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
     """A `where` that selects the parameters for which a predicate holds.
 
     >>> import equinox as eqx, jax, treeparams as tp
@@ -148,23 +149,25 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
         yield from (i for i in range(node.start, node.stop) if selects(pattern, structure.entries[i][depth:]))
     if not said.fields:
         return
-    fields = {quote(name): trained for name, trained in said.fields.items()}
+    below: dict[str, list[int]] = {}
     for i in range(node.start, node.stop):
-        entry, *deeper = structure.entries[i][depth:] or ("",)
-        if entry.isdigit():
-            raise TypeError(
-                f"{node.cls.__qualname__} says of its fields what is trained but is a pytree without names; register "
-                "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
-            )
-        if fields.get(entry) is False:
-            yield i
-        elif fields.get(entry) and not structure.is_parameter(i) and (not deeper or structure.specs[i] is None):
-            spec = structure.specs[i]
+        below.setdefault(structure.entries[i][depth : depth + 1][0], []).append(i)
+    if any(entry.isdigit() for entry in below):
+        raise TypeError(
+            f"{node.cls.__qualname__} says of its fields what is trained but is a pytree without names; register "
+            "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
+        )
+    for name, trained in said.fields.items():
+        inside = below.get(quote(name), [])
+        if not trained:
+            yield from inside
+        elif inside and not any(map(structure.is_parameter, inside)):
+            spec = structure.specs[inside[0]]
             kind = f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
             raise TypeError(
-                f"{structure.paths[i]!r} is declared trainable=True, but holds {kind}, and only floating and complex "
-                "arrays can be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number, make the "
-                "array floating, or drop trainable=True"
+                f"{structure.paths[inside[0]]!r} is declared trainable=True, but holds {kind}, and only floating and "
+                "complex arrays can be trained; write tp.field(trainable=True, converter=jnp.asarray) for a number, "
+                "make the array floating, or drop trainable=True"
             )
 
 
@@ -300,13 +303,13 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
 
 
 def _matched(structure: Structure, glob: str) -> Iterator[int]:
-    if re.search(r"""\[['"]""", glob):
+    pattern = split(glob)
+    if any(entry[:1] == "[" and entry[1:2] in ("'", '"') for entry in pattern):
         raise ValueError(
             f"{glob!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
             "'layers.0.weight'"
         )
     # A path stands for itself first, so that `1` and `"1"` select one each where a node has both.
-    pattern = split(glob)
     literal = [i for i, entries in enumerate(structure.entries) if entries[: len(pattern)] == pattern]
     yield from literal or (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
 

@@ -8,13 +8,13 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import PyTree
 
 from ._index import Slot
-from ._layout import Layout, index_of
+from ._layout import Layout, Trainable, index_of
 from ._paths import join, split
 from ._resolve import layout as layout_of
 from ._summary import in_bytes
@@ -49,7 +49,7 @@ class _Strip(NamedTuple):
     frozen: bool
 
 
-def layout(model: PyTree, trainable: Any = None, *, ax: Axes | None = None) -> Axes:
+def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None) -> Axes:
     """Draws a layout: the vector as a strip with the names of its parts, tied ones marked, and below it what is frozen.
 
     >>> import equinox as eqx, jax, treeparams as tp

@@ -5,10 +5,9 @@ entry: the transform of the first column holds the eigenvalues. A Toeplitz matri
 The transforms take place in at least float32, since there are none in less and many steps would lose too much.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from ._invertible import AbstractInvertible, of_same_arrays, slogdet_of
@@ -113,7 +112,7 @@ class Toeplitz(AbstractMatrix):
 
     ranks = {"column": 1, "above": 1}
 
-    def __init__(self, column: Any, row: Any) -> None:
+    def __init__(self, column: Array | np.ndarray, row: Array | np.ndarray) -> None:
         column, row = as_parameter(column), as_parameter(row)
         check_vector(self, "column", column)
         check_vector(self, "row", row)

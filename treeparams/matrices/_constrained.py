@@ -17,6 +17,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree
 
 from ._printing import pdoc
@@ -73,7 +74,7 @@ class AbstractConstrained(eqx.Module):
         return self.raw.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """That of the raw parameters."""
         return self.raw.dtype
 
@@ -92,7 +93,7 @@ class AbstractConstrained(eqx.Module):
         """The transpose, an array."""
         return self.to_dense().T
 
-    def astype(self, dtype: Any) -> Array:
+    def astype(self, dtype: DTypeLike) -> Array:
         """An array of another dtype."""
         return self.to_dense().astype(dtype)
 

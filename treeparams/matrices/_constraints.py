@@ -42,7 +42,7 @@ class Positive(AbstractConstrained):
 
     raw: Float[Array, "..."]
 
-    def __init__(self, w: Any):
+    def __init__(self, w: Array | np.ndarray):
         w = as_real(w)
         least = least_positive(w.dtype)
         if (entries := concrete(w)) is not None:
@@ -82,7 +82,7 @@ class Bounded(AbstractConstrained):
     low: float = eqx.field(static=True)
     high: float = eqx.field(static=True)
 
-    def __init__(self, w: Any, low: float | int, high: float | int):
+    def __init__(self, w: Array | np.ndarray, low: float | int, high: float | int):
         w = as_real(w)
         self.low, self.high = float(low), float(high)
         largest = float(jnp.finfo(wide(w).dtype).max)
@@ -133,7 +133,7 @@ class UnitNorm(AbstractConstrained):
     raw: Float[Array, "..."]
     axis: int = eqx.field(static=True)
 
-    def __init__(self, w: Any, axis: int = -1):
+    def __init__(self, w: Array | np.ndarray, axis: int = -1):
         w = as_real(w)
         self.raw = jnp.array(w, w.dtype)  # a copy, or the raw parameters of two nodes of one value would be tied
         self.axis = _from_the_end(axis, self.raw.shape)
@@ -143,7 +143,7 @@ class UnitNorm(AbstractConstrained):
             refuse(self, norms, _is_one(norms, self.dtype), expected, f"UnitNorm.normalise(w, axis={axis})")
 
     @classmethod
-    def normalise(cls, w: Any, axis: int = -1) -> "UnitNorm":
+    def normalise(cls, w: Array | np.ndarray, axis: int = -1) -> "UnitNorm":
         """Vectors of any length, divided by it.
 
         Args:
@@ -183,7 +183,7 @@ class Simplex(AbstractConstrained):
     raw: Float[Array, "..."]
     axis: int = eqx.field(static=True)
 
-    def __init__(self, w: Any, axis: int = -1):
+    def __init__(self, w: Array | np.ndarray, axis: int = -1):
         w = as_real(w)
         self.axis = _from_the_end(axis, w.shape)
         if (entries := concrete(w)) is not None:

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact
 
 from ._matrix import AbstractMatrix, is_array
@@ -56,7 +58,7 @@ class AbstractImputing(AbstractMatrix):
         self._check_rank()
         return to_dense(self.matrix).astype(self.dtype)
 
-    def matmul(self, x: Any, *, missing: Any = None) -> Array:
+    def matmul(self, x: Array | np.ndarray, *, missing: ArrayLike | None = None) -> Array:
         """The product `M @ x`, with a mask of what is missing.
 
         >>> import jax.numpy as jnp

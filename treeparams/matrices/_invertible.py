@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from ._matrix import AbstractMatrix, Transposed
@@ -26,7 +27,7 @@ class AbstractInvertible(AbstractMatrix):
     def T(self) -> "AbstractInvertible":  # noqa: N802 - as of an array
         return TransposedInvertible(self)
 
-    def solve(self, b: Any) -> Array:
+    def solve(self, b: Array | np.ndarray) -> Array:
         """The x with `M @ x = b`; shapes as of `M @ x`."""
         return self.inv() @ b
 

@@ -6,8 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree
 
+from .._declare import field
 from .._recognise import structure_of
 from .._structure import Structure
 from .._ties import find_ties
@@ -41,8 +44,7 @@ class LowRank(AbstractMatrix):
         ValueError: the shapes do not fit.
     """
 
-    # As `tp.field(trainable=False)`, which type checkers take for a default.
-    base: Weight = eqx.field(converter=as_weight, metadata={"trainable": False})
+    base: Weight = field(converter=as_weight, trainable=False)
     a: Inexact[Array, "m rank"] = eqx.field(converter=as_parameter)
     b: Inexact[Array, "rank n"] = eqx.field(converter=as_parameter)
     scale: float = eqx.field(static=True, default=1.0)
@@ -62,7 +64,9 @@ class LowRank(AbstractMatrix):
             raise TypeError(f"the factors are complex, but the base is {self.dtype}: imaginary parts would be lost")
 
     @classmethod
-    def random(cls, base: Any, rank: int, *, key: Array, scale: float = 1.0, dtype: Any = None) -> "LowRank":
+    def random(
+        cls, base: Weight | Any, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
+    ) -> "LowRank":
         """Factors that change nothing yet: columns of `a` are random, about of unit length, and `b` is zero.
 
         Args:
@@ -89,7 +93,7 @@ class LowRank(AbstractMatrix):
         return shape_of(self.base)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return jnp.result_type(self.base.dtype)
 
     def apply(self, x: Array) -> Array:
@@ -116,7 +120,9 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return _changed(*primals), tangents[0] + tangents[1]
 
 
-def lora(model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: Any = None) -> PyTree:
+def lora(
+    model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
+) -> PyTree:
     """The model with low-rank changes of what `where` selects, which alone is frozen.
 
     >>> import equinox as eqx, jax, treeparams as tp

@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact
 
 from ._printing import pdoc
@@ -82,7 +83,7 @@ class AbstractMatrix(eqx.Module):
         return jnp.swapaxes(self.apply(identity), -1, -2).astype(self.dtype)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """That of the product with an array of ones: `jnp.result_type` of the parameters."""
         leaves = jax.tree.leaves(self, is_leaf=lambda node: node is not self and isinstance(node, AbstractMatrix))
         dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
@@ -298,7 +299,7 @@ class Scaled(AbstractMatrix):
 
     ranks = {"matrix": 2, "factor": 0}
 
-    def __init__(self, matrix: Weight, factor: Any):
+    def __init__(self, matrix: Weight, factor: ArrayLike):
         self.matrix = matrix
         self.factor = jnp.asarray(factor) if is_array(factor) else None
         self.number = 1 if is_array(factor) else (factor.item() if isinstance(factor, np.generic) else factor)
@@ -308,7 +309,7 @@ class Scaled(AbstractMatrix):
         return shape_of(self.matrix)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return jnp.result_type(self.matrix.dtype, self.number if self.factor is None else self.factor)
 
     def apply(self, x: Array) -> Array:

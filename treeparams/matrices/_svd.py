@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from ._invertible import AbstractInvertible, of_same_arrays
 from ._orthogonal import AnyOrthogonal, Kind, Orthogonal, as_real, random_orthogonal
-from ._weights import as_weight, times, to_dense, wide
+from ._weights import Weight, as_weight, times, to_dense, wide
 
 
 class SVD(AbstractInvertible):
@@ -79,7 +79,7 @@ class SVD(AbstractInvertible):
         return cls(u, jnp.ones(min(m, n)), v)
 
     @classmethod
-    def from_dense(cls, w: Any) -> "SVD":
+    def from_dense(cls, w: Weight | Any) -> "SVD":
         """The decomposition of an array: `min(m, n)` reflections per factor. Singular values may be negative.
 
         Args:

@@ -12,7 +12,7 @@ from ._constrained import concrete
 from ._invertible import AbstractInvertible
 from ._orthogonal import as_real
 from ._triangular import LowerTriangular
-from ._weights import as_weight, to_dense, wide
+from ._weights import Weight, as_weight, to_dense, wide
 
 
 class SymmetricPositive(AbstractInvertible):
@@ -45,7 +45,7 @@ class SymmetricPositive(AbstractInvertible):
 
     ranks = {"factor": 2}
 
-    def __init__(self, w: Any):
+    def __init__(self, w: Weight | Any):
         w = as_real(to_dense(as_weight(w)))
         _check(w)
         self.factor = LowerTriangular(jnp.linalg.cholesky(wide(w)).astype(w.dtype), positive_diagonal=True)

@@ -40,7 +40,7 @@ class LowerTriangular(AbstractConstrained):
     raw: Float[Array, "... packed"]
     positive_diagonal: bool = eqx.field(static=True)
 
-    def __init__(self, w: Any, *, positive_diagonal: bool = False):
+    def __init__(self, w: Array | np.ndarray, *, positive_diagonal: bool = False):
         w, self.positive_diagonal = _square(self, w), positive_diagonal
         if (entries := concrete(w)) is not None:
             refuse(self, entries, np.triu(entries, 1) == 0, "zeros above the diagonal", "LowerTriangular(jnp.tril(w))")
@@ -85,7 +85,7 @@ class Symmetric(AbstractConstrained):
 
     raw: Float[Array, "... packed"]
 
-    def __init__(self, w: Any):
+    def __init__(self, w: Array | np.ndarray):
         w = _square(self, w)
         if (entries := concrete(w)) is not None:
             difference = entries - np.swapaxes(entries, -1, -2)

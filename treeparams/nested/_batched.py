@@ -16,7 +16,7 @@ from ._sweeps import swept
 _TOLERANCE = 1e-3  # of what mixing would change by about its own size
 
 
-def batched_gradient(f: Callable[..., Any], *, check: bool = False) -> Callable[..., Any]:
+def batched_gradient(f: Callable[..., Array], *, check: bool = False) -> Callable[..., Array]:
     """The gradient of each sample's output in its own input, for all samples by one backward pass.
 
     >>> import jax.numpy as jnp
@@ -51,12 +51,12 @@ def batched_gradient(f: Callable[..., Any], *, check: bool = False) -> Callable[
 
 
 def batched_jacobian(
-    f: Callable[..., Any],
+    f: Callable[..., Array],
     *,
     chunk: int | None = None,
     mode: Literal["auto", "forward", "reverse"] = "auto",
     check: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., Array]:
     """The Jacobian of each sample's output in its own input, in as few sweeps over the batch as one sample needs.
 
     >>> import jax.numpy as jnp

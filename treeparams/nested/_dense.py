@@ -1,21 +1,21 @@
 """The Hessian as a matrix over the vector, and its diagonal."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._forms import vector_of
-from .._layout import Layout
+from .._layout import Layout, Trainable
 from .._text import count_of
 from ._mapped import mapped
 from ._slots import of_slots, parts_of
 
 
 def hessian(
-    loss: Callable[..., Any], model: PyTree, *args: Any, trainable: Any = None, chunk: int | None = None
+    loss: Callable[..., Array], model: PyTree, *args: Any, trainable: Trainable = None, chunk: int | None = None
 ) -> Float[Array, "n n"]:
     """The Hessian of a loss over the vector of the trained parameters.
 
@@ -45,15 +45,33 @@ def hessian(
     return _over_columns(times, layout, chunk)
 
 
+@overload
 def hessian_diagonal(
-    loss: Callable[..., Any],
+    loss: Callable[..., Array], model: PyTree, *args: Any, trainable: Trainable = None, chunk: int | None = None
+) -> Float[Array, " n"]: ...
+
+
+@overload
+def hessian_diagonal(
+    loss: Callable[..., Array],
     model: PyTree,
     *args: Any,
-    trainable: Any = None,
+    trainable: Trainable = None,
     chunk: int | None = None,
-    key: Any = None,
+    key: Array,
+    samples: int,
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]: ...
+
+
+def hessian_diagonal(
+    loss: Callable[..., Array],
+    model: PyTree,
+    *args: Any,
+    trainable: Trainable = None,
+    chunk: int | None = None,
+    key: Array | None = None,
     samples: int | None = None,
-) -> Any:
+) -> Float[Array, " n"] | tuple[Float[Array, " n"], Float[Array, " n"]]:
     """The diagonal of the Hessian over the vector: exactly, or estimated from products with random signs.
 
     >>> import jax, jax.numpy as jnp

@@ -6,17 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._recognise import structure_of
 from .._text import count_of, describe
 from ._mapped import mapped
 from ._orders import ORDERS, Order, pulled, pushed
 
-_F = Callable[..., Any]
 
-
-def gradient(f: _F, *, mode: Order | None = None) -> _F:
+def gradient(f: Callable[..., Array], *, mode: Order | None = None) -> Callable[..., PyTree]:
     """The gradient of `f(model, x, *args)` in x, to stand in a loss.
 
     The gradient of that loss reaches all parameters of the model, what f captured, x and the other arguments.
@@ -65,7 +63,7 @@ def gradient(f: _F, *, mode: Order | None = None) -> _F:
     return of
 
 
-def jacobian(f: _F, *, mode: Order | None = None, chunk: int | None = None) -> _F:
+def jacobian(f: Callable[..., Array], *, mode: Order | None = None, chunk: int | None = None) -> Callable[..., Array]:
     """The Jacobian of `f(model, x, *args)` in x, to stand in a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -111,7 +109,7 @@ def jacobian(f: _F, *, mode: Order | None = None, chunk: int | None = None) -> _
     return of
 
 
-def vjp(f: _F, *, mode: Order | None = None) -> _F:
+def vjp(f: Callable[..., PyTree], *, mode: Order | None = None) -> Callable[..., tuple[PyTree, PyTree]]:
     """The value of `f(model, x, *args)` and the product of a cotangent with its Jacobian in x, to stand in a loss.
 
     >>> import jax.numpy as jnp
@@ -147,7 +145,7 @@ def vjp(f: _F, *, mode: Order | None = None) -> _F:
     return of
 
 
-def jvp(f: _F, *, mode: Order | None = None) -> _F:
+def jvp(f: Callable[..., PyTree], *, mode: Order | None = None) -> Callable[..., tuple[PyTree, PyTree]]:
     """The value of `f(model, x, *args)` and the product of its Jacobian in x with a tangent, to stand in a loss.
 
     >>> import jax.numpy as jnp

@@ -2,18 +2,26 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ._forward import forward
 from ._inputs import basis, check_output, real_array
 from ._series import Series
 
 
-def laplacian(f: Callable[..., Any], *, full: bool = False) -> Callable[..., Any]:
+@overload
+def laplacian(f: Callable[..., Array], *, full: Literal[False] = False) -> Callable[..., Array]: ...
+
+
+@overload
+def laplacian(f: Callable[..., Array], *, full: Literal[True]) -> Callable[..., tuple[Array, Array, Array]]: ...
+
+
+def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., Any]:
     """The Laplacian of `f(model, x, *args)` in x, the trace of its Hessian, to stand in a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp

@@ -6,13 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
 
-from .._layout import Layout
+from .._layout import Layout, Trainable
 from ._slots import given_back, of_slots, parts_of, taken
 
 
-def hvp(loss: Callable[..., Any], model: PyTree, tangent: Any, *args: Any, trainable: Any = None) -> Any:
+def hvp(loss: Callable[..., Array], model: PyTree, tangent: PyTree, *args: Any, trainable: Trainable = None) -> PyTree:
     """The product of a loss's Hessian with a tangent, forward over reverse.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -59,10 +60,10 @@ class Operator(eqx.Module):
     """
 
     _linear: Any
-    damping: Any
+    damping: ArrayLike | None
     layout: Layout = eqx.field(static=True)
 
-    def __call__(self, tangent: Any) -> Any:
+    def __call__(self, tangent: PyTree) -> PyTree:
         """The product with a tangent, plus `damping` times the tangent.
 
         Args:
@@ -86,7 +87,7 @@ class Operator(eqx.Module):
 
 
 def hessian_operator(
-    loss: Callable[..., Any], model: PyTree, *args: Any, damping: Any = None, trainable: Any = None
+    loss: Callable[..., Array], model: PyTree, *args: Any, damping: ArrayLike | None = None, trainable: Trainable = None
 ) -> Operator:
     """The Hessian of a loss as an operator, linearised once: each product costs the linear part alone.
 
@@ -122,12 +123,12 @@ def hessian_operator(
 
 
 def ggn_operator(
-    model_fn: Callable[..., Any],
-    loss: Callable[[Any], Any],
+    model_fn: Callable[..., PyTree],
+    loss: Callable[[Any], Array],
     model: PyTree,
     *args: Any,
-    damping: Any = None,
-    trainable: Any = None,
+    damping: ArrayLike | None = None,
+    trainable: Trainable = None,
 ) -> Operator:
     """The generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
 

@@ -8,20 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._forms import vector_of
+from .._layout import Trainable
 from .._norm import global_norm
 from ._mapped import mapped
 from ._slots import of_slots, parts_of
 
 
 def per_example_gradients(
-    loss: Callable[..., Any],
+    loss: Callable[..., Array],
     model: PyTree,
     batch: PyTree,
     *,
     flat: bool = False,
-    trainable: Any = None,
+    trainable: Trainable = None,
     chunk: int | None = None,
-) -> Any:
+) -> PyTree:
     """The gradient of a loss for each example of a batch: for private training, influence, the Fisher matrix.
 
     >>> import jax.numpy as jnp
@@ -54,7 +55,7 @@ def per_example_gradients(
 
 
 def per_example_norms(
-    loss: Callable[..., Any], model: PyTree, batch: PyTree, *, trainable: Any = None, chunk: int | None = 1
+    loss: Callable[..., Array], model: PyTree, batch: PyTree, *, trainable: Trainable = None, chunk: int | None = 1
 ) -> Float[Array, " batch"]:
     """The norm of each example's gradient, without the matrix of them: at most `chunk` gradients exist at a time.
 

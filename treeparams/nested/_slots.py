@@ -33,7 +33,7 @@ def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
             f"{found.path!r} is {found.dtype}, and second derivatives are of real parameters; freeze it, or hold its "
             "real and imaginary part as two parameters"
         )
-    return parts._replace(slots=tuple(map(jnp.asarray, parts.slots)))
+    return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
 def of_slots(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Sequence[Any]], Any]:

@@ -12,12 +12,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._index import widened
+from .._layout import Trainable
 from .._match import per_slot
 from .._parts import Parts
 from .._text import count_of
 from ._context import around, given
 from ._forms import Tree, owners
-from ._state import extended, is_placeholder, settled, steady
+from ._state import ModelTransformation, Transformation, extended, is_placeholder, settled, steady
 from ._whole import standing
 
 
@@ -43,8 +44,8 @@ AccumulateState.__module__ = "treeparams.optim"
 
 
 def accumulate(
-    tx: Any, every: int, weights: Sequence[float] | str | None = None, trainable: Any = None
-) -> optax.GradientTransformationExtraArgs:
+    tx: Transformation, every: int, weights: Sequence[float] | str | None = None, trainable: Trainable = None
+) -> ModelTransformation:
     """Takes one step of `tx` in every so many calls, with the mean of their gradients.
 
     >>> import jax.numpy as jnp, optax

@@ -1,17 +1,21 @@
 """adjust: set hyperparameters between steps."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from .._where import Where
 from ._groups import GroupsState, label
 from ._state import map_hyperparams
 
+S = TypeVar("S")
 
-def adjust(state: PyTree, group: Any = None, **hyperparams: Any) -> PyTree:
+
+def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     """The state with other hyperparameters: those that `optax.inject_hyperparams` keeps in it.
 
     >>> import jax.numpy as jnp, optax

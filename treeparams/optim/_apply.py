@@ -1,19 +1,21 @@
 """apply_updates: the step. layout: what a state trains."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._index import common_dtype, is_complex
-from .._layout import Layout, trained_at
+from .._layout import Layout, Trainable, trained_at
 from .._match import per_slot
 from .._parts import take_apart
 from ._state import layout_in
 
+M = TypeVar("M")
 
-def apply_updates(model: PyTree, updates: PyTree, trainable: Any = None) -> PyTree:
+
+def apply_updates(model: M, updates: PyTree, trainable: Trainable = None) -> M:
     """The model after the step: each trained parameter plus its update, in its own dtype.
 
     >>> import jax.numpy as jnp

@@ -1,5 +1,6 @@
 """clip_by_global_norm: of what is trained, ties once, in float32."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._layout import Layout, index_of
+from .._layout import Layout, Trainable, index_of
 from .._match import project
 from .._norm import global_norm
 from .._structure import is_array
@@ -31,7 +32,10 @@ ClipState.__module__ = "treeparams.optim"
 
 
 def clip_by_global_norm(
-    max_norm: Any, trainable: Any = None, axis_name: Any = None, nonfinite: Literal["propagate", "zero"] = "propagate"
+    max_norm: float | int | Array,
+    trainable: Trainable = None,
+    axis_name: str | Sequence[str] | None = None,
+    nonfinite: Literal["propagate", "zero"] = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Scales a gradient down to a global norm: of what is trained, ties once, right in every dtype.
 

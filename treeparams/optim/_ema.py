@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._average import Buffers, Ema, as_decay, lerp, next_step
 from .._index import is_complex, widened
-from .._layout import Layout, index_of, trained_at
+from .._layout import Layout, Trainable, index_of, trained_at
 from .._primitives import cut
 from .._recognise import structure_of
 from .._resolve import look_up
@@ -39,7 +39,7 @@ EmaState.__module__ = "treeparams.optim"
 
 
 def ema(
-    decay: float | Callable[[Any], Any], *, debias: bool = False, warmup: bool = False, trainable: Any = None
+    decay: float | Callable[[Any], Any], *, debias: bool = False, warmup: bool = False, trainable: Trainable = None
 ) -> optax.GradientTransformationExtraArgs:
     """An element of a chain that averages the parameters after each step; it must be the last.
 

@@ -5,15 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
-import optax
 from jaxtyping import PyTree
 
-from .._layout import Layout, index_of
+from .._layout import Layout, Trainable, index_of
 from .._match import per_slot
 from .._parts import Parts
 from .._where import Where, name_of, select
 from ._context import around, given
-from ._state import extended, is_placeholder
+from ._state import ModelTransformation, Transformation, extended, is_placeholder
 from ._whole import TakesNone, standing
 
 
@@ -56,7 +55,7 @@ class GroupsState(NamedTuple):
 GroupsState.__module__ = "treeparams.optim"
 
 
-def groups(transformations: Mapping[Where, Any], trainable: Any = None) -> optax.GradientTransformationExtraArgs:
+def groups(transformations: Mapping[Any, Transformation], trainable: Trainable = None) -> ModelTransformation:
     """A transformation for each part of a model; the first that selects a leaf gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp

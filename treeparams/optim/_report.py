@@ -1,7 +1,6 @@
 """report: which leaf goes where."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -11,6 +10,7 @@ from .._text import in_columns
 from ._context import given
 from ._forms import shapes_of
 from ._groups import GroupsState
+from ._state import Transformation
 from ._whole import collected_in
 
 
@@ -33,7 +33,7 @@ class Report:
 Report.__module__ = "treeparams.optim"
 
 
-def report(tx: Any, model: PyTree) -> Report:
+def report(tx: Transformation, model: PyTree) -> Report:
     """Shows which leaf goes to which group of a transformation, and what is frozen.
 
     >>> import jax.numpy as jnp, optax

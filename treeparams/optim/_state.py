@@ -7,7 +7,7 @@ so it goes on with a run of its own. The usual case is one history.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +188,29 @@ def map_hyperparams(f: Callable[[Any], Any], state: PyTree) -> PyTree:
 def _has_hyperparams(node: Any) -> bool:
     # By what it has: the two classes of Optax that have it are not the only ones.
     return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
+
+
+Transformation = optax.GradientTransformation | optax.MultiSteps
+"""What functions of this module take as `tx`."""
+
+if TYPE_CHECKING:  # Optax's own types take arrays, sequences and mappings for parameters, and no Modules
+
+    class _Init(Protocol):
+        def __call__(self, params: PyTree) -> TrainableState: ...
+
+    class _Update(Protocol):
+        def __call__(
+            self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        ) -> tuple[PyTree, TrainableState]: ...
+
+    class ModelTransformation(optax.GradientTransformationExtraArgs):
+        """Over whole models."""
+
+        init: _Init  # pyright: ignore[reportIncompatibleVariableOverride] - a field of a NamedTuple, narrowed
+        update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+
+else:
+    ModelTransformation = optax.GradientTransformationExtraArgs
 
 
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:

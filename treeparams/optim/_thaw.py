@@ -1,7 +1,7 @@
 """set_trainable: freeze and thaw between steps, with the state of every leaf kept."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,25 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .._layout import index_of, trained_at
+from .._layout import Trainable, index_of, trained_at
 from .._parts import Parts, take_apart
 from .._resolve import retrained
 from ._forms import Form, Part, is_lbfgs
 from ._state import (
     Roles,
     TrainableState,
+    Transformation,
     in_own_buffers,
     map_hyperparams,
 )
 from ._whole import Collected, Whole, is_collected, skeleton
 
+S = TypeVar("S")
 
-def set_trainable(tx: Any, state: PyTree, model: PyTree, trainable: Any = None, *, reset: bool = False) -> PyTree:
+
+def set_trainable(
+    tx: Transformation, state: S, model: PyTree, trainable: Trainable = None, *, reset: bool = False
+) -> S:
     """The state with another choice of what trains; nothing that was learned about a leaf is lost.
 
     >>> import jax.numpy as jnp, optax

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-import optax
-
+from .._layout import Trainable
 from ._forms import Flat, Tree
+from ._state import ModelTransformation, Transformation
 from ._trial import blind
 from ._whole import Whole
 
 
-def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExtraArgs:
+def trainable(tx: Transformation, trainable: Trainable = None) -> ModelTransformation:
     """An Optax transformation over whole models: it trains what is trained, ties once, and touches nothing else.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
@@ -62,8 +62,8 @@ def trainable(tx: Any, trainable: Any = None) -> optax.GradientTransformationExt
 
 
 def flat(
-    tx: Any, trainable: Any = None, *, trial: Mapping[str, Any] | None = None
-) -> optax.GradientTransformationExtraArgs:
+    tx: Transformation, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None
+) -> ModelTransformation:
     """The same as `optim.trainable`, over one vector: one operation where there were thousands, and compiled as one.
 
     >>> import jax.numpy as jnp, optax

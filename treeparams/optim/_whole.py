@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import PyTree
 
 from .._grad import nothing_trained
@@ -19,6 +18,7 @@ from .._text import describe, first_few
 from ._context import around, collecting, given, is_collecting, within
 from ._forms import Form, Part, Tree
 from ._state import (
+    ModelTransformation,
     Positions,
     Roles,
     TrainableState,
@@ -39,9 +39,9 @@ class Whole:
         self.trainable = trainable
         self.takes_none = takes_none  # whether `tx` itself knows what a missing gradient means
 
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
+    def transformation(self) -> ModelTransformation:
         """As Optax knows it."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
+        return ModelTransformation(self.init, self.update)
 
     def init(self, params: PyTree) -> Any:
         """A fresh state."""
@@ -136,13 +136,13 @@ def is_collected(node: Any) -> bool:
     return isinstance(node, Collected)
 
 
-class TakesNone(optax.GradientTransformationExtraArgs):
+class TakesNone(ModelTransformation):
     """A transformation that knows by itself what it means that a leaf has no gradient."""
 
 
-def standing(element: Any, trainable: Any, takes_none: bool = False) -> optax.GradientTransformationExtraArgs:
+def standing(element: Any, trainable: Any, takes_none: bool = False) -> ModelTransformation:
     """An element of chains over canonical trees, which alone is a transformation over models."""
-    alone = Whole(optax.GradientTransformationExtraArgs(element.init, element.update), Tree(), trainable, takes_none)
+    alone = Whole(ModelTransformation(element.init, element.update), Tree(), trainable, takes_none)
 
     def init(params: PyTree) -> PyTree:
         return (alone if around() is None else element).init(params)
@@ -150,7 +150,7 @@ def standing(element: Any, trainable: Any, takes_none: bool = False) -> optax.Gr
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
         return (alone if around() is None else element).update(updates, state, params, **extra)
 
-    return (TakesNone if takes_none else optax.GradientTransformationExtraArgs)(init, update)
+    return (TakesNone if takes_none else ModelTransformation)(init, update)
 
 
 class _Call:

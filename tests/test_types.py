@@ -1,0 +1,42 @@
+"""What type checkers are promised in typing_assertions.py holds at run time."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from beartype.door import is_bearable
+
+import treeparams as tp
+
+from . import typing_assertions
+from .typing_assertions import loss
+
+
+@pytest.mark.parametrize("part", typing_assertions.PARTS, ids=lambda part: part.__name__)
+def test_each_value_is_of_the_type_that_the_checkers_find(part, monkeypatch):
+    checked = []
+
+    def assert_type(value, kind):
+        assert is_bearable(value, kind), f"{value!r} is no {kind}"
+        checked.append(value)
+        return value
+
+    monkeypatch.setattr(typing_assertions, "assert_type", assert_type)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
+        part()
+    assert checked
+
+
+@pytest.mark.parametrize(
+    "wrapped", [tp.grad(loss), tp.value_and_grad(loss), tp.accumulate(loss, pieces=2), tp.jit(loss)]
+)
+def test_parameters_are_kept(wrapped):
+    assert inspect.signature(wrapped) == inspect.signature(loss)
+
+
+def test_a_method_is_bound_to_its_instance():
+    model = typing_assertions.make()
+    assert isinstance(inspect.getattr_static(type(model), "decode"), type(tp.jit(loss)))
+    assert type(model).decode.lower(model, jnp.ones(2)).compile()(model, jnp.ones(2)).shape == (3,)
+    assert list(inspect.signature(model.encode).parameters) == ["x", "centred"]

@@ -1,0 +1,285 @@
+"""What a type checker knows of a user's code: pyright (standard) and mypy check this file, test_types.py runs it.
+
+Each call is written as a user writes it. Where a checker has to refuse one, an ignore says so, and the checkers are
+asked to report an ignore that nothing needs; such lines are not run.
+"""
+# mypy: warn-unused-ignores
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, assert_type
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import treeparams as tp
+from treeparams import nested, optim
+
+# -- Declarations: `tp.field` is a field specifier, as `equinox.field` is ------------------------------------------------
+
+
+class Codec(eqx.Module):
+    mean: jax.Array = tp.field(trainable=False)  # no default: the next field has none either
+    encoder: jax.Array
+    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+    scale: jax.Array = tp.field(converter=jnp.asarray, default=1.0)
+    name: str = tp.field(static=True, default="codec")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.decode(self.scale * ((x - self.mean) @ self.encoder))
+
+    @tp.jit
+    def decode(self, code: jax.Array) -> jax.Array:
+        return code @ self.decoder + self.mean
+
+    @tp.jit(donate="none", inline=True)
+    def encode(self, x: jax.Array, *, centred: bool = False) -> jax.Array:
+        return (x if centred else x - self.mean) @ self.encoder
+
+
+class Wide(Codec):
+    extra: int = tp.field(static=True, default=0)
+
+
+@dataclasses.dataclass
+class Plain:
+    weight: jax.Array
+    mean: jax.Array = dataclasses.field(metadata={"trainable": False})
+
+
+jax.tree_util.register_dataclass(Plain, ["weight", "mean"], [])
+
+
+def make() -> Codec:
+    return Codec(jnp.zeros(3), jnp.ones((3, 2)), decoder=jnp.ones((2, 3)), name="small")
+
+
+def loss(model: Codec, x: jax.Array, *, rate: float = 1.0) -> jax.Array:
+    return rate * jnp.sum((model(x) - x) ** 2)
+
+
+def loss_and_output(model: Codec, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    output = model(x)
+    return jnp.sum(output**2), {"output": output}
+
+
+def declarations() -> None:
+    model = assert_type(make(), Codec)
+    assert_type(model.mean, jax.Array)
+    assert_type(model.name, str)
+    assert_type(Wide(jnp.zeros(3), jnp.ones((3, 2)), jnp.ones((2, 3)), extra=2).extra, int)
+    tp.declare(Plain, frozen="mean", ties={"weight": ("mean", jnp.transpose)})
+    tp.declare(Plain)
+    if TYPE_CHECKING:
+        Codec()  # type: ignore
+        Codec(jnp.zeros(3), jnp.ones(2), jnp.ones(2), jnp.ones(()), "name", 3)  # type: ignore
+        tp.declare("Plain")  # type: ignore
+
+
+# -- Layouts -------------------------------------------------------------------------------------------------------------
+
+
+def layouts() -> None:
+    model = tp.tie(make())
+    layout = assert_type(tp.layout(model), tp.Layout)
+    for where in ("encoder", "!scale", ["encoder", "scale"], re.compile("enc.*"), Codec, lambda model: model.encoder):
+        tp.layout(model, where)
+    tp.layout(model, tp.leaves(lambda path, leaf: leaf.ndim == 2 and path != "mean"))
+    tp.layout(model, jax.tree.map(lambda _: True, model))
+    tp.layout(model, layout)
+    tp.layout(model, freeze="encoder", thaw=tp.leaves(lambda path, leaf: leaf.shape == (3,)))
+    tp.layout({"a": jnp.ones(2), "b": jnp.ones(2)}, ties={"b": "a"})
+    tp.layout({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))}, ties={"b": ("a", jnp.transpose)})
+    assert_type(layout.slots, tuple[tp.Slot, ...])
+    assert_type(layout.paths, tuple[str, ...])
+    assert_type(layout.size, int)
+    assert_type(layout.nbytes, int)
+    assert_type(layout.dtype, np.dtype)
+    assert_type(layout.ties, Mapping[str, tuple[str, ...]])
+    assert_type(layout["encoder"], tp.Slot)
+    assert_type(layout["encoder"].shape, tuple[int, ...])
+    assert_type(layout["encoder"].dtype, np.dtype)
+    assert_type(layout.freeze("scale").thaw("mean"), tp.Layout)
+    assert_type(layout.diff(layout.freeze("scale")), str)
+    assert_type(layout.slice("encoder"), slice)
+    assert_type(layout.indices("encoder"), np.ndarray)
+    assert_type(layout.block(jnp.ones((7, 7)), "encoder", "scale"), jax.Array)
+    assert_type(layout.block(np.ones((7, 7)), "encoder", "scale"), np.ndarray)
+    assert_type(eqx.partition(model, layout.mask), tuple[Any, Any])
+    assert_type(tp.summary(model, depth=1, groups={"encoder": "matrices"}), tp.Summary)
+    if TYPE_CHECKING:
+        tp.layout(model, freeze=3)  # type: ignore
+        layout[0]  # type: ignore
+        tp.leaves(lambda path: True)  # type: ignore
+
+
+# -- What keeps the model's type -----------------------------------------------------------------------------------------
+
+
+def models() -> None:
+    model = make()
+    assert_type(tp.copy(model), Codec)
+    assert_type(tp.copy({"w": jnp.ones(2)}), dict[str, jax.Array])
+    assert_type(tp.copy(Plain(jnp.ones(2), jnp.ones(2))), Plain)
+    model = assert_type(tp.tie(model), Codec)
+    assert_type(tp.tie(model, tp.layout(model)), Codec)
+    assert_type(tp.tie(model, "decoder", to="encoder", transform=jnp.transpose), Codec)
+    assert_type(tp.untie(model), Codec)
+    assert_type(tp.untie(model, "encoder"), Codec)
+    assert_type(tp.maptrainable(lambda x: 0.5 * x, model), Codec)
+    grads = tp.grad(loss)(model, jnp.ones(3))
+    assert_type(tp.maptrainable(lambda x, g: x if g is None else x - 0.1 * g, model, grads, tied="sum"), Codec)
+    assert_type(tp.maptrainable(lambda x, g, s: x + g + s, model, grads, model, tied=("sum", "first")), Codec)
+    assert_type(tp.maptrainable(lambda x: -x, model, trainable="encoder").encoder, jax.Array)
+    assert_type(tp.ema(tp.copy(model), model, decay=0.99, buffers={"mean": "keep"}), Codec)
+    assert_type(tp.ema(model, model, decay=jnp.asarray(0.5), buffers="average"), Codec)
+    for path, leaf, other in tp.biwalk(model, tp.copy(model), tied="first"):
+        assert_type(path, str)
+        assert leaf.shape == other.shape
+    assert_type(tp.mapreduce(jnp.size, max, model, init=0), int)
+    assert_type(tp.trainables(model, "encoder"), dict[str, Any])
+    assert_type(tp.global_norm(model), jax.Array)
+    tp.project(model, grads, missing="zeros")
+    if TYPE_CHECKING:
+        tp.copy()  # type: ignore
+        tp.ema(model, model)  # type: ignore
+        tp.project(model, grads, missing="none")  # type: ignore
+        tp.maptrainable(lambda x: x, model, tied="sums")  # type: ignore
+
+
+def averages() -> None:
+    model = make()
+    ema = assert_type(tp.Ema(model, decay=0.99, debias=True), tp.Ema[Codec])
+    ema = assert_type(ema.update(model), tp.Ema[Codec])
+    assert_type(ema.average, Codec)
+    assert_type(ema.average.encoder, jax.Array)
+    assert_type(ema.rest, tp.Rest[Codec])
+    assert_type(tp.Ema({"w": jnp.ones(2)}, optax.constant_schedule(0.9)).average, dict[str, jax.Array])
+
+
+# -- Forms: the type goes through them and back --------------------------------------------------------------------------
+
+
+def forms() -> None:
+    model = make()
+    params, rest = tp.partition(model)
+    assert_type(rest, tp.Rest[Codec])
+    assert_type(rest.layout, tp.Layout)
+    assert_type(tp.combine(params, rest), Codec)
+    assert_type(tp.combine(jax.tree.map(jnp.zeros_like, params), rest).name, str)
+    vector, restructure = tp.ravel(model, "!scale", jnp.float32, pad_to=4)
+    assert_type(vector, jax.Array)
+    assert_type(restructure, tp.Restructure[Codec])
+    assert_type(restructure(2 * vector), Codec)
+    assert_type(restructure(vector).encoder, jax.Array)
+    assert_type(restructure(np.asarray(vector)), Codec)
+    assert_type(restructure.layout, tp.Layout)
+    assert_type(restructure.ravel(model), jax.Array)
+    assert_type(restructure.ravel_gradient(tp.grad(loss)(model, jnp.ones(3))), jax.Array)
+    assert_type(restructure.with_frozen(model), tp.Restructure[Codec])
+    view = assert_type(restructure.view(vector), tp.View)
+    assert_type(list(view), list[str])
+    assert_type(view.at["encoder"].set(0.0), jax.Array)
+    assert_type(view.at[tp.leaves(lambda path, leaf: leaf.ndim > 0)].multiply(2), jax.Array)
+    jax.grad(lambda vector, restructure, x: loss(restructure(vector), x))(vector, restructure, jnp.ones(3))
+    if TYPE_CHECKING:
+        tp.combine(rest, params, model)  # type: ignore
+        tp.combine(params, model)  # type: ignore
+        restructure.with_frozen({"w": vector})  # type: ignore
+
+
+# -- What keeps the function's parameters --------------------------------------------------------------------------------
+
+
+@tp.jit
+def compiled(model: Codec, x: jax.Array, *, rate: float = 1.0) -> jax.Array:
+    return loss(model, x, rate=rate)
+
+
+@tp.jit(donate="all-except-first")
+def step(state: optim.TrainableState, model: Codec) -> tuple[Codec, int]:
+    return tp.maptrainable(lambda x: 0.5 * x, model, trainable=state.layout), 3
+
+
+def functions() -> None:
+    model, x = make(), jnp.ones(3)
+    assert_type(tp.grad(loss)(model, x, rate=2.0), Any)
+    value, grads = tp.value_and_grad(loss, "encoder")(model, x)
+    assert_type(value, jax.Array)
+    assert_type(grads, Any)
+    (value, aux), _ = tp.value_and_grad(loss_and_output, has_aux=True)(model, x)
+    assert_type(aux, dict[str, jax.Array])
+    _, aux = tp.grad(loss_and_output, has_aux=True)(model, x)
+    assert_type(aux, dict[str, jax.Array])
+    tp.grad(lambda model: jnp.sum(model["w"] ** 2))({"w": jnp.ones(2)})  # a lambda's parameters are anything
+    value, _ = tp.accumulate(loss, pieces=2)(model, jnp.ones((4, 3)))
+    assert_type(value, jax.Array)
+
+    assert_type(compiled(model, x, rate=2.0), jax.Array)
+    assert_type(tp.jit(loss)(model, x), jax.Array)
+    assert_type(tp.jit(loss, donate="warn")(model, x), jax.Array)
+    assert_type(tp.jit(lambda x: x + 1.0)(jnp.ones(2)), Any)
+    assert_type(tp.jit(tp.value_and_grad(loss))(model, x)[0], jax.Array)
+    assert_type(tp.jit(make())(x), jax.Array)
+    compiled.lower(model, x).compile()(model, x)
+    assert_type(model.decode(jnp.ones(2)), jax.Array)
+    assert_type(model.encode(x, centred=True), jax.Array)
+    assert_type(Codec.decode(model, jnp.ones(2)), jax.Array)
+    if TYPE_CHECKING:
+        tp.grad(loss)(model, "x")  # type: ignore
+        tp.value_and_grad(loss)(model)  # type: ignore
+        tp.value_and_grad(loss)({"w": x}, x)  # type: ignore
+        tp.accumulate(loss, pieces=2)(model, x, rates=2.0)  # type: ignore
+        tp.accumulate(loss)  # type: ignore
+        compiled(model, x, rates=2.0)  # type: ignore
+        compiled.lower(x)  # type: ignore
+        tp.jit(loss, donate="everything")  # type: ignore
+        model.decode("code")  # type: ignore
+        model.encode(jnp.ones(3), True)  # type: ignore
+
+
+def derivatives() -> None:
+    model, x = make(), jnp.ones(3)
+    assert_type(nested.hessian(loss, model, x), jax.Array)
+    assert_type(nested.hessian_diagonal(loss, model, x), jax.Array)
+    mean, _ = nested.hessian_diagonal(loss, model, x, key=jax.random.key(0), samples=2)
+    assert_type(mean, jax.Array)
+    energy = lambda model, x: jnp.sum(model(x) ** 2)
+    assert_type(nested.laplacian(energy)(model, x), jax.Array)
+    value, jacobian, laplacian = nested.laplacian(energy, full=True)(model, x)
+    assert value.shape == laplacian.shape == ()
+    assert_type(jacobian, jax.Array)
+
+
+# -- Steps ---------------------------------------------------------------------------------------------------------------
+
+
+def steps() -> None:
+    model, x = tp.tie(make()), jnp.ones(3)
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-2)), "!scale")
+    state = tx.init(model)
+    assert_type(state.layout, tp.Layout)
+    grads = tp.grad(loss, state.layout)(model, x)
+    updates, state = tx.update(grads, state, model)
+    assert_type(optim.apply_updates(model, updates), Codec)
+    assert_type(optim.apply_updates(model, updates, state.layout), Codec)
+    state = optim.set_trainable(tx, state, model, state.layout.freeze("encoder"))
+    assert_type(state, optim.TrainableState)
+    model, three = step(state, model)
+    assert_type(model, Codec)
+    assert_type(three, int)
+    wheres = {"encoder": optax.inject_hyperparams(optax.sgd)(0.1), "**": optax.sgd(0.1)}
+    tx = optim.groups(wheres)
+    assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
+    optim.accumulate(optim.flat(optax.adam(1e-2)), every=2).init(model)
+    assert_type(optim.report(tx, model), optim.Report)
+    if TYPE_CHECKING:
+        optim.apply_updates(updates=updates)  # type: ignore
+
+
+PARTS = (declarations, layouts, models, averages, forms, functions, derivatives, steps)
