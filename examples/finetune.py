@@ -202,7 +202,8 @@ def finetuned(
 ) -> list[Outcome]:
     """All stages, one after the other."""
     train_on, test = data
-    state, outcomes = OPTIMISER.init(model), []
+    state: Any = OPTIMISER.init(model)
+    outcomes: list[Outcome] = []
     for stage, each in zip(STAGES, jax.random.split(key, len(STAGES)), strict=True):
         # Before the first stage nothing has been learned about any leaf, so nothing needs to be held.
         state = optim.set_trainable(OPTIMISER, state, model, stage.trainable, reset=not outcomes)

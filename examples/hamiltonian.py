@@ -194,9 +194,8 @@ def draw(motions: dict[str, Motion], plot: pathlib.Path) -> None:
         axis.set(title=f"{name}: the last quarter", xlabel="angle", ylabel="momentum", xlim=(-3, 3), ylim=(-2.2, 2.2))
     for (name, (_, states)), colour in zip(motions.items(), ("tab:orange", "tab:blue"), strict=True):
         along = np.asarray(jax.vmap(jax.vmap(energy))(states[:, ::5]))
-        for one in along.T:
-            axes[-1].plot(STEP * np.arange(len(one)), one, color=colour, linewidth=0.8, label=name)
-            name = None
+        lines = axes[-1].plot(STEP * np.arange(len(along)), along, color=colour, linewidth=0.8)
+        lines[0].set_label(name)
     axes[-1].set(title="the pendulum's energy", xlabel="time", ylabel="energy")
     axes[-1].legend()
     figure.savefig(plot, dpi=100)

@@ -85,8 +85,8 @@ def stacked(trees: Iterable[Any]) -> Any:
 class Data(NamedTuple):
     """Measurements, shape `(n, 3, 10)`, at zero mean and unit variance of what is observed, and what they are of."""
 
-    measured: Array
-    benign: Array
+    measured: Any  # of NumPy in the table, of JAX in a `Case`
+    benign: Any
 
 
 class Case(NamedTuple):
@@ -101,15 +101,15 @@ def draw(table: Data, how: str, seed: int) -> Case:
     measured = np.where(lost(table.measured, how, random), np.nan, table.measured)
     train, test = np.split(random.permutation(len(measured)), [TRAINED_ON])
     centre, scale = np.nanmean(measured[train], axis=0), np.nanstd(measured[train], axis=0)
-    standard = np.float32((measured - centre) / scale)
+    standard = ((measured - centre) / scale).astype(np.float32)
     return Case(*(Data(jnp.asarray(standard[rows]), jnp.asarray(table.benign[rows])) for rows in (train, test)))
 
 
 def lost(measured: np.ndarray, how: str, random: np.random.Generator) -> np.ndarray:
     """Which values are; in every way as many."""
-    rank = measured.argsort(axis=0).argsort(axis=0) / len(measured)
+    rank = np.argsort(np.argsort(measured, axis=0), axis=0) / len(measured)
     if how == NOT_TAKEN:
-        rank = rank.mean(axis=2, keepdims=True)
+        rank = np.mean(rank, axis=2, keepdims=True)
     large = rank > np.quantile(rank, 0.7, axis=0) if how != RANDOM else random.uniform(size=rank.shape) > 0.7
     return np.broadcast_to(random.uniform(size=rank.shape) < np.where(large, 0.9, 0.1), measured.shape)
 
@@ -147,7 +147,7 @@ def train(start: Network, case: Case) -> Outcome:
 def run(seeds: int) -> tuple[dict[tuple[str, str], Outcome], dict[str, bool]]:
     """All ways and nets; returns how they end, and what was checked."""
     measured, benign = load_breast_cancer(return_X_y=True)
-    data = Data(measured.reshape(-1, BRANCHES, INPUTS), benign)
+    data = Data(np.reshape(measured, (-1, BRANCHES, INPUTS)), np.asarray(benign))
     print(f"What trains, with {PRE}:\n\n{tp.layout(Network(PRE, key=jax.random.key(0)))}\n")
     print(f"{TRAINED_ON} tumours to train on, {len(benign) - TRAINED_ON} to test on, {seeds} seeds: mean ± spread\n")
     cases = {how: stacked(draw(data, how, seed) for seed in range(seeds)) for how in WAYS}
@@ -182,7 +182,8 @@ def spread(values: Any, form: str) -> str:
 
 
 def facts(outcomes: dict[tuple[str, str], Outcome]) -> dict[str, bool]:
-    learned = {how: np.mean(outcomes[how, PRE].net.branches.weight.psi) for how in (RANGE, RANDOM)}
+    weights: dict[str, Any] = {how: outcomes[how, PRE].net.branches.weight for how in (RANGE, RANDOM)}
+    learned = {how: np.mean(weight.psi) for how, weight in weights.items()}
     starts = [np.stack([each.loss for (way, _), each in outcomes.items() if way == how]) for how in WAYS]
     return {
         "all nets start as one function": all(np.allclose(losses, losses[0], rtol=1e-5) for losses in starts),

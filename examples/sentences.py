@@ -227,7 +227,7 @@ class Pair(NamedTuple):
 
 def load_pairs() -> list[Pair]:
     """Those of the standard library in which neither text has come before."""
-    found, seen = [], set()
+    found, seen = [], set[str]()
     for module in MODULES.split():
         for docstring, code in itertools.chain.from_iterable(map(functions, sources(module))):
             if len(docstring) >= 60 and not seen & {docstring, code}:
@@ -245,7 +245,7 @@ def sources(module: str) -> list[Path]:
 def functions(source: Path) -> Iterator[tuple[str, str]]:
     """Docstring and code of each function, in one line each."""
     one_line = lambda text: " ".join(text.split())
-    nodes = [ast.parse(source.read_text("utf-8"))]
+    nodes: list[ast.AST] = [ast.parse(source.read_text("utf-8"))]
     while nodes:
         node = nodes.pop(0)
         if isinstance(node, ast.Module | ast.ClassDef):

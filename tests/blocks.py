@@ -4,6 +4,7 @@ import contextlib
 import io
 import pathlib
 import re
+import sys
 from typing import Any, NamedTuple
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,3 +45,15 @@ def run(page: pathlib.Path, namespace: dict[str, Any] | None = None) -> tuple[di
             exec(code, namespace)
         assert printed.getvalue() == block.shown, f"{page.name}, line {block.line}"
     return namespace, found
+
+
+def module(text: str) -> str:
+    """All blocks of a page as one module for type checkers, each line at the number that it has on the page."""
+    lines = ["# pyright: standard"]  # code on a page need not say the types of all parameters
+    for block in blocks(text):
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":  # python -m tests.blocks PAGE > MODULE
+    print(module(pathlib.Path(sys.argv[1]).read_text()), end="")

@@ -1,6 +1,8 @@
 """What classes say of their fields, their own and those of other packages."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import chex
@@ -129,6 +131,12 @@ def test_trainable_written_out_on_what_cannot_be_trained(value: Any, holds: str)
 def test_trainable_written_out_says_nothing_of_what_is_below(value: Any):
     inexact = [each for each in jax.tree.leaves(value) if isinstance(each, (jax.Array, np.ndarray))]
     assert len(tp.layout(Written(value)).paths) == len(inexact)
+
+
+def test_trainable_written_out_on_numbers_alone():
+    with pytest.raises(TypeError, match=r"'value.0' is declared trainable=True, but holds a Python value"):
+        tp.layout(Written([0.1, 0.2]))
+    assert tp.layout(Written(eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0)))).size == 9  # with functions in it
 
 
 def test_a_static_field_cannot_be_trained():
@@ -298,3 +306,40 @@ def test_declaring_a_field_that_is_not_there(declaration: Any):
     with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
         tp.declare(Foreign, **declaration)
     assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")
+
+
+class Variables(flax.nnx.Module):
+    def __init__(self) -> None:
+        self.weight, self.lora = flax.nnx.Param(jnp.ones(2)), flax.nnx.LoRAParam(jnp.ones(1))
+        self.cache, self.intermediate = flax.nnx.Cache(jnp.ones(2)), flax.nnx.Intermediate(jnp.ones(2))
+        self.bare, self.statistic = flax.nnx.Variable(jnp.ones(2)), flax.nnx.BatchStat(jnp.ones(2))
+
+
+def test_of_flax_variables_only_parameters_train():
+    for model in (flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]):
+        assert tp.layout(model).paths == ("lora", "weight")
+        assert tp.layout(model, thaw="cache").paths == ("cache", "lora", "weight")
+
+
+class Collections(dict[str, Any]):
+    """A dictionary of one's own, so that the declaration below says nothing of others in these tests."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Collections,
+    lambda d: ([(jax.tree_util.DictKey(k), d[k]) for k in sorted(d)], tuple(sorted(d))),
+    lambda keys, values: Collections(zip(keys, values, strict=True)),
+)
+
+
+def test_names_in_dictionaries_can_be_declared_frozen():
+    tp.declare(Collections, frozen="batch_stats")
+    variables = Collections(params={"w": leaf()}, batch_stats={"mean": leaf()})
+    assert tp.layout(variables).paths == ("params.w",)
+    code = """
+import jax.numpy as jnp, treeparams as tp
+tp.declare(dict, frozen="batch_stats")
+print(tp.layout({"net": {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}}).paths)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "('net.params.w',)\n"

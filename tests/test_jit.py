@@ -1,5 +1,7 @@
 """`tp.jit`: models as they are through a compiled function."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -175,3 +177,53 @@ def test_sizes_do_not_disturb_each_other():
         tp.layout(model)
         f(large)
     assert len(traces) == 2
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    scale: Any
+
+
+def test_numpy_scalars_are_static_as_python_numbers_are():
+    model = Scaled(ramp(2), np.sqrt(4.0))
+    loss = lambda m: jnp.sum((m.weight * jnp.float32(m.scale)) ** 2)
+
+    @tp.jit
+    def step(model):
+        return tp.maptrainable(lambda x, g: x - 0.1 * g, model, tp.grad(loss)(model))
+
+    for _ in range(5):
+        model = step(model)
+    assert type(model.scale) is np.float64
+    assert model.scale == 2.0
+    assert tp.layout(model).paths == ("weight",)
+    traces = []
+    f = tp.jit(lambda m: traces.append(1) or loss(m))
+    for scale in (np.float64(2), np.float64(2), np.float32(2), 2.0):
+        f(Scaled(ramp(2), scale))
+    assert len(traces) == 3
+    assert float(tp.jit(tp.global_norm)([jnp.full(1, 4.0), np.float32(3)])) == float(tp.global_norm([jnp.full(1, 4.0)]))
+    made = tp.jit(lambda x: (x + 1, np.float32(3)))(jnp.ones(1))
+    assert type(made[1]) is np.float32
+
+
+def test_a_compiled_program_refuses_what_it_was_not_lowered_for():
+    a, b = jnp.full(1, 1.0), jnp.full(1, 10.0)
+    weigh = lambda m: m["a"] + 10 * m["b"] + 100 * m["c"]
+    compiled = tp.jit(weigh).lower({"a": a, "b": a, "c": b}).compile()
+    assert float(compiled({"a": a, "b": a, "c": b})[0]) == 1011
+    with pytest.raises(
+        ValueError, match=r"one array at several places: .*a is .*b.*in the first, .*b is .*c.*in the sec"
+    ):
+        compiled({"a": a, "b": b, "c": b})
+    both = tp.jit(lambda m: jax.tree.leaves(m)[0]).lower([a, b]).compile()
+    with pytest.raises(ValueError, match=r"lowered for other arguments .*\n.*is only in the first"):
+        both({"x": {"y": a}, "z": b})
+    named = tp.jit(lambda x, name: {name: x}).lower(a, "one").compile()
+    assert set(named(a, "one")) == {"one"}
+    with pytest.raises(ValueError, match=r"other values: .*'one'.* in the first, .*'two'.* in the second"):
+        named(a, "two")
+    layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    lowered = tp.jit(lambda m: m.weight).lower(layer).compile()
+    with pytest.raises(ValueError, match=r"has other static values"):
+        lowered(eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(2, 3, key=jax.random.key(0)), layer.weight))

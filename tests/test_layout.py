@@ -254,3 +254,57 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
     assert tp.layout(jax.eval_shape(lambda: arrays)) == tp.layout(arrays)
     same = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert tp.layout([same, same]).ties == {}
+
+
+@pytest.mark.parametrize(
+    "leaf", [np.zeros(2, [("x", "f4")]), np.ones(2, ">f4"), np.ones(2, np.longdouble), np.ones(2, ">c8")]
+)
+@pytest.mark.parametrize("use", [tp.layout, tp.partition, tp.ravel])
+def test_arrays_that_jax_does_not_have_are_named_by_path(use, leaf):
+    with pytest.raises(
+        TypeError, match=r"'a.0' is a NumPy array of .*, which JAX does not have; convert it, or hold it"
+    ):
+        use({"a": [leaf], "w": jnp.ones(2)})
+
+
+def test_keys_with_line_breaks_do_not_break_the_table():
+    model = {"a\nb": jnp.ones(2), "tab\t": jnp.ones(1)}
+    lines = str(tp.layout(model)).splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith(r"a\nb ")
+    assert len(str(tp.summary(model)).splitlines()) == 5
+
+
+def test_what_a_user_sees_of_a_layout_is_what_the_contract_names():
+    layout = tp.layout({"w": jnp.ones(2)})
+    layout.dtype, layout.ties, layout.slots, hash(layout)
+    shown = sorted(name for name in dir(layout) if not name.startswith("_"))
+    assert shown == sorted([
+        "slots",
+        "paths",
+        "size",
+        "nbytes",
+        "dtype",
+        "ties",
+        "mask",
+        "freeze",
+        "thaw",
+        "diff",
+        "slice",
+        "indices",
+        "block",
+    ])
+    _, rest = tp.partition({"w": jnp.ones(2)})
+    assert [name for name in dir(rest) if not name.startswith("_")] == ["layout"]
+
+
+UPDATE = lambda model: tp.ema(model, {"a": jnp.ones(2), "b": [jnp.ones(3)]}, decay=0.5)
+GRADIENT = tp.grad(lambda model: jnp.sum(model["b"][0]))
+
+
+def test_a_deleted_array_is_named_by_path():
+    model = {"a": jnp.ones(2), "b": [jnp.ones(3)]}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(model["b"][0])
+    for use in (lambda m: tp.ravel(m)[0], lambda m: tp.maptrainable(lambda x: x + 1, m), tp.copy, UPDATE, GRADIENT):
+        with pytest.raises(RuntimeError, match=r"'b.0' has been deleted, as by a step that donates it; .*tp.copy"):
+            use(model)

@@ -71,7 +71,10 @@ def test_gradients_in_the_leaves_and_in_the_vector(kind, spec):
     with set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("x")))
         vector, restructure = tp.ravel(model, LAYOUT)
-        for of in (jax.grad(lambda v, r, x: loss(r(v), x)), lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=2)(v, x)[1]):
+        for of in (
+            jax.grad(lambda v, r, x: loss(r(v), x)),
+            lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=2)(v, x)[1],
+        ):
             np.testing.assert_allclose(jax.jit(of)(vector, restructure, x), want, 1e-5, 1e-6)
         through = jax.jit(jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2)))(model)
         np.testing.assert_allclose(through["w"], 2 * make()["w"], 1e-6)

@@ -270,5 +270,3 @@ def test_errors():
         nested.hessian_diagonal(loss, model, key=jax.random.key(0), samples=1)
     with pytest.raises(ValueError, match="chunk must be a whole number of columns, at least 1, got 0"):
         nested.hessian(loss, model, chunk=0)
-    with pytest.raises(ValueError, match="a matrix is over one vector, but"):
-        nested.hessian(loss, model, trainable=tp.ravel(model, bucket=1)[1].layout)

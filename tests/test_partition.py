@@ -142,3 +142,24 @@ def test_abstract_models():
     )
     assert out.shape == ()
     assert jax.eval_shape(lambda m: tp.partition(m)[0], abstract)["w"].shape == (2, 3)
+
+
+def test_combine_refuses_leaves_of_other_shapes():
+    params, rest = tp.partition({"w": ramp(2, 3), "b": ramp(2)})
+    with pytest.raises(ValueError, match=r"expected float32\[2,3\] at 'w', got float32\[3,2\]"):
+        tp.combine({"w": params["w"].T, "b": params["b"]}, rest)
+    with pytest.raises(ValueError, match=r"expected float32\[2\] at 'b', got float32\[\]"):
+        tp.combine({"w": params["w"], "b": jnp.sum(params["b"])}, rest)
+    labels = tp.combine(jax.tree.map(lambda _: "label", params), rest)
+    assert labels == {"w": "label", "b": "label"}
+    ensemble = tp.combine(jax.tree.map(lambda x: jnp.stack([x, x]), params), rest)
+    assert ensemble["w"].shape == (2, 2, 3)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_combine_with_its_arguments_swapped():
+    params, rest = tp.partition({"w": ramp(2)})
+    with pytest.raises(TypeError, match=r"expected the Rest of tp.partition, got dict; the parameters come first"):
+        tp.combine(rest, params)
+    with pytest.raises(TypeError, match=r"expected the Rest of tp.partition, got int"):
+        tp.combine(params, 3)

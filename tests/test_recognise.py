@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -48,9 +49,18 @@ def test_a_placeholder_that_is_filled_later_is_trained():
     assert float(step(model)["a"]) == 2
 
 
-kinds = st.sampled_from(
-    [np.ones(2, np.float32), np.ones(2, np.int32), np.array(["x"]), np.array(None), ramp(2), ramp(3), 1, 1.0, True, "x"]
-)
+kinds = st.sampled_from([
+    np.ones(2, np.float32),
+    np.ones(2, np.int32),
+    np.array(["x"]),
+    np.array(None),
+    ramp(2),
+    ramp(3),
+    1,
+    1.0,
+    True,
+    "x",
+])
 
 
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
@@ -228,24 +238,32 @@ def test_no_tracer_is_kept_alive():
         assert float(jax.jit(f)(2.0)) == 8
 
 
-def test_what_programs_use_every_day_is_remembered():
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    width: int
+    act: Any
 
-    @dataclasses.dataclass(frozen=True)
-    class Settings:
-        width: int
-        act: Any
 
-    statics = [3, "text", jnp.tanh, jax.nn.relu, jax.jit(jnp.sin), lambda x: 2 * x, Settings(2, jax.nn.gelu), Config([1])]
-    for static in statics:
-        model = Holder(ramp(2), static)
-        tp.layout(model)
-        calls = []
-        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-        try:
-            tp.layout(model)
-        finally:
-            sys.setprofile(None)
-        assert "scan" not in calls, static
+def _calls(f: Callable[[], Any]) -> list[str]:
+    """The Python functions that a call runs."""
+    found: list[str] = []
+    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+EVERYDAY = [3, "text", jnp.tanh, jax.nn.relu, jax.jit(jnp.sin), lambda x: 2 * x, Settings(2, jax.nn.gelu), Config([1])]
+
+
+@pytest.mark.parametrize("static", EVERYDAY, ids=lambda static: type(static).__name__)
+def test_a_model_with_what_programs_use_every_day_is_remembered(static):
+    model = Holder(ramp(2), static)
+    assert "scan" in _calls(lambda: tp.layout(eqx.tree_at(lambda m: m.weight, model, ramp(3))))
+    tp.layout(model)
+    assert "scan" not in _calls(lambda: tp.layout(model))
 
 
 # -- Pickling ----------------------------------------------------------------------------------------------------------

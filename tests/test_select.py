@@ -306,7 +306,9 @@ def test_what_is_easily_passed_in_place_of_a_mask_or_a_where():
             tp.layout(net(), flag)
     with pytest.raises(ValueError, match=r"got bool. To ask each leaf, write tp.leaves\(lambda path, leaf: ...\)"):
         tp.layout(net(), eqx.is_inexact_array)
-    with pytest.raises(ValueError, match=r"must return nodes .* \(it is given shapes in place of arrays\); it failed with Att"):
+    with pytest.raises(
+        ValueError, match=r"must return nodes .* \(it is given shapes in place of arrays\); it failed with Att"
+    ):
         tp.layout(net(), lambda m: m.head.weight.T)
     with pytest.raises(ValueError, match=r"is written as jax.tree_util.keystr writes paths; write entries with dots"):
         tp.layout({"weight": jnp.ones(2)}, "['weight']")
@@ -331,9 +333,10 @@ def test_what_is_easily_passed_in_place_of_a_mask_or_a_where():
 def test_a_glob_that_takes_away(where: Any, selected: tuple[str, ...]):
     assert tp.layout(net(), where).paths == selected
     assert tuple(tp.trainables(net(), where)) == selected
-    vector, restructure = tp.ravel(net(), where)
-    assert restructure.layout.paths == selected
-    if not all(each.startswith("!") for each in ([where] if isinstance(where, str) else where) if isinstance(each, str)):
+    assert tp.ravel(net(), where)[1].layout.paths == selected
+    if not all(
+        each.startswith("!") for each in ([where] if isinstance(where, str) else where) if isinstance(each, str)
+    ):
         thawed = tp.layout(net(), freeze="**").thaw([*where, "!scale"])
         assert thawed.paths == selected
         assert list(tp.ravel(net())[1].view(tp.ravel(net())[0])[tuple(where)]) == list(selected)
@@ -360,7 +363,9 @@ def test_what_takes_away_nothing_or_everything(where: Any, message: str):
 
 @pytest.mark.parametrize("use", ["freeze", "thaw", "indices"])
 def test_other_lists_need_one_that_selects(use: str):
-    with pytest.raises(ValueError, match=r"'!head' only takes away; write what it takes from before it: \['\*\*', '!head'\]"):
+    with pytest.raises(
+        ValueError, match=r"'!head' only takes away; write what it takes from before it: \['\*\*', '!head'\]"
+    ):
         getattr(tp.layout(net()), use)("!head")
     with pytest.raises(ValueError, match=r"selects nothing: all that it selects is taken away"):
         getattr(tp.layout(net()), use)(["head", "!head"])

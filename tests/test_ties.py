@@ -145,7 +145,9 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
 
 
 def test_fields_that_cannot_declare_a_tie():
-    with pytest.raises(ValueError, match=r"a transform is of another parameter: tp.field\(tied_to=\"embed\", transform"):
+    with pytest.raises(
+        ValueError, match=r"a transform is of another parameter: tp.field\(tied_to=\"embed\", transform"
+    ):
         tp.field(transform=jnp.transpose)
     with pytest.raises(ValueError, match=r"a static field is no part of the tree: drop `static=True` or `tied_to=`"):
         tp.field(tied_to="encoder", static=True)
@@ -372,7 +374,9 @@ def test_tie_sets_what_a_layout_says():
 
 
 def test_a_tie_through_a_transform_is_set_where_something_remembers_it():
-    message = r"nothing would remember that 'decoder' is transpose of 'encoder'.*tied_to=\"encoder\".*ties=\{\"decoder\":"
+    message = (
+        r"nothing would remember that 'decoder' is transpose of 'encoder'.*tied_to=\"encoder\".*ties=\{\"decoder\":"
+    )
     with pytest.raises(ValueError, match=message):
         tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)
     tied = tp.tie(codec(Turned), "decoder", to="encoder", transform=jnp.transpose)  # its class does
@@ -398,7 +402,10 @@ def test_a_transform_that_is_the_identity_at_its_shape_is_a_tie_without_one(tran
     again = tp.combine(params, rest)
     assert again["a"] is again["b"]
     assert tp.layout(again, ties={"b": ("a", transform)}) == layout  # its own result is no contradiction
-    assert jax.jit(lambda p, r: tp.layout(tp.combine(p, r), layout).ties == layout.ties and p["a"])(params, rest).shape == shape
+    assert (
+        jax.jit(lambda p, r: tp.layout(tp.combine(p, r), layout).ties == layout.ties and p["a"])(params, rest).shape
+        == shape
+    )
 
 
 def scaled(x: Any, by: Any = 1) -> Any:

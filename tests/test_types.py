@@ -10,6 +10,8 @@ from beartype.door import is_bearable
 import treeparams as tp
 
 from . import typing_assertions
+from .blocks import blocks, module
+from .test_readme import README
 from .typing_assertions import loss
 
 
@@ -33,6 +35,14 @@ def test_each_value_is_of_the_type_that_the_checkers_find(part, monkeypatch):
 )
 def test_parameters_are_kept(wrapped):
     assert inspect.signature(wrapped) == inspect.signature(loss)
+
+
+def test_the_checkers_see_the_code_of_the_readme_line_by_line():
+    page = README.read_text()
+    lines, shown = module(page).splitlines(), page.splitlines()
+    places = [i for block in blocks(page) for i in range(block.line - 1, block.line - 1 + block.code.count("\n"))]
+    assert [lines[i] for i in places] == [shown[i] for i in places]
+    assert len([line for line in lines[1:] if line]) == len([i for i in places if shown[i]]) > 10
 
 
 def test_a_method_is_bound_to_its_instance():

@@ -337,7 +337,9 @@ def test_float32_master_weights_in_one_step():
 
 @pytest.mark.parametrize("leaves", [1, 16])
 def test_a_vector_that_programs_cannot_address_is_refused_by_name(leaves):
-    message = r"a vector of 4,294,967,296 elements is longer than the 2,147,483,647 .*; take the tree form, tp.partition"
+    message = (
+        r"a vector of 4,294,967,296 elements is longer than the 2,147,483,647 .*; take the tree form, tp.partition"
+    )
     size = 2**32 // leaves
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda model: tp.ravel(model)[0], [jax.ShapeDtypeStruct((size,), "float32")] * leaves)
@@ -387,5 +389,7 @@ def test_jet_goes_through():
     got, want = (jax.experimental.jet.jet(each, (vector,), series) for each in (f, plain))
     np.testing.assert_allclose(got[0], want[0], 1e-6)
     np.testing.assert_allclose(got[1], want[1], 1e-6)
-    joined = jax.experimental.jet.jet(lambda v: restructure.ravel({"a": v[:2], "b": v[2:].reshape(2, 2)}), (vector,), series)
+    joined = jax.experimental.jet.jet(
+        lambda v: restructure.ravel({"a": v[:2], "b": v[2:].reshape(2, 2)}), (vector,), series
+    )
     np.testing.assert_array_equal(joined[1][0], jnp.ones(6))

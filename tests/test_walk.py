@@ -250,3 +250,47 @@ def test_walks_inside_a_trace():
         lambda m: [paths.append(path) for path, *_ in tp.biwalk(m, m, trainable=layout, tied="first")], model
     )
     assert paths == ["bias", "embed"]
+
+
+@pytest.mark.parametrize("make", [lambda: np.float32(2) * np.ones((), np.float32), lambda: np.ones((), np.float32)])
+def test_an_array_without_axes_stays_an_array_whatever_f_returns(make):
+    model = {"a": np.asarray(make()), "b": jnp.ones(())}
+    for _ in range(3):
+        model = tp.maptrainable(lambda x: x * np.float32(2) if isinstance(x, np.ndarray) else np.float32(x), model)
+    assert isinstance(model["a"], np.ndarray)
+    assert isinstance(model["b"], jax.Array)
+    assert tp.layout(model).paths == ("a", "b")
+
+
+def test_one_word_for_each_tree():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared}
+    grads, state = {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}, {"a": 7 * jnp.ones(2), "b": 7 * jnp.ones(2)}
+    seen = []
+    tp.maptrainable(
+        lambda x, g, s: seen.append((float(g[0]), float(s[0]))) or x, model, grads, state, tied=("sum", "first")
+    )
+    tp.mapreduce(
+        lambda x, g, s: (float(g[0]), float(s[0])),
+        lambda found, new: [*found, new],
+        model,
+        grads,
+        state,
+        init=seen,
+        tied=["sum", "first"],
+    )
+    assert seen == [(3.0, 7.0)]
+    assert [float(g[0]) for _, _, g in tp.biwalk(model, grads, tied="sum")] == [3.0]
+    assert [float(g[0]) for _, _, g in tp.biwalk(model, grads, tied="first")] == [1.0]
+    with pytest.raises(ValueError, match=r"tied has 1 words for 2 trees beside the model; give one for each"):
+        tp.maptrainable(lambda x, g, s: x, model, grads, state, tied=("sum",))
+    with pytest.raises(ValueError, match=r'tied="sum" adds them.*tied="first" takes.*tied=\("sum", "first"\)'):
+        tp.maptrainable(lambda x, g, s: x, model, grads, state, tied=("sum", None))
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_the_function_comes_first():
+    mlp = eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0))  # which can be called
+    for model in (mlp, {"w": jnp.ones(2)}):
+        with pytest.raises(TypeError, match=r"the function comes first: tp.maptrainable\(f, model\); got (MLP|dict)"):
+            tp.maptrainable(model, lambda x: 2 * x)

@@ -20,7 +20,7 @@ import optax
 import treeparams as tp
 from treeparams import nested, optim
 
-# -- Declarations: `tp.field` is a field specifier, as `equinox.field` is ------------------------------------------------
+# -- Declarations: `tp.field` is a field specifier, as `equinox.field` is ----------------------------------------------
 
 
 class Codec(eqx.Module):
@@ -81,7 +81,7 @@ def declarations() -> None:
         tp.declare("Plain")  # type: ignore
 
 
-# -- Layouts -------------------------------------------------------------------------------------------------------------
+# -- Layouts -----------------------------------------------------------------------------------------------------------
 
 
 def layouts() -> None:
@@ -118,7 +118,7 @@ def layouts() -> None:
         tp.leaves(lambda path: True)  # type: ignore
 
 
-# -- What keeps the model's type -----------------------------------------------------------------------------------------
+# -- What keeps the model's type ---------------------------------------------------------------------------------------
 
 
 def models() -> None:
@@ -162,7 +162,7 @@ def averages() -> None:
     assert_type(tp.Ema({"w": jnp.ones(2)}, optax.constant_schedule(0.9)).average, dict[str, jax.Array])
 
 
-# -- Forms: the type goes through them and back --------------------------------------------------------------------------
+# -- Forms: the type goes through them and back ------------------------------------------------------------------------
 
 
 def forms() -> None:
@@ -193,7 +193,7 @@ def forms() -> None:
         restructure.with_frozen({"w": vector})  # type: ignore
 
 
-# -- What keeps the function's parameters --------------------------------------------------------------------------------
+# -- What keeps the function's parameters ------------------------------------------------------------------------------
 
 
 @tp.jit
@@ -222,7 +222,7 @@ def functions() -> None:
 
     assert_type(compiled(model, x, rate=2.0), jax.Array)
     assert_type(tp.jit(loss)(model, x), jax.Array)
-    assert_type(tp.jit(loss, donate="warn")(model, x), jax.Array)
+    assert_type(tp.jit(loss, donate="none")(model, x), jax.Array)
     assert_type(tp.jit(lambda x: x + 1.0)(jnp.ones(2)), Any)
     assert_type(tp.jit(tp.value_and_grad(loss))(model, x)[0], jax.Array)
     assert_type(tp.jit(make())(x), jax.Array)
@@ -256,7 +256,7 @@ def derivatives() -> None:
     assert_type(jacobian, jax.Array)
 
 
-# -- Steps ---------------------------------------------------------------------------------------------------------------
+# -- Steps -------------------------------------------------------------------------------------------------------------
 
 
 def steps() -> None:
@@ -278,6 +278,8 @@ def steps() -> None:
     assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
     optim.accumulate(optim.flat(optax.adam(1e-2)), every=2).init(model)
     assert_type(optim.report(tx, model), optim.Report)
+    tx = optim.trainable(optax.chain(optax.sgd(0.1), optim.ema(0.9)))
+    assert_type(optim.as_ema(tx.init(model), model, 0.9), tp.Ema[Codec])
     if TYPE_CHECKING:
         optim.apply_updates(updates=updates)  # type: ignore
 

@@ -17,7 +17,7 @@ from ._index import Index, widened
 from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, frozen_arrays, index_in, put_together, take_apart, with_frozen_arrays
-from ._recognise import structure_of
+from ._recognise import name_deleted, structure_of
 from ._structure import flatten
 from ._where import select
 
@@ -46,9 +46,13 @@ def copy(tree: M) -> M:
     """
     leaves, treedef = flatten(tree)
     copies: dict[int, Any] = {}
-    for leaf in leaves:
-        if id(leaf) not in copies:
-            copies[id(leaf)] = copy_leaf(leaf)
+    try:
+        for leaf in leaves:
+            if id(leaf) not in copies:
+                copies[id(leaf)] = copy_leaf(leaf)
+    except (RuntimeError, ValueError) as error:
+        name_deleted(error, tree)
+        raise
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
@@ -86,15 +90,16 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
     parts, step = take_apart(average, trainable), step_size(decay)
     news = read_slots(parts.index, model, exact_shapes=True)
     rest = next_rest(parts.rest, model, step, buffers)
-    return put_together(rest, lerp(parts.slots, news, step))
+    try:
+        return put_together(rest, lerp(parts.slots, news, step))
+    except (RuntimeError, ValueError) as error:
+        name_deleted(error, average)
+        name_deleted(error, model)
+        raise
 
 
 def step_size(decay: Any) -> Any:
-    """`1 - decay`, in double precision where the decay is a Python number.
-
-    Raises:
-        ValueError: the decay is not a scalar in [0, 1].
-    """
+    """`1 - decay`, in double precision where the decay is a Python number."""
     if jnp.ndim(decay) != 0:
         raise ValueError(f"decay must be a scalar, got shape {jnp.shape(decay)}")
     if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
@@ -103,12 +108,7 @@ def step_size(decay: Any) -> Any:
 
 
 def as_decay(decay: Any) -> Any:
-    """The decay of an average that is carried along: a Python float, or a function of the count.
-
-    Raises:
-        ValueError: it is not in [0, 1].
-        TypeError: it is traced.
-    """
+    """The decay of an average that is carried along: a Python float, or a function of the count."""
     if isinstance(decay, Tracer):
         raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
     if callable(decay):
@@ -149,11 +149,7 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 
 
 def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
-    """The rest of an average after a step: the arrays that are no slots, by their policies.
-
-    Raises:
-        ValueError: the model lacks one that is to be taken from it, or has another shape there.
-    """
+    """The rest of an average after a step: the arrays that are no slots, by their policies."""
     olds = frozen_arrays(rest)
     policies = _policies(index_in(rest), buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
@@ -210,7 +206,7 @@ def copy_leaf(leaf: Any) -> Any:
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-# -- An average that is carried along ------------------------------------------------------------------------------------
+# -- An average that is carried along ----------------------------------------------------------------------------------
 
 
 class Ema(eqx.Module, Generic[M]):
@@ -264,9 +260,6 @@ class Ema(eqx.Module, Generic[M]):
             warmup: whether the decay starts low: `min(decay, (1 + count) / (10 + count))`.
             buffers: what to do with integers, bools, keys and frozen arrays; see `tp.ema`.
             trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-
-        Raises:
-            ValueError: `decay` is not in [0, 1]; as `tp.layout`.
         """
         decay = as_decay(decay)
         parts = take_apart(model, trainable)

@@ -181,7 +181,7 @@ def is_box(cls: type) -> bool:
 
 
 def _is_flax(cls: type, *names: str) -> bool:
-    return any([base.__module__.startswith("flax.nnx") and base.__name__ in names for base in cls.__mro__])
+    return any(base.__module__.startswith("flax.nnx") and base.__name__ in names for base in cls.__mro__)
 
 
 def _check_bool(value: object, where: str) -> None:

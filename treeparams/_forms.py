@@ -18,6 +18,7 @@ from ._match import read_slots, slot_gradients
 from ._mesh import replicated
 from ._parts import Rest, index_in, put_together, take_apart
 from ._primitives import cut, join
+from ._recognise import name_deleted
 from ._structure import is_inexact
 from ._text import count_of, describe
 from ._view import View
@@ -50,22 +51,12 @@ class Vector:
         return _joined(self, arrays)
 
     def cut(self, vector: Any) -> list[jax.Array]:
-        """One array per slot, in its shape and dtype.
-
-        Raises:
-            ValueError: another length or rank.
-            TypeError: an integer vector, a complex one where no slot is complex, or no array.
-        """
+        """One array per slot, in its shape and dtype."""
         self.check(vector)
         return _cut(self, vector)
 
     def check(self, given: Any) -> None:
-        """Checks a vector.
-
-        Raises:
-            ValueError: as `cut`.
-            TypeError: as `cut`.
-        """
+        """Checks a vector."""
         expected = f"expected a vector of shape ({self.length},) and floating dtype"
         if not (hasattr(given, "shape") and hasattr(given, "dtype")):
             raise TypeError(f"{expected}, got {describe(given)}")
@@ -101,12 +92,7 @@ def _cast(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 def vector_of(layout: Layout, dtype: Any = None, pad_to: SupportsIndex = 1) -> Vector:
-    """The kind of vector that holds the slots of a layout.
-
-    Raises:
-        ValueError: it would be too long; `pad_to` is not positive.
-        TypeError: the dtype is not floating, or cannot hold a slot.
-    """
+    """The kind of vector that holds the slots of a layout."""
     pad_to = count_of("pad_to", pad_to, "elements")
     dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     structure = index_of(layout).structure
@@ -164,10 +150,6 @@ class Restructure(Generic[M]):
         Returns:
             The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and all
             else as they were.
-
-        Raises:
-            ValueError: another length or rank.
-            TypeError: an integer vector, a complex one where no slot is complex, or no array.
         """
         return put_together(self._rest, self._kind.cut(vector))
 
@@ -314,4 +296,8 @@ def ravel(
     """
     parts = take_apart(model, trainable)
     kind = vector_of(parts.layout, dtype, pad_to)
-    return kind.join(parts.slots), Restructure(parts.rest, kind)
+    try:
+        return kind.join(parts.slots), Restructure(parts.rest, kind)
+    except (RuntimeError, ValueError) as error:
+        name_deleted(error, model)
+        raise

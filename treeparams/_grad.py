@@ -19,6 +19,7 @@ from ._index import Index, widened
 from ._layout import Trainable
 from ._mesh import in_shard_map, split_over, vary, varying
 from ._parts import take_apart
+from ._recognise import name_deleted
 from ._text import count_of, describe, quoted
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
@@ -70,7 +71,11 @@ def value_and_grad(
             warnings.warn(nothing_trained(parts.index), stacklevel=2)
             return call(model, *args, **kwargs), parts.canonical(())
         of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
-        value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+        try:
+            value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+        except (RuntimeError, ValueError) as error:
+            name_deleted(error, model)
+            raise
         return value, parts.canonical(grads)
 
     return cast(Any, value_and_gradient)
@@ -86,7 +91,7 @@ def grad(
 def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, PyTree]: ...
 
 
-def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Any]:
+def grad(f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -105,14 +110,14 @@ def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False
     Warns:
         UserWarning: nothing is trained.
     """
-    with_value = cast(Callable[..., Any], value_and_grad(f, trainable, has_aux))
+    with_value = value_and_grad(f, trainable, has_aux)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         value, grads = with_value(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
-    return cast(Any, gradient)
+    return gradient
 
 
 def nothing_trained(index: Index) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._declare import registry
-from ._recognise import structure_of
+from ._recognise import structure_of, with_ties_of
 from ._static_keys import Values
 from ._structure import Structure, getter, is_array
 from ._text import first_lines
@@ -84,7 +84,8 @@ class Jitted(Generic[P, R]):
 
         def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
             fun, args, kwargs = call.restore(donated, kept)
-            return _Result.of(fun(*args, **kwargs))
+            with with_ties_of(call.structure):
+                return _Result.of(fun(*args, **kwargs))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
@@ -180,7 +181,7 @@ class _Call:
     """What of a call is static."""
 
     def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: Values) -> None:
-        self._structure = structure
+        self.structure = structure
         self._treedef = treedef
         self._plan = plan
         self._values = values
@@ -190,19 +191,18 @@ class _Call:
         if not isinstance(other, _Call):
             return NotImplemented
         # Shapes and dtypes are left to `jax.jit`.
-        these, those = self._structure, other._structure
+        these, those = self.structure, other.structure
         is_same = these is those or (
-            (these.first, self._plan.traced) == (those.first, other._plan.traced)
-            and these.has_statics_of(those)
+            (these.first, self._plan.traced) == (those.first, other._plan.traced) and these.has_statics_of(those)
         )
         return is_same and self._declarations == other._declarations and self._values == other._values
 
     def __hash__(self) -> int:
-        return hash((len(self._structure.specs), len(self._structure.statics)))
+        return hash((len(self.structure.specs), len(self.structure.statics)))
 
     def differences(self, other: "_Call") -> list[str]:
         """What differs between two calls, in words."""
-        these, those = self._structure, other._structure
+        these, those = self.structure, other.structure
         found = list(these.differences(those))
         if these.paths == those.paths and these.first != those.first:
             ties = [

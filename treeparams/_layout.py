@@ -7,7 +7,6 @@ what the traced arguments no longer know: which of them are one array.
 
 import functools
 import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -80,13 +79,11 @@ class Layout:
         """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
         return common_dtype(slot.dtype for slot in self.slots if slot.size)
 
-    @functools.cached_property
-    def ties(self) -> Mapping[str, tuple[str, ...]]:
+    @property
+    def ties(self) -> dict[str, tuple[str, ...]]:
         """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
         paths, aliases = self._index.structure.paths, self._index.aliases
-        return types.MappingProxyType({
-            paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()
-        })
+        return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
 
     @property
     def mask(self) -> PyTree[bool]:
@@ -98,12 +95,7 @@ class Layout:
         return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
 
     def __getitem__(self, path: str) -> Slot:
-        """The slot at a path; an alias finds its slot.
-
-        Raises:
-            KeyError: there is none; the message names the nearest.
-            TypeError: it is no text.
-        """
+        """The slot at a path; an alias finds its slot."""
         return self.slots[slot_at(self, path)]
 
     # -- Places in the vector
@@ -265,12 +257,7 @@ def _count(slots: tuple[Slot, ...]) -> str:
 
 
 def slot_at(layout: Layout, path: str) -> int:
-    """The number of the slot at a path.
-
-    Raises:
-        KeyError: there is none; the message names the nearest.
-        TypeError: it is no text.
-    """
+    """The number of the slot at a path."""
     if not isinstance(path, str):
         raise TypeError(f"a layout is asked by path, got {path!r}; the slots in order are layout.slots")
     index, structure = index_of(layout), index_of(layout).structure
@@ -287,11 +274,7 @@ def slot_at(layout: Layout, path: str) -> int:
 
 
 def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
-    """The numbers of the slots that `where` selects, in order.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The numbers of the slots that `where` selects, in order."""
     index = index_of(layout)
     leaves = select(index.structure, where)
     found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
@@ -302,11 +285,7 @@ def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
 
 
 def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
-    """The layout after both statements; only then are the ties looked at.
-
-    Raises:
-        ValueError: as `Layout.freeze`.
-    """
+    """The layout after both statements; only then are the ties looked at."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
     change(index.structure, index.follows, said, freeze, False)
@@ -315,11 +294,7 @@ def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
 
 
 def relaid(layout: Layout, said: Said) -> Layout:
-    """The layout of the same models and ties with other trained leaves: the one way from one layout to another.
-
-    Raises:
-        ValueError: half of a tie is to be trained.
-    """
+    """The layout of the same models and ties with other trained leaves: the one way from one layout to another."""
     index = index_of(layout)
     trained = settle(index.structure, index.ties, said)
     return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))

@@ -29,9 +29,6 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
         tree: a tree with entries at paths of the model.
         tied: what several entries at one tie mean: `"sum"` (gradients) or `"first"` (values).
         exact_shapes: whether each entry must have its leaf's shape.
-
-    Raises:
-        ValueError: an entry where the model has no leaf; several at one tie without `tied`; another shape.
     """
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
@@ -45,12 +42,7 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
 
 
 def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
-    """The values of the slots in a tree that has them all, as a model of another type has.
-
-    Raises:
-        ValueError: a slot is missing; an entry where the model has no leaf; another shape.
-        TypeError: a value is complex where the slot is real.
-    """
+    """The values of the slots in a tree that has them all, as a model of another type has."""
     values = per_slot(index, tree, "first", exact_shapes=exact_shapes)
     missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
     if missing:
@@ -65,12 +57,7 @@ def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> lis
 
 
 def check_shape(structure: Structure, leaf: int, value: Any) -> None:
-    """Checks that a value has the shape of its leaf.
-
-    Raises:
-        ValueError: it has another.
-        TypeError: it is no number or array of numbers.
-    """
+    """Checks that a value has the shape of its leaf."""
     spec, path = structure.spec(leaf), structure.paths[leaf]
     if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
         raise TypeError(f"expected an array at {path!r}, got {describe(value)}")

@@ -127,12 +127,7 @@ class Parts(Generic[M]):
 
 
 def take_apart(model: M, trainable: Trainable) -> Parts[M]:
-    """A model as one array per slot and the rest.
-
-    Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `tp.layout`.
-    """
+    """A model as one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
     layout, index = look_up(structure, trainable)
     static = _Static(layout, index, treedef, index.take_values(leaves))

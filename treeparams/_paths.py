@@ -47,9 +47,6 @@ def split(path: str) -> tuple[str, ...]:
     ('layers', '0', '"a.b"')
     >>> split("")
     ()
-
-    Raises:
-        ValueError: a JSON string in the path is not closed or not followed by a dot.
     """
     if not path:
         return ()

@@ -8,7 +8,6 @@ of K slices would be K padded additions, and that of a concatenation K slices.
 """
 
 import collections
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,42 +50,6 @@ def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int) -> jax.Array:
         length: of the vector.
     """
     return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def add_joined(vector: jax.Array, arrays: Sequence[jax.Array], shapes: Shapes) -> jax.Array:
-    """`vector + join(arrays)`, in place inside of a loop, where each array is added as soon as it is known.
-
-    Args:
-        vector: shape `(n,)`.
-        arrays: of the vector's dtype and of the shapes.
-        shapes: of the arrays.
-    """
-    if len(shapes) == 1 and math.prod(shapes[0]) == vector.size:
-        return vector + arrays[0].reshape(-1)
-    return jax.lax.platform_dependent(
-        vector, arrays, cpu=functools.partial(_add_each, shapes=shapes), default=functools.partial(_add, shapes=shapes)
-    )
-
-
-@add_joined.defjvp
-def _add_joined_jvp(shapes: Shapes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return add_joined(*primals, shapes), _add(*tangents, shapes=shapes)
-
-
-def _add(vector: jax.Array, arrays: Sequence[jax.Array], *, shapes: Shapes) -> jax.Array:
-    return vector + join(arrays, shapes, vector.shape[0])
-
-
-def _add_each(vector: jax.Array, arrays: Sequence[jax.Array], *, shapes: Shapes) -> jax.Array:
-    # From the last to the first, as a backward pass yields them: all but a few could be dropped at once, where joining
-    # them needs all of them and their vector in memory.
-    sizes = [math.prod(shape) for shape in shapes]
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
-    for start, size, array in reversed(list(zip(_hidden(starts), sizes, arrays, strict=True))):
-        part = jax.lax.dynamic_slice_in_dim(vector, start, size)
-        vector = jax.lax.dynamic_update_slice_in_dim(vector, part + array.reshape(-1), start, 0)
-    return vector
 
 
 # -- How it is done ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ dictionary in place of these comparisons was tried; building the key costs more 
 """
 
 import collections
+import contextlib
 import enum
 import functools
 import inspect
@@ -15,7 +16,8 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -99,10 +101,6 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     Args:
         tree: any pytree.
         by_shape: whether the shapes and dtypes of the structure must be those of the tree.
-
-    Raises:
-        ValueError: the tree is cyclic.
-        TypeError: a NumPy array of a dtype that JAX does not have.
     """
     leaves, treedef = flatten(tree)
     kinds = list(map(type, leaves))
@@ -125,11 +123,12 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     return leaves, treedef, known.structure
 
 
-# -- Ties that a trace has lost ------------------------------------------------------------------------------------------
+# -- Ties that a trace has lost ----------------------------------------------------------------------------------------
 
 # What was met with one array at several places: by kind of structure, the shapes and the pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
 _warned_of: set[int] = set()
+_apart: ContextVar[frozenset[int]] = ContextVar("apart", default=frozenset())
 _MET = 1024  # kinds
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
 _OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
@@ -152,6 +151,24 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]]) -> None:
                     _met_tied.popitem(last=False)
 
 
+@contextlib.contextmanager
+def with_ties_of(structure: Structure) -> Iterator[None]:
+    """In this block, the trace of a `tp.jit`, what is apart among the arguments has lost nothing."""
+    sizes = {len(shapes) for known in _met_tied.values() for shapes, _ in known}
+    apart = set()
+    for node in structure.nodes if sizes else ():
+        if node.stop - node.start in sizes:
+            kind, first = structure.kind_of(node), structure.first
+            pairs = [pair for _, pairs in _met_tied.get(kind, ()) for pair in pairs]
+            if pairs and all(first[node.start + a] != first[node.start + b] for a, b in pairs):
+                apart.add(kind)
+    token = _apart.set(_apart.get() | apart)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
 def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
     """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
 
@@ -162,7 +179,7 @@ def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
     for shapes, pairs in _met_tied.get(structure.kind, ()):
         root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
         lost = [pair for pair in pairs if root(pair[0]) != root(pair[1])]
-        if lost and structure.kind not in _warned_of and _is_part(structure, shapes):
+        if lost and structure.kind not in _warned_of | _apart.get() and _is_part(structure, shapes):
             _warned_of.add(structure.kind)
             frame, levels = inspect.currentframe(), 1
             while frame is not None and frame.f_code.co_filename.startswith(_OURS):
@@ -186,7 +203,21 @@ def _is_part(structure: Structure, shapes: list[Any]) -> bool:
     return all(spec is None or shape[len(shape) - len(spec.shape) :] == spec.shape for spec, shape in pairs)
 
 
-# -- What is looked at ---------------------------------------------------------------------------------------------------
+def name_deleted(error: Exception, tree: Any) -> None:
+    """Raises an error that names the array of a tree that has been deleted, where there is one.
+
+    To be called where JAX has failed: to ask each array beforehand would cost more than all else that is asked.
+    """
+    leaves, _, structure = structure_of(tree)
+    for leaf, path in zip(leaves, structure.paths, strict=True):
+        if _is_concrete(type(leaf)) and leaf.is_deleted():
+            raise RuntimeError(
+                f"the array at {path!r} has been deleted, as by a step that donates it; keep a copy of what is needed "
+                "after, tp.copy(model)"
+            ) from error
+
+
+# -- What is looked at -------------------------------------------------------------------------------------------------
 
 
 def _static_values(treedef: Any) -> list[Any]:
@@ -262,7 +293,7 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
         held = [object.__getstate__(static)]  # attributes and slots
     else:
         return False
-    return all([_is_harmless(each, depth - 1) for each in held])
+    return not [each for each in held if not _is_harmless(each, depth - 1)]
 
 
 # Types whose instances hold no other objects.

@@ -92,12 +92,7 @@ def layout(
 
 
 def look_up(structure: Structure, trainable: Trainable) -> tuple[Layout, Index]:
-    """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
-
-    Raises:
-        ValueError: as `layout`.
-        TypeError: as `layout`.
-    """
+    """The layout that `trainable` means for models of a structure, and where everything lies in these very models."""
     if isinstance(trainable, Layout):
         return trainable, structure.remember(trainable, lambda: _index_for(structure, trainable))
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
@@ -124,12 +119,7 @@ def _make(
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:
-    """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them.
-
-    Raises:
-        ValueError: a `Layout` of other models or other ties; as `layout`.
-        TypeError: as `layout`.
-    """
+    """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them."""
     index = index_of(layout)
     if not isinstance(trainable, Layout):
         return relaid(layout, choose(index.structure, index.follows, trainable))

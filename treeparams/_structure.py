@@ -175,11 +175,7 @@ class Structure:
 
 
 def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
-    """Works out the structure of a tree.
-
-    Raises:
-        TypeError: a NumPy array of a dtype that JAX does not have.
-    """
+    """Works out the structure of a tree."""
     nodes, entries, statics, bare = _take_nodes(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
@@ -196,7 +192,7 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
             same[i] = first.setdefault(id(leaf), i)
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
-    is_traced = any([issubclass(kind, Tracer) for kind in set(map(type, leaves))])
+    is_traced = any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
     return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced=is_traced)
 
 
@@ -253,7 +249,9 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
 
 def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
     nodes, entries, statics, bare = _take_nodes(skeleton)
-    return Structure(jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled, is_unpickled=True)
+    return Structure(
+        jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled, is_unpickled=True
+    )
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -261,10 +259,18 @@ def _spec(leaf: Any) -> Spec | None:
         return None
     dtype = leaf.dtype
     if isinstance(leaf, np.ndarray):
-        if not dtype.isnative:
-            raise TypeError(f"{dtype} is in the byte order of another machine")
+        _check_dtype(dtype)
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return _spec_of(tuple(leaf.shape), dtype)
+
+
+@functools.cache
+def _check_dtype(dtype: np.dtype) -> None:
+    if dtype == jax.dtypes.float0:
+        return
+    if dtype.names or not dtype.isnative:
+        raise TypeError("it has fields, or the byte order of another machine")
+    jax.eval_shape(lambda array: array, np.empty((), dtype))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -334,7 +340,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         ) from error
 
 
-# When the stack is full, jaxlib (0.10) leaves the counter of the thread's levels where it is, and every later call fails.
+# When the stack is full, jaxlib (0.10) leaves the counter of a thread's levels where it is, and every later call fails.
 # So they are counted and given back. The two functions between the handler above and JAX's are there for the levels
 # that it needs to begin with.
 _SPARE = 50

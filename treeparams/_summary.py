@@ -92,11 +92,7 @@ class Summary:
         return "\n".join([*table, "", *in_columns(first, below)])
 
     def _repr_html_(self) -> str:
-        rows = without_middle(self._shown, len(self._columns))
-        head = "".join(f'<th style="text-align:left">{name}</th>' for name in self._header())
-        body = "".join(f"<tr>{''.join(map(_html_cell, range(len(row)), row))}</tr>" for row in rows)
-        below = "<br>".join(f"<b>{html.escape(name)}</b>: {html.escape(text)}" for name, text in self._below())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below}</p>"
+        return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __rich__(self) -> Any:
         # Only Rich calls this, so it is installed.
@@ -250,12 +246,6 @@ def _fold(path: str, rows: Sequence[Row]) -> Row:
 def _total(rows: Iterable[Row]) -> Total:
     rows = list(rows)
     return Total(*(sum(getattr(row, name) for row in rows) for name in Total._fields))
-
-
-def _html_cell(column: int, text: str) -> str:
-    side, colour = "right" if column in _NUMBERS else "left", _COLOURS.get(text) if column == _ROLE else None
-    style = f"text-align:{side}" + (f";color:{colour}" if colour else "")
-    return f'<td style="{style}">{html.escape(text)}</td>'
 
 
 Summary.__module__ = "treeparams"

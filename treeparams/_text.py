@@ -74,11 +74,7 @@ def quoted(paths: Sequence[str], count: int = 3) -> str:
 
 
 def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
-    """An argument that counts something, as a Python int.
-
-    Raises:
-        ValueError: it is no whole number, or less than the least.
-    """
+    """An argument that counts something, as a Python int."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:

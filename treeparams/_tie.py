@@ -84,7 +84,7 @@ def untie(model: M, where: Where | None = None) -> M:
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.ones(2)
-    >>> dict(tp.layout(tp.untie({"a": shared, "b": shared})).ties)
+    >>> tp.layout(tp.untie({"a": shared, "b": shared})).ties
     {}
 
     Args:

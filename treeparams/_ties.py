@@ -60,13 +60,7 @@ class Alias(NamedTuple):
 
 
 def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
-    """All aliases of a model, of frozen parameters too, in the order of their sources.
-
-    Raises:
-        ValueError: a given or declared tie names no parameter, runs in a circle, contradicts another, has shapes or
-            dtypes that disagree, or a transform that is not linear.
-        TypeError: a declared tie names a node.
-    """
+    """All aliases of a model, of frozen parameters too, in the order of their sources."""
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
@@ -77,7 +71,9 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
             continue
         names = structure.paths[alias], structure.paths[source]
         if lower == upper:
-            raise ValueError(f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of the other")
+            raise ValueError(
+                f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of the other"
+            )
         if above.setdefault(lower, (upper, transform)) != (upper, transform):
             other = structure.paths[above[lower][0]]
             raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")
@@ -142,11 +138,7 @@ def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[
 
 
 def parameter_at(structure: Structure, path: str) -> int:
-    """The leaf at a path.
-
-    Raises:
-        ValueError: there is none, or it is no parameter.
-    """
+    """The leaf at a path."""
     i = structure.index.get(join(split(path)))
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
@@ -157,11 +149,7 @@ def parameter_at(structure: Structure, path: str) -> int:
 
 
 def checked(structure: Structure, alias: int, source: int, function: Any) -> Transform | None:
-    """The transform of a tie, `None` where it is the identity.
-
-    Raises:
-        ValueError: the source, transformed, has another shape or dtype than the alias; the transform is not linear.
-    """
+    """The transform of a tie, `None` where it is the identity."""
     want, have = structure.spec(alias), structure.spec(source)
     transform = None if function is None else Transform(function)
     got = have if transform is None else transform.result(have.shape, have.dtype)
@@ -181,9 +169,6 @@ def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[b
     """What is trained, per leaf, with every tie trained or frozen as a whole.
 
     An alias with a transform is trained if and only if its source is; to say otherwise of it is an error.
-
-    Raises:
-        ValueError: a tie is trained at one path and frozen at another.
     """
     trained = dict(said)
     for alias in ties:

@@ -15,11 +15,7 @@ class Transform:
     """A linear function with a static identity: equal to another of the same function and bound arguments."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
-        """Checks that the function can be recognised again.
-
-        Raises:
-            ValueError: it does not stand at module level, or binds what cannot be hashed.
-        """
+        """Checks that the function can be recognised again."""
         inner, bound = function, []
         while isinstance(inner, functools.partial):
             bound.append((inner.args, tuple(sorted(inner.keywords.items()))))
@@ -56,11 +52,7 @@ class Transform:
         return self._place[1] + (f"({', '.join(arguments)})" if arguments else "")
 
     def result(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the result.
-
-        Raises:
-            ValueError: the function is not linear.
-        """
+        """The shape and dtype of the result."""
         return self._tried(shape, dtype)[0]
 
     def is_identity(self, shape: tuple[int, ...], dtype: Any) -> bool:

@@ -37,8 +37,8 @@ class View(Mapping[str, Any]):
     >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
     Array([[2., 2.]], dtype=float32)
 
-    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector. A view is neither an array
-    nor a pytree: arithmetic is done on `view.vector`, and that is what goes into `jax.jit`.
+    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector. A view is neither an
+    array nor a pytree: arithmetic is done on `view.vector`, and that is what goes into `jax.jit`.
     """
 
     def __init__(self, layout: Layout, vector: Any, chosen: tuple[int, ...] | None = None) -> None:
@@ -85,11 +85,7 @@ class View(Mapping[str, Any]):
         return f"View({first_few(list(map(repr, self)))})"
 
     def _select(self, where: Where) -> tuple[int, ...]:
-        """The slots of this view that `where` selects.
-
-        Raises:
-            KeyError: there are none.
-        """
+        """The slots of this view that `where` selects."""
         if self._is_path(where):
             return (self._slot(where),)
         try:
@@ -101,11 +97,7 @@ class View(Mapping[str, Any]):
         return tuple(found)
 
     def _change(self, where: Where) -> "Change":
-        """What `where` selects, for writing.
-
-        Raises:
-            KeyError: there are none, or `where` selects one only where it is transformed.
-        """
+        """What `where` selects, for writing."""
         slots, index = self._select(where), index_of(self._layout)
         change = Change(self.vector, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:

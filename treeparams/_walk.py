@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from ._layout import Trainable
 from ._match import Tied, per_slot
 from ._parts import Parts, take_apart
+from ._recognise import name_deleted
 from ._structure import is_array
 from ._text import describe
 
@@ -75,7 +76,11 @@ def maptrainable(
     parts = take_apart(model, trainable)
     if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
         raise TypeError(f"the function comes first: tp.maptrainable(f, model); got {describe(f)} in its place")
-    results = list(map(f, parts.slots, *_others(parts, rest, tied)))
+    try:
+        results = list(map(f, parts.slots, *_others(parts, rest, tied)))
+    except (RuntimeError, ValueError) as error:
+        name_deleted(error, model)
+        raise
     if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
         results = [_as_leaf(*pair) for pair in zip(results, parts.slots, strict=True)]
     return parts.model(results)

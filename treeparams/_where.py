@@ -72,10 +72,6 @@ def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> 
         structure: of the model.
         follows: the source of each alias that has a transform.
         trainable: as for `tp.layout`.
-
-    Raises:
-        ValueError: a mask of another structure; a `where` that selects nothing that may be trained.
-        TypeError: neither mask nor `where`; a field declared trained that cannot be.
     """
     frozen = declared_frozen(structure).intersection(structure.parameters)
     mask = as_mask(structure, trainable)
@@ -113,11 +109,7 @@ def say(said: Said, follows: Mapping[int, int], selected: frozenset[int], traine
 
 
 def change(structure: Structure, follows: Mapping[int, int], said: Said, where: Where | None, trained: bool) -> None:
-    """Adds what `freeze=` or `thaw=` says.
-
-    Raises:
-        ValueError: `where` selects nothing.
-    """
+    """Adds what `freeze=` or `thaw=` says."""
     if where is None:
         return
     taken = select(structure, where) if _sides(where)[1] else None
@@ -127,11 +119,7 @@ def change(structure: Structure, follows: Mapping[int, int], said: Said, where: 
 
 
 def declared_frozen(structure: Structure) -> frozenset[int]:
-    """The leaves that the classes of the nodes above them declare frozen.
-
-    Raises:
-        TypeError: a field declared `trainable=True` holds a leaf that cannot be trained.
-    """
+    """The leaves that the classes of the nodes above them declare frozen."""
     found = [i for node, said in declaring_nodes(structure) for i in _frozen_below(structure, node, said)]
     return frozenset(found)
 
@@ -175,12 +163,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
 
 
 def as_mask(structure: Structure, value: Any) -> list[bool] | None:
-    """The flags per leaf if `value` is a mask; `None` if it is something else.
-
-    Raises:
-        ValueError: it holds only bools, but has another structure than the model.
-        TypeError: it is a tree that holds something else than bools.
-    """
+    """The flags per leaf if `value` is a mask; `None` if it is something else."""
     if value is None or isinstance(value, (str, re.Pattern, type, _Leaves)):
         return None
     flags, treedef = flatten(value)
@@ -224,12 +207,7 @@ def _other_structure(structure: Structure, mask: Any, flags: Sequence[Any], tree
 def select(
     structure: Structure, where: Where, among: Collection[int] | None = None, kind: str = "parameter"
 ) -> frozenset[int]:
-    """The leaves that `where` selects, as positions: of the parameters, or among others.
-
-    Raises:
-        ValueError: it, or one of a sequence, selects no parameter; nothing is left of what it selects.
-        TypeError: it is no `where`.
-    """
+    """The leaves that `where` selects, as positions: of the parameters, or among others."""
     among = structure.parameters if among is None else among
     chosen, taken = _sides(where)
     if not chosen:

@@ -1,7 +1,7 @@
 """ema: the average of the parameters, carried in the optimiser's state. as_ema: as a `tp.Ema`."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,6 +19,8 @@ from .._structure import is_array
 from ._apply import moved
 from ._context import given
 from ._state import TrainableState, is_placeholder, layout_in
+
+M = TypeVar("M")
 
 
 class EmaState(NamedTuple):
@@ -96,13 +98,13 @@ def ema(
 
 def as_ema(
     state: PyTree,
-    model: PyTree,
+    model: M,
     decay: float | Callable[[Any], Any],
     *,
     debias: bool = False,
     warmup: bool = False,
     buffers: Buffers = "copy",
-) -> Ema:
+) -> Ema[M]:
     """The average that `optim.ema` keeps in a state, as a `tp.Ema`: `.average` is a model, `.update` goes on.
 
     >>> import jax.numpy as jnp, optax
