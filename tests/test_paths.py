@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import treeparams as tp
-from treeparams._paths import join, nearest, quote, selects, sibling_entries, split, unquote
+from treeparams._paths import join_path, nearest, quote, selects, sibling_entries, split_path, unquote
 
 # Few characters, so that what needs care is met often; and any text.
 texts = st.text(alphabet="ab1.*?[]!\"'\\#\n é", max_size=6) | st.text(max_size=8)
@@ -64,7 +64,7 @@ def ordered(*keys: Any) -> OrderedDict[Any, jax.Array]:
 def test_an_entry_reads_back(text: str):
     entry = quote(text)
     assert unquote(entry) == text
-    assert split(entry) == (entry,)
+    assert split_path(entry) == (entry,)
 
 
 @given(texts)
@@ -76,7 +76,7 @@ def test_an_entry_is_quoted_exactly_where_the_contract_says(text: str):
 @given(st.lists(texts))
 def test_a_path_splits_into_its_entries(keys: list[str]):
     entries = tuple(map(quote, keys))
-    assert split(join(entries)) == entries
+    assert split_path(join_path(entries)) == entries
 
 
 @given(st.lists(texts, min_size=1, max_size=4))
@@ -85,13 +85,13 @@ def test_a_path_parses_back_to_the_keys_of_the_model(keys: list[str]):
     for key in reversed(keys):
         model = {key: model}
     (path,) = tp.layout(model).paths
-    assert [unquote(entry) for entry in split(path)] == keys
+    assert [unquote(entry) for entry in split_path(path)] == keys
 
 
 @pytest.mark.parametrize("path", ['"a', '"a.b', 'x."a', '"a"b', '"a""b".c', 'layers."a"b.0'])
 def test_text_that_is_no_path_says_so(path: str):
     with pytest.raises(ValueError, match=r"the path .* cannot be read at"):
-        split(path)
+        split_path(path)
 
 
 # -- Unique
@@ -101,7 +101,7 @@ def test_text_that_is_no_path_says_so(path: str):
 def test_siblings_never_share_an_entry(keys: list[Any]):
     entries = sibling_entries([jtu.DictKey(key) for key in keys])
     assert len(set(entries)) == len(keys)
-    assert all(split(entry) == (entry,) for entry in entries)
+    assert all(split_path(entry) == (entry,) for entry in entries)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""treeparams: which leaves of a JAX model are trained, which of them are one array, and what follows from it.
+"""treeparams: choose what trains in a JAX model, once; gradients, optimisers, averages, flat vectors follow, ties too.
 
 A *layout* says so once, statically; everything else is a walk over it. The files, from the ground up - each imports
 only from those above it:

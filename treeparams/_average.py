@@ -16,7 +16,7 @@ from ._declare import field
 from ._index import Index, widened
 from ._layout import Trainable
 from ._match import read_slots
-from ._parts import Rest, frozen_arrays, index_in, put_together, take_apart, with_frozen_arrays
+from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
 from ._recognise import name_deleted, structure_of
 from ._structure import flatten
 from ._where import select
@@ -118,7 +118,7 @@ def as_decay(decay: Any) -> Any:
 
 
 def next_step(decay: Any, count: Any, weight: Any, *, debias: bool, warmup: bool) -> tuple[Any, Any]:
-    """How far the average moves, and how much of it then comes from updates.
+    """The size of the average's next move, and the share of it that then comes from updates.
 
     Args:
         decay: from `as_decay`.
@@ -150,7 +150,7 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 
 def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: the arrays that are no slots, by their policies."""
-    olds = frozen_arrays(rest)
+    olds = kept_arrays(rest)
     policies = _policies(index_in(rest), buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
@@ -170,7 +170,7 @@ def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest
         old if policies[path] == "keep" else _next_buffer(old, found[path], policies[path], step)
         for path, old in olds.items()
     ]
-    return with_frozen_arrays(rest, news)
+    return with_kept_arrays(rest, news)
 
 
 def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
@@ -182,7 +182,7 @@ def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
 
 
 def _policies(index: Index, buffers: Buffers) -> dict[str, str]:
-    structure, paths = index.structure, index.frozen_paths
+    structure, paths = index.structure, index.kept_paths
     if isinstance(buffers, str):
         return dict.fromkeys(paths, _check_policy(buffers))
     among = frozenset(structure.index[path] for path in paths)
@@ -264,7 +264,7 @@ class Ema(eqx.Module, Generic[M]):
         decay = as_decay(decay)
         parts = take_apart(model, trainable)
         self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots]
-        self.rest = with_frozen_arrays(parts.rest, list(map(copy_leaf, frozen_arrays(parts.rest).values())))
+        self.rest = with_kept_arrays(parts.rest, list(map(copy_leaf, kept_arrays(parts.rest).values())))
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
         self.decay = decay

@@ -1,4 +1,4 @@
-"""What a class says of its fields: which are trained, which always hold one and the same array.
+"""Declarations of classes: which fields are trained, and which always hold one and the same array.
 
 A declaration belongs to a class, never to an instance, and comes from two places: the metadata of a dataclass field
 (`field`, for classes one writes) and the registry below (`declare`, for classes one does not own).
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import equinox as eqx
 import jax
 
-from ._paths import nearest, quote, selects, split
+from ._paths import nearest, quote, selects, split_path
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -36,7 +36,7 @@ _BY_NAME = {
 
 
 class _Registry:
-    """What `declare` was told, and how often: what was derived from it before a change is stale after."""
+    """The declarations made by `declare`, and their version: what was derived from an earlier one is stale."""
 
     def __init__(self) -> None:
         self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
@@ -181,7 +181,7 @@ def is_box(cls: type) -> bool:
 
 
 def _is_flax(cls: type, *names: str) -> bool:
-    return any(base.__module__.startswith("flax.nnx") and base.__name__ in names for base in cls.__mro__)
+    return not {base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.nnx")}.isdisjoint(names)
 
 
 def _check_bool(value: object, where: str) -> None:
@@ -202,6 +202,6 @@ def _check_fields(cls: type, paths: Sequence[str]) -> None:
     if not names:
         return
     for path in paths:
-        first = split(path)[:1]
+        first = split_path(path)[:1]
         if not any(first and selects(first, (quote(name),)) for name in names):
             raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")

@@ -217,7 +217,7 @@ class Restructure(Generic[M]):
         return View(self.layout, vector)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
-        """The same vector form around the frozen leaves of another model.
+        """Takes the frozen leaves from another model.
 
         Args:
             model: a model of equal structure.

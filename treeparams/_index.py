@@ -1,7 +1,8 @@
-"""Where each leaf of a model lies in each form: among the slots, in the canonical tree, in the vector."""
+"""The place of each leaf of a model in each form: among the slots, in the canonical tree, in the vector."""
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,14 +30,17 @@ class Slot(NamedTuple):
 Slot.__module__ = "treeparams"
 
 
+_LEAF_AND_SOURCE = operator.attrgetter("leaf", "source")
+
+
 class Index:
-    """Where each leaf lies. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
+    """The places of leaves. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.trained = trained  # of each leaf
         self.ties = ties
-        self.sources = {alias.leaf: alias.source for alias in ties}
+        self.sources = dict(map(_LEAF_AND_SOURCE, ties))
         self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
         self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
@@ -119,12 +123,12 @@ class Index:
         return arrays, [i for i in others if structure.specs[i] is None]
 
     @functools.cached_property
-    def frozen_paths(self) -> tuple[str, ...]:
+    def kept_paths(self) -> tuple[str, ...]:
         """The paths of all arrays that are no slots, each object once."""
         return tuple(self.structure.paths[i] for i in self._kept[0])
 
     @functools.cached_property
-    def take_frozen(self) -> Callable[[Any], tuple[Any, ...]]:
+    def take_kept(self) -> Callable[[Any], tuple[Any, ...]]:
         """From the leaves of a model to these arrays."""
         return getter(self._kept[0])
 

@@ -120,7 +120,7 @@ class Jitted(Generic[P, R]):
 
 
 class Stage:
-    """What `jax.jit` lowered or compiled, called with the arguments of the function."""
+    """A lowered or compiled program, called with the arguments of the function."""
 
     def __init__(self, take_apart: Callable[[Any, Any], Any], stage: Any, call: "_Call") -> None:
         """For this library's own use; users write `tp.jit(f).lower(...)`."""
@@ -178,7 +178,7 @@ def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
 
 
 class _Call:
-    """What of a call is static."""
+    """The static half of a call: function, structure, and the values that are no arrays."""
 
     def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: Values) -> None:
         self.structure = structure
@@ -201,7 +201,7 @@ class _Call:
         return hash((len(self.structure.specs), len(self.structure.statics)))
 
     def differences(self, other: "_Call") -> list[str]:
-        """What differs between two calls, in words."""
+        """Says in words what differs between two calls."""
         these, those = self.structure, other.structure
         found = list(these.differences(those))
         if these.paths == those.paths and these.first != those.first:

@@ -24,7 +24,7 @@ from ._where import Said, Where, change, select
 
 
 class Layout:
-    """Which leaves of a model are trained and which of them are one: the static map of its parameters.
+    """The static map of a model's parameters: which are trained, and which are one.
 
     Made by `tp.layout`. Two layouts are equal when they describe models of the same structure, static fields, shapes,
     dtypes, trained leaves and ties.
@@ -101,7 +101,7 @@ class Layout:
     # -- Places in the vector
 
     def slice(self, path: str) -> slice:
-        """Where a parameter lies in the vector.
+        """The place of a parameter in the vector.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
@@ -115,7 +115,7 @@ class Layout:
         return slice(slot.offset, slot.offset + slot.size)
 
     def indices(self, where: Where) -> np.ndarray:
-        """Where in the vector all that `where` selects lies: positions in ascending order, each once.
+        """The positions in the vector of all that `where` selects, in ascending order, each once.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"w": jnp.ones(2)}})
@@ -185,7 +185,7 @@ class Layout:
         return changed(self, None, where)
 
     def diff(self, other: "Layout") -> str:
-        """What differs between two layouts, in words, one line each; empty when they are equal."""
+        """Says what differs between two layouts, one line each; empty when they are equal."""
         these, those = self._index, other._index
         lines = list(these.structure.differences(those.structure))
         for path, i in these.structure.index.items():
@@ -238,9 +238,9 @@ class Layout:
 
 Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
-"""What says which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
+"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
-"""Where everything lies in the models that a layout was made from."""
+"""The `Index` of the models that a layout was made from."""
 
 
 def _again(*parts: Any) -> Layout:

@@ -22,7 +22,7 @@ Tied = Literal["sum", "first"] | None
 
 
 def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
-    """What another tree has for each slot; `None` where it has nothing.
+    """Looks up the entry of another tree for each slot; `None` where it has none.
 
     Args:
         index: of the model.

@@ -40,7 +40,7 @@ def laid_as(array: Any, like: Any) -> Any:
 
 
 def split(array: Any) -> NamedSharding | None:
-    """How an array that is no tracer is split over devices; `None` if each has all of it."""
+    """The sharding of an array that is split over devices; `None` if each has all of it, or if it is traced."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
 

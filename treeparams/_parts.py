@@ -58,7 +58,7 @@ def _static(layout: Layout, structure: Any, values: tuple[Any, ...]) -> _Static:
 
 
 class Rest(Generic[M]):
-    """What `tp.partition` leaves beside the parameters.
+    """A model without its trained parameters, as `tp.partition` returns it.
 
     A pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and ties
     are static. `rest.layout` is the layout of the model.
@@ -66,7 +66,7 @@ class Rest(Generic[M]):
 
     def __init__(self, frozen: tuple[Any, ...], static: Any) -> None:
         """For this library's own use; users write `tp.partition(model)`."""
-        self._frozen = frozen
+        self._kept = frozen
         self._static: _Static = static
 
     @property
@@ -75,23 +75,23 @@ class Rest(Generic[M]):
         return self._static.layout
 
     def __repr__(self) -> str:
-        return f"Rest({len(self._frozen)} frozen arrays, {len(self._static.values.values)} values, {self.layout!r})"
+        return f"Rest({len(self._kept)} frozen arrays, {len(self._static.values.values)} values, {self.layout!r})"
 
 
 Rest.__module__ = "treeparams"
-_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("_frozen", "_static")
+_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("_kept", "_static")
 
 
 def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
     frozen, static = _halves(rest)
-    return tuple(zip(map(jtu.DictKey, static.index.frozen_paths), frozen, strict=True)), static
+    return tuple(zip(map(jtu.DictKey, static.index.kept_paths), frozen, strict=True)), static
 
 
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
 
 
 index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
-"""Where everything lies in the model that a `Rest` is of."""
+"""The `Index` of the model that a `Rest` is of."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class Parts(Generic[M]):
 
     @property
     def index(self) -> Index:
-        """Where everything lies in this very model."""
+        """The `Index` of this very model."""
         return index_in(self.rest)
 
     @property
@@ -131,7 +131,7 @@ def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     leaves, treedef, structure = structure_of(model)
     layout, index = look_up(structure, trainable)
     static = _Static(layout, index, treedef, index.take_values(leaves))
-    return Parts(index.take_slots(leaves), Rest(index.take_frozen(leaves), static))
+    return Parts(index.take_slots(leaves), Rest(index.take_kept(leaves), static))
 
 
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
@@ -150,14 +150,14 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     return jtu.tree_unflatten(static.treedef, leaves)
 
 
-def frozen_arrays(rest: Rest[Any]) -> dict[str, Any]:
+def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
     """The arrays that are no slots, each object once, by path."""
     frozen, static = _halves(rest)
-    return dict(zip(static.index.frozen_paths, frozen, strict=True))
+    return dict(zip(static.index.kept_paths, frozen, strict=True))
 
 
-def with_frozen_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
-    """The same with other arrays that are no slots."""
+def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
+    """A `Rest` with other arrays in place of those that are no slots."""
     return Rest(tuple(frozen), _halves(rest)[1])
 
 

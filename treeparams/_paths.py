@@ -40,12 +40,12 @@ def unquote(entry: str) -> str:
     return json.loads(entry) if _is_quoted(entry) else entry
 
 
-def split(path: str) -> tuple[str, ...]:
+def split_path(path: str) -> tuple[str, ...]:
     """The entries of a path or glob, still quoted where they were.
 
-    >>> split('layers.0."a.b"')
+    >>> split_path('layers.0."a.b"')
     ('layers', '0', '"a.b"')
-    >>> split("")
+    >>> split_path("")
     ()
     """
     if not path:
@@ -72,8 +72,8 @@ def _is_readable(entry: str) -> bool:
     return True
 
 
-def join(entries: Iterable[str]) -> str:
-    """The inverse of `split`."""
+def join_path(entries: Iterable[str]) -> str:
+    """The inverse of `split_path`."""
     return ".".join(entries)
 
 
@@ -118,9 +118,12 @@ def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
 
     The states are the positions in the pattern that the entries read so far can have led to.
 
-    >>> selects(split("**.weight"), split("layers.0.weight")), selects(split("layers"), split("layers.0.weight"))
+    >>> (
+    ...     selects(split_path("**.weight"), split_path("layers.0.weight")),
+    ...     selects(split_path("layers"), split_path("layers.0.weight")),
+    ... )
     (True, True)
-    >>> selects(split("layers.*.0"), split("layers.0.weight"))
+    >>> selects(split_path("layers.*.0"), split_path("layers.0.weight"))
     False
     """
     states = _skip_stars(pattern, {0})

@@ -37,7 +37,7 @@ _PER_BUCKET = 64
 
 
 class _Known(NamedTuple):
-    """What a structure was worked out from: a tree that agrees in all of it has the same structure."""
+    """A structure and the tree it was worked out from: a tree that agrees in all of this has the same structure."""
 
     structure: Structure
     treedef: Any

@@ -1,5 +1,6 @@
 """layout: from what a user passes as `trainable` - nothing, a mask, a `where`, a layout - to the layout it means."""
 
+import functools
 import re
 from typing import Any
 
@@ -30,8 +31,8 @@ def layout(
     >>> tp.layout(mlp, "!layers.0").paths, tp.layout(mlp, freeze="layers.0").paths  # the same in two ways
     (('layers.1.weight', 'layers.1.bias'), ('layers.1.weight', 'layers.1.bias'))
 
-    Two paths with the same array object are one parameter. So is an alias that a class declares (`tp.field`), or that
-    is given:
+    Two paths with the same array object are one parameter. So is an alias that a class declares (`tp.field`), or one
+    that is passed:
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
@@ -97,7 +98,7 @@ def look_up(structure: Structure, trainable: Trainable) -> tuple[Layout, Index]:
         return trainable, structure.remember(trainable, lambda: _index_for(structure, trainable))
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
     if trainable is None or isinstance(trainable, (str, re.Pattern, type)):
-        found = structure.remember(("layout", trainable), lambda: _make(structure, trainable))
+        found = structure.remember(("layout", trainable), functools.partial(_make, structure, trainable))
     else:
         found = _make(structure, trainable)
     index = index_of(found)
@@ -119,7 +120,7 @@ def _make(
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:
-    """What `trainable` means for the models of a layout, whose ties stay: arrays in a trace no longer tell them."""
+    """Reads `trainable` for the models of a layout, whose ties stay: arrays in a trace no longer tell them."""
     index = index_of(layout)
     if not isinstance(trainable, Layout):
         return relaid(layout, choose(index.structure, index.follows, trainable))
@@ -130,7 +131,7 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
 
 
 def _index_for(structure: Structure, layout: Layout) -> Index:
-    """Where everything lies in models of a structure that may differ from the layout's in what is one array."""
+    """The `Index` of models of a structure that may differ from the layout's in what is one array."""
     index = index_of(layout)
     want = index.structure
     if structure is want:

@@ -154,7 +154,7 @@ def _is_of_jax(kind: type) -> bool:
 
 
 def found_at(module: str, name: str) -> Any:
-    """What stands under a dotted name in an imported module; `None` where nothing does."""
+    """Looks up a dotted name in an imported module; `None` where nothing stands there."""
     found = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

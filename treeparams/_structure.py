@@ -1,4 +1,4 @@
-"""What is static about a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one."""
+"""The static description of a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._declare import is_box
-from ._paths import join, sibling_entries
+from ._paths import join_path, sibling_entries
 from ._static_keys import StaticKeys, identical, is_settled, static_key
 from ._text import describe
 
@@ -41,7 +41,7 @@ class Node(NamedTuple):
 
     @property
     def path(self) -> str:
-        return join(self.entries)
+        return join_path(self.entries)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Structure:
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        return tuple(map(join, self.entries))
+        return tuple(map(join_path, self.entries))
 
     @functools.cached_property
     def index(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ class Structure:
         return self.statics == other.statics and (is_copy or identical(self.bare, other.bare))
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was derived from the structure under this key, or is now."""
+        """Returns the value remembered under this key, and makes it the first time."""
         found = self._memo.get(key, self)  # one look-up; nothing that is derived is the structure itself
         if found is self:
             if len(self._memo) >= _MEMORIES:
@@ -142,7 +142,7 @@ class Structure:
         return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
 
     def differences(self, other: "Structure", *, as_template: bool = False) -> Iterator[str]:
-        """What differs between two structures, one line per leaf or node.
+        """Says what differs between two structures, one line per leaf or node.
 
         Args:
             other: the second.
@@ -184,15 +184,15 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
             spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
         except TypeError as error:
             raise TypeError(
-                f"{join(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or hold "
-                "it in a static field"
+                f"{join_path(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or "
+                "hold it in a static field"
             ) from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
             same[i] = first.setdefault(id(leaf), i)
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
-    is_traced = any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
+    is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
     return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced=is_traced)
 
 
@@ -302,7 +302,7 @@ def _is_array_type(kind: type) -> bool | None:
 
 @functools.cache
 def _is_jax_type(kind: type) -> bool:
-    return bool(_is_array_type(kind)) and not issubclass(kind, np.ndarray)
+    return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) and not issubclass(kind, Tracer)
 
 
 # -- Treedefs ----------------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def _give_back_levels() -> None:
 
 def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
     if any(node is each for each in above):
-        return join(entries)
+        return join_path(entries)
     taken = jtu.default_registry.flatten_one_level_with_keys(node)
     children = list(taken[0]) if taken is not None else []
     for entry, (_, child) in zip(sibling_entries([key for key, _ in children]), children, strict=True):

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ._index import Index
 from ._layout import Layout, Trainable
-from ._paths import join
+from ._paths import join_path
 from ._recognise import structure_of
 from ._resolve import look_up
 from ._structure import Structure
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Total(NamedTuple):
-    """How much there is of something, ties once."""
+    """Counts of arrays, elements and bytes, ties once."""
 
     arrays: int
     elements: int
@@ -57,7 +57,7 @@ class Total(NamedTuple):
 
 
 class Summary:
-    """What a model holds, as a table: plain text, in colours by `rich.print`, HTML in a notebook.
+    """A table of a model's arrays: plain text, in colours by `rich.print`, HTML in a notebook.
 
     Made by `tp.summary`.
 
@@ -113,7 +113,7 @@ class Summary:
 def summary(
     model: PyTree, trainable: Trainable = None, *, depth: int | None = None, groups: Mapping[Any, str] | None = None
 ) -> Summary:
-    """What trains in a model, how large it is, what is tied to what, and which group it belongs to.
+    """Lists what trains in a model, how large it is, what is tied to what, and which group it belongs to.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> embed = jnp.ones((10, 4))
@@ -225,7 +225,7 @@ def _groups(index: Index, groups: Mapping[Any, str]) -> dict[int, str]:
 
 def _folded(entries: Sequence[Sequence[str]], rows: Sequence[Row], depth: int) -> list[Row]:
     count_of("depth", depth, "entries")
-    heads = [join(each[:depth]) for each in entries]
+    heads = [join_path(each[:depth]) for each in entries]
     pairs = itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0])
     return [_fold(head, [row for _, row in members]) for head, members in pairs]
 

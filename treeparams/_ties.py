@@ -1,4 +1,4 @@
-"""Which parameters are one: ties by identity, declared on classes, and given.
+"""Ties, parameters that are one: found by identity, declared on classes, or passed to `tp.layout`.
 
 A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
 it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ._declare import Given
-from ._paths import join, nearest, split
+from ._paths import join_path, nearest, split_path
 from ._structure import Spec, Structure
 from ._text import describe
 from ._transform import Transform
@@ -27,7 +27,7 @@ class Alias(NamedTuple):
     transforms: tuple[Transform, ...]
 
     def __str__(self) -> str:
-        """What is done to the source, in words; empty where nothing is."""
+        """The transforms in words; empty where there is none."""
         return " of ".join(map(repr, reversed(self.transforms)))
 
     def value_from(self, value: Any, source: Spec) -> Any:
@@ -51,7 +51,7 @@ class Alias(NamedTuple):
         return value
 
     def pull_back(self, cotangent: Any, source: Spec) -> Any:
-        """What a gradient at the alias is at the source."""
+        """Turns a gradient at the alias into one at the source."""
         if not self.transforms:
             return cotangent
         cotangent = jnp.asarray(cotangent)
@@ -64,7 +64,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
-    for alias, source, transform in [*_declared_ties(structure), *_given_ties(structure, given or {})]:
+    for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
         lower, upper = structure.first[alias], structure.first[source]
         named[upper] = min(named.get(upper, source), source)
         if lower == upper and transform is None:
@@ -109,9 +109,9 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
     for node, said in declaring_nodes(structure):
         for alias, source in said.ties.items():
             path, transform = (source, None) if isinstance(source, str) else source
-            ends = [(*node.entries, *split(each)) for each in (alias, path)]
-            if join(ends[0]) in structure.index:
-                found.append(_tie(structure, join(ends[0]), join(ends[1]), transform))
+            ends = [(*node.entries, *split_path(each)) for each in (alias, path)]
+            if join_path(ends[0]) in structure.index:
+                found.append(_tie(structure, join_path(ends[0]), join_path(ends[1]), transform))
             elif any(structure.entries[i][: len(ends[0])] == ends[0] for i in range(node.start, node.stop)):
                 raise TypeError(
                     f"{node.cls.__qualname__} declares {alias!r} tied to {path!r}, but it is a node, not an array; "
@@ -139,7 +139,7 @@ def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[
 
 def parameter_at(structure: Structure, path: str) -> int:
     """The leaf at a path."""
-    i = structure.index.get(join(split(path)))
+    i = structure.index.get(join_path(split_path(path)))
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
         raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
@@ -166,7 +166,7 @@ def checked(structure: Structure, alias: int, source: int, function: Any) -> Tra
 
 
 def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
-    """What is trained, per leaf, with every tie trained or frozen as a whole.
+    """Decides what is trained, per leaf, with every tie trained or frozen as a whole.
 
     An alias with a transform is trained if and only if its source is; to say otherwise of it is an error.
     """

@@ -97,7 +97,7 @@ class View(Mapping[str, Any]):
         return tuple(found)
 
     def _change(self, where: Where) -> "Change":
-        """What `where` selects, for writing."""
+        """The slots that `where` selects, for writing."""
         slots, index = self._select(where), index_of(self._layout)
         change = Change(self.vector, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:

@@ -93,7 +93,7 @@ def _as_leaf(result: Any, leaf: Any) -> Any:
 
 
 def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:
-    """What each of the other trees has for each slot."""
+    """The entries of each of the other trees, one for each slot."""
     words: list[Tied] = [tied] * len(trees) if tied is None or isinstance(tied, str) else list(tied)
     if len(words) != len(trees):
         raise ValueError(f"tied has {len(words)} words for {len(trees)} trees beside the model; give one for each")

@@ -20,7 +20,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._declare import Declared, declared, registry
-from ._paths import nearest, quote, selects, split
+from ._paths import nearest, quote, selects, split_path
 from ._structure import Node, Structure, flatten, same_treedef, scan
 from ._text import describe, quoted
 
@@ -61,12 +61,12 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
 # -- What is trained ---------------------------------------------------------------------------------------------------
 
 Said = dict[int, bool]
-"""Whether each parameter is to be trained. An alias with a transform is missing, and so follows its source, unless
-something was said of it after the last that was said of its source."""
+"""Whether each parameter is to be trained. An alias with a transform has no entry, and so follows its source, unless a
+statement names the alias itself; a later statement about its source removes that entry again."""
 
 
 def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> Said:
-    """What a mask, a `where` or the declarations (`None`) say of each parameter.
+    """Reads a mask, a `where` or the declarations (`None`) for each parameter.
 
     Args:
         structure: of the model.
@@ -133,7 +133,7 @@ def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
 def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[int]:
     depth = len(node.entries)
     for glob in said.frozen:
-        pattern = split(glob)
+        pattern = split_path(glob)
         yield from (i for i in range(node.start, node.stop) if selects(pattern, structure.entries[i][depth:]))
     if not said.fields:
         return
@@ -221,7 +221,7 @@ def select(
 
 
 def _sides(where: Any) -> tuple[list[Any], list[Any]]:
-    """What a `where` selects with and what it takes away, each as single ones."""
+    """Divides a `where` into single ones that select and single ones that take away."""
     single = list(_single(where))
     is_taken = [isinstance(each, str) and each.startswith("!") for each in single]
     pairs = list(zip(single, is_taken, strict=True))
@@ -281,7 +281,7 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
 
 
 def _matched(structure: Structure, glob: str) -> Iterator[int]:
-    pattern = split(glob)
+    pattern = split_path(glob)
     if any(entry[:1] == "[" and entry[1:2] in ("'", '"') for entry in pattern):
         raise ValueError(
             f"{glob!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
@@ -315,7 +315,7 @@ class _Place:
 
 
 def name_of(where: Any) -> str:
-    """What a `where` is called in messages."""
+    """The name of a `where` in messages."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
     if isinstance(where, _Leaves):

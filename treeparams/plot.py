@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ._index import Slot
 from ._layout import Layout, Trainable, index_of
-from ._paths import join, split
+from ._paths import join_path, split_path
 from ._resolve import layout as layout_of
 from ._summary import in_bytes
 
@@ -117,7 +117,7 @@ def _colours(known: Layout) -> dict[str, str]:
 
 def _shared(paths: Iterable[str]) -> int:
     """How many entries all paths begin with."""
-    entries = zip(*map(split, paths), strict=False)
+    entries = zip(*map(split_path, paths), strict=False)
     return len(list(itertools.takewhile(lambda each: len(set(each)) == 1, entries)))
 
 
@@ -125,11 +125,11 @@ def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
     # The deepest names that are few enough; where even those at which the paths part are too many, some of them.
     groups: dict[str, list[Slot]] = {}
     shallowest = _shared(slot.path for slot in strip.slots) + 1
-    deepest = max((len(split(slot.path)) for slot in strip.slots), default=0)
+    deepest = max((len(split_path(slot.path)) for slot in strip.slots), default=0)
     for depth in range(max(deepest, shallowest), shallowest - 1, -1):
         groups = {}
         for slot in strip.slots:
-            groups.setdefault(join(split(slot.path)[:depth]), []).append(slot)
+            groups.setdefault(join_path(split_path(slot.path)[:depth]), []).append(slot)
         if len(groups) <= _LABELS:
             break
     chosen = list(groups.items())[:: -(-len(groups) // _LABELS) or 1]

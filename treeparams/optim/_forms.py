@@ -38,12 +38,12 @@ class Tree:
         dtypes = [widened(slot.dtype) for slot in layout.slots] if wide else None
         return slot_gradients(index_of(layout), grads, None, dtypes)
 
-    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
+    def encode(self, layout: Layout, values: Sequence[Any], treedef: Any) -> PyTree:
         """The canonical tree of one value per slot."""
         index = index_of(layout)
         return index.canonical(values, index.structure.treedef if treedef is None else treedef)
 
-    def read(self, layout: Layout, seen: PyTree) -> list[Any]:
+    def decode(self, layout: Layout, seen: PyTree) -> list[Any]:
         """One value per slot, `None` where the tree has none."""
         return per_slot(index_of(layout), seen, "first", exact_shapes=True)
 
@@ -88,11 +88,11 @@ class Flat:
         """One gradient per slot, in the vector's dtype, zeros where there is none."""
         return slot_gradients(index_of(layout), grads, "zeros", [layout.dtype] * len(layout.slots))
 
-    def show(self, layout: Layout, values: Sequence[Any], treedef: Any) -> Any:
+    def encode(self, layout: Layout, values: Sequence[Any], treedef: Any) -> Any:
         """The vector of one value per slot."""
         return vector_of(layout).join(values)
 
-    def read(self, layout: Layout, seen: Any) -> list[Any]:
+    def decode(self, layout: Layout, seen: Any) -> list[Any]:
         """One value per slot, in the slot's dtype."""
         return vector_of(layout).cut(seen)
 
@@ -124,7 +124,7 @@ def shapes_of(tx: Any, form: Form, layout: Layout, longer: bool = False) -> PyTr
         longer: whether the vector is longer than it is by one, to tell which axes are its.
     """
     like = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
-    seen = jax.eval_shape(lambda values: form.show(layout, values, None), like)
+    seen = jax.eval_shape(lambda values: form.encode(layout, values, None), like)
     if longer:
         seen = jax.ShapeDtypeStruct((seen.shape[0] + 1,), seen.dtype)
     with within(layout, form.is_vector):

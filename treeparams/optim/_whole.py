@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._grad import nothing_trained
 from .._index import is_complex
 from .._layout import Layout, index_of, trained_at
-from .._parts import Parts, frozen_arrays, take_apart
+from .._parts import Parts, kept_arrays, take_apart
 from .._structure import is_array
 from .._text import describe, first_few
 from ._context import around, collecting, given, is_collecting, within
@@ -59,14 +59,14 @@ class Whole:
             warnings.warn(nothing_trained(parts.index), UserWarning, stacklevel=3)
             return TrainableState(Roles(layout, (), ()), (), ())
         runs = (self.fresh(parts, positions),)
-        arrays = [*parts.slots, *frozen_arrays(parts.rest).values()]
+        arrays = [*parts.slots, *kept_arrays(parts.rest).values()]
         return in_own_buffers(TrainableState(Roles(layout, (positions,), ()), runs, ()), arrays)
 
     def fresh(self, parts: Parts, positions: Positions) -> PyTree:
         """A fresh state of the transformation itself, for some parameters."""
         layout = trained_at(parts.layout, positions)
         slots = [parts.slots[parts.index.by_leaf[position]] for position in positions]
-        seen = self.form.show(layout, slots, parts.treedef)
+        seen = self.form.encode(layout, slots, parts.treedef)
         with within(layout, self.form.is_vector):
             return settled(self.tx.init(seen))
 
@@ -179,13 +179,13 @@ class _Call:
         before = form.regroup(tx, parts, self.seen)
         with within(self.layout, form.is_vector, self.is_partial):
             updates, after = tx.update(self.gradients, before, self.params, **self.extra)
-        for i, step in zip(self.present, form.read(self.seen, updates), strict=True):
+        for i, step in zip(self.present, form.decode(self.seen, updates), strict=True):
             if self.positions[i] in own:
                 steps[i] = step
         return steady(form.regroup(tx, [Part(self.seen, steady(after, before)), part], part.layout), part.state)
 
     def _show(self, values: Sequence[Any]) -> PyTree:
-        return self.whole.form.show(self.seen, [values[i] for i in self.present], self.model.treedef)
+        return self.whole.form.encode(self.seen, [values[i] for i in self.present], self.model.treedef)
 
     def _argument(self, name: str, value: Any) -> Any:
         """An argument as the transformation understands it: line searches take a gradient, and the loss itself."""
@@ -204,7 +204,7 @@ class _Call:
 
         @functools.wraps(loss)  # Optax looks at the names of its arguments
         def of_what_is_seen(seen: PyTree, *args: Any, **kwargs: Any) -> Any:
-            found = dict(zip(self.present, self.whole.form.read(self.seen, seen), strict=True))
+            found = dict(zip(self.present, self.whole.form.decode(self.seen, seen), strict=True))
             return loss(model.model([found.get(i, value) for i, value in enumerate(model.slots)]), *args, **kwargs)
 
         return of_what_is_seen
