@@ -1,5 +1,6 @@
 """A tie that a trace has lost is noticed, once, by whatever meets the model there; and not where it is known."""
 
+import concurrent.futures
 import warnings
 from typing import Any
 
@@ -35,7 +36,7 @@ MESSAGE = (
 
 VERBS = {
     "layout": lambda model: tp.layout(model).size,
-    "layout of freeze": lambda model: tp.layout(model, freeze=["embed", "head"]).size,
+    "layout of freeze": lambda model: tp.layout(model, freeze="w*").size,
     "partition": lambda model: jax.tree.leaves(tp.partition(model)[0]),
     "ravel": lambda model: tp.ravel(model)[0],
     "grad": lambda model: tp.grad(loss)(model)["embed"],
@@ -143,6 +144,76 @@ def test_it_is_silent_where_a_class_declares_the_tie():
     assert model.embed is model.head
     tp.layout(model)
     jax.jit(tp.grad(loss))(model)
+
+
+def test_it_is_silent_for_what_is_frozen():
+    model = fresh()
+    (name,) = set(model) - {"embed", "head"}
+    tp.layout(model)
+    jax.jit(tp.grad(loss, name))(model)
+
+
+class Residual(eqx.Module):
+    one: eqx.nn.Linear
+    other: eqx.nn.Linear
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.one(x) + self.other(x)
+
+
+def test_shared_cotangents_teach_no_ties():
+    keys = jax.random.split(jax.random.key(0))
+    model = Residual(eqx.nn.Linear(3, 3, key=keys[0]), eqx.nn.Linear(3, 3, key=keys[1]))
+    of = lambda model: jnp.sum(model(jnp.ones(3)))
+    grads = tp.grad(of)(model)
+    assert grads.one.bias is grads.other.bias  # as JAX has it
+    tp.trainables(grads)
+    model = tp.jit(lambda model, grads: tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads))(model, grads)
+    state = {"mu": jax.tree.map(lambda _: jnp.zeros(3), grads), "nu": grads}
+    tp.jit(lambda state: state)(state)
+    eqx.filter_jit(tp.grad(of))(model)
+    jax.jit(lambda a, b: tp.ravel((a, b))[0])(jnp.ones(3), jnp.ones(3))
+
+
+def test_it_is_silent_for_copies_that_were_untied():
+    model = fresh()
+    tp.layout(model)
+    apart = tp.untie(model)
+    params, rest = tp.partition(apart)
+    vector, restructure = tp.ravel(apart)
+    jax.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
+    jax.jit(lambda vector, restructure: tp.grad(loss)(restructure(vector)))(vector, restructure)
+    tp.jit(tp.grad(loss))(apart)
+    tp.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
+    tp.jit(lambda average: tp.grad(loss)(average.average))(tp.Ema(apart, 0.9))
+    tp.jit(lambda model: tp.grad(loss)(tp.untie(model)))(model)
+
+
+def test_two_patterns_of_one_kind():
+    a, b = ramp(2), ramp(2)
+    name = f"w{next(_count)}"
+    first, second = {name: a, "b": a, "c": b}, {name: a, "b": b, "c": b}
+    for model in (first, second, first):
+        tp.layout(model)
+        tp.jit(tp.grad(loss))(model)
+
+
+def test_a_model_within_something_larger_is_noticed_too():
+    model = fresh()
+    tp.layout(model)
+    with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
+        jax.jit(lambda both: tp.ravel(both)[0])({"net": model, "temperature": jnp.ones(2)})
+
+
+def test_threads_do_not_disturb_it():
+    models = [fresh() for _ in range(60)]
+
+    def work(model: Any) -> float:
+        tp.layout(model)
+        return float(tp.jit(lambda model: loss(model))(model))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(work, models))) == 1
 
 
 def test_it_is_silent_for_what_was_never_tied_and_for_other_shapes():

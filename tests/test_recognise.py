@@ -101,6 +101,7 @@ MUTABLE = {
     "deque": (lambda: collections.deque([1]), lambda value: value.append(2)),
     "plain object": (lambda: Plain([1]), lambda value: value.sizes.append(2)),
     "object with slots": (lambda: Slotted([1]), lambda value: value.sizes.append(2)),
+    "bound method": (lambda: Plain([1]).__call__, lambda value: value.__self__.sizes.append(2)),
     "bytearray": (lambda: bytearray(b"a"), lambda value: value.append(1)),
     "numpy array": (lambda: np.ones(2), lambda value: value.__setitem__(0, 5.0)),
 }

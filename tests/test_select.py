@@ -299,8 +299,11 @@ def test_a_mask_of_arrays_says_what_to_write():
 
 
 def test_what_is_easily_passed_in_place_of_a_mask_or_a_where():
-    with pytest.raises(TypeError, match=r"a mask holds Python bools, got .*float32"):
+    with pytest.raises(TypeError, match=r"trainable= says which leaves are trained, got a Net with arrays in it"):
         tp.grad(lambda m: 0.0, net())(net())  # another Module, which may be callable
+    with pytest.raises(ValueError, match=r"a dtype is passed by name, tp.ravel\(model, dtype=float32\)"):
+        tp.ravel(net(), jnp.float32)
+    assert tp.layout(net(), eqx.nn.Lambda(lambda m: m.head)).paths == HEAD  # a callable Module may be a `where`
     for flag in (True, False):
         with pytest.raises(ValueError, match=rf"trainable={flag} is no mask.* trains by itself; write freeze='\*\*'"):
             tp.layout(net(), flag)

@@ -159,7 +159,7 @@ def test_fields_that_cannot_declare_a_tie():
 
 @pytest.mark.usefixtures("without_type_checks")
 def test_a_field_is_tied_to_a_path():
-    with pytest.raises(TypeError, match=r"tp.field: `tied_to` must be a path such as 'embed.weight', got 3"):
+    with pytest.raises(TypeError, match=r"tp.field: a tie is to a path such as 'embed.weight', or .*, got 3"):
         tp.field(tied_to=3)
 
 
@@ -420,6 +420,23 @@ def test_transforms_that_bind_numbers_of_other_types_differ():
         with pytest.raises(ValueError, match=r"'b' is bfloat16\[2\] and cannot be tied to 'a', which is float32\[2\]"):
             of(np.float32(2))
         assert of(2) != of(2.0)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("source", [("w",), 3, ("a", "b"), ("a", jnp.transpose, 1)])
+def test_sources_that_are_none(source: Any):
+    with pytest.raises(TypeError, match=r"a tie is to a path such as 'embed.weight', or \(path, transform\), got"):
+        tp.layout(squares(), ties={"b": source})
+    with pytest.raises(TypeError, match=r"tp.declare, 'decoder': a tie is to a path"):
+        tp.declare(Codec, ties={"decoder": source})
+
+
+def test_what_takes_an_alias_with_a_transform_away_names_it():
+    model = {"dec": {"w": leaf(3, 2), "b": leaf(2)}, "enc": leaf(2, 3)}
+    layout = tp.layout(model, ties={"dec.w": ("enc", jnp.transpose)})
+    for use in (lambda: layout.freeze(["**", "!dec.w"]), lambda: layout.freeze("**").thaw(["**", "!dec.w"])):
+        with pytest.raises(ValueError, match=r"'dec.w' is transpose of 'enc', its source"):
+            use()
 
 
 def test_tie_refuses():

@@ -17,7 +17,7 @@ from ._index import Index, widened
 from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
-from ._recognise import name_deleted, structure_of
+from ._recognise import keep_apart, name_deleted, structure_of
 from ._structure import flatten
 from ._where import select
 
@@ -301,4 +301,6 @@ class Ema(eqx.Module, Generic[M]):
             jax.lax.convert_element_type(value, slot.dtype)
             for value, slot in zip(self.shadow, self.rest.layout.slots, strict=True)
         ]
-        return copy(put_together(self.rest, slots))
+        average = copy(put_together(self.rest, slots))
+        keep_apart(jtu.tree_leaves(average))
+        return average

@@ -97,7 +97,7 @@ else:
             said["trainable"] = trainable
         if tied_to is not None:
             said["tied_to"] = tied_to if transform is None else (tied_to, transform)
-            _check_path(said["tied_to"], "tp.field")
+            check_source(said["tied_to"], "tp.field")
         elif transform is not None:
             raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
         if kwargs.get("static") and (trainable or tied_to is not None):
@@ -144,6 +144,8 @@ def declare(
         raise TypeError(f"tp.declare takes a class, got {cls!r}; for one model write tp.layout(model, freeze=...)")
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ties = dict(ties or {})
+    for alias, source in ties.items():
+        check_source(source, f"tp.declare, {alias!r}")
     sources = [source if isinstance(source, str) else source[0] for source in ties.values()]
     _check_fields(cls, (*frozen, *ties, *sources))
     registry.classes[cls] = Declared({}, frozen, ties)
@@ -162,7 +164,7 @@ def declared(cls: type, version: int) -> Declared:
             _check_bool(each.metadata["trainable"], where)
             fields[each.name] = each.metadata["trainable"]
         if "tied_to" in each.metadata:
-            _check_path(each.metadata["tied_to"], where)
+            check_source(each.metadata["tied_to"], where)
             ties[quote(each.name)] = each.metadata["tied_to"]
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
     frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
@@ -189,10 +191,11 @@ def _check_bool(value: object, where: str) -> None:
         raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
 
 
-def _check_path(tied_to: object, where: str) -> None:
-    path = tied_to[0] if isinstance(tied_to, tuple) and len(tied_to) == 2 else tied_to
-    if not isinstance(path, str):
-        raise TypeError(f"{where}: `tied_to` must be a path such as 'embed.weight', got {tied_to!r}")
+def check_source(source: object, where: str) -> None:
+    """Checks what a tie is to: a path, or a path and a function."""
+    path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+    if not isinstance(path, str) or not (transform is None or callable(transform)):
+        raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {source!r}")
 
 
 def _check_fields(cls: type, paths: Sequence[str]) -> None:

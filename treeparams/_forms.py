@@ -46,6 +46,9 @@ class Vector:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> Any:
+        return Vector, (self.shapes, self.dtypes, self.dtype, self.length)  # hashes differ between processes
+
     def join(self, arrays: Sequence[Any]) -> jax.Array:
         """The vector of one array per slot."""
         return _joined(self, arrays)

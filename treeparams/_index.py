@@ -38,6 +38,7 @@ class Index:
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
+        self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self.trained = trained  # of each leaf
         self.ties = ties
         self.sources = dict(map(_LEAF_AND_SOURCE, ties))
@@ -159,8 +160,8 @@ class Index:
         return getter(self.order)
 
     @functools.cached_property
-    def ties_to_note(self) -> list[tuple[int, int]]:
-        """The leaves that hold one array in the models that are put together; empty once that has been noted."""
+    def tied_pairs(self) -> list[tuple[int, int]]:
+        """The leaves that hold one array in the models that are put together."""
         return [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._declare import registry
-from ._recognise import structure_of, with_ties_of
+from ._recognise import keep_apart, structure_of
 from ._static_keys import Values
 from ._structure import Structure, getter, is_array
 from ._text import first_lines
@@ -84,8 +84,8 @@ class Jitted(Generic[P, R]):
 
         def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
             fun, args, kwargs = call.restore(donated, kept)
-            with with_ties_of(call.structure):
-                return _Result.of(fun(*args, **kwargs))
+            keep_apart((*donated, *kept))
+            return _Result.of(fun(*args, **kwargs))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
@@ -142,6 +142,8 @@ class Stage:
         return self._stage(donated, kept).restore()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stage":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._stage, name)
 
 

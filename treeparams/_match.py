@@ -169,8 +169,8 @@ def project(
     """
     if missing not in (None, "zeros"):
         raise ValueError(f'missing must be None or "zeros", got {missing!r}')
-    _, treedef, structure = structure_of(model)
-    _, index = look_up(structure, trainable)
+    leaves, treedef, structure = structure_of(model)
+    _, index = look_up(structure, trainable, leaves)
     return index.canonical(slot_gradients(index, grads, missing), treedef)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from ._index import Index
 from ._layout import Layout, Trainable
 from ._match import read_slots
-from ._recognise import note_ties, structure_of
+from ._recognise import keep_apart, note_ties, structure_of
 from ._resolve import look_up
 from ._static_keys import Values, identical
 from ._structure import flatten, same_treedef
@@ -129,7 +129,7 @@ class Parts(Generic[M]):
 def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
-    layout, index = look_up(structure, trainable)
+    layout, index = look_up(structure, trainable, leaves)
     static = _Static(layout, index, treedef, index.take_values(leaves))
     return Parts(index.take_slots(leaves), Rest(index.take_kept(leaves), static))
 
@@ -142,9 +142,11 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     if index.computed:
         spec, positions = index.structure.spec, index.positions
         computed = [alias.value_from(slots[slot], spec(positions[slot])) for slot, alias in index.computed]
-    if index.ties_to_note and not isinstance(slots[0], Tracer):
-        note_ties(index.structure, index.ties_to_note)
-        index.ties_to_note = []
+    if slots and isinstance(slots[0], Tracer):
+        keep_apart(slots)
+    elif index.tied_pairs and not index.are_ties_noted:
+        note_ties(index.structure, index.tied_pairs)
+        index.are_ties_noted = True
     # One gather and one unflatten, since the place of each leaf is known.
     leaves = index.all_leaves([*slots, *frozen, *static.values.values, *computed])
     return jtu.tree_unflatten(static.treedef, leaves)

@@ -7,7 +7,6 @@ dictionary in place of these comparisons was tried; building the key costs more 
 """
 
 import collections
-import contextlib
 import enum
 import functools
 import inspect
@@ -16,8 +15,8 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,6 +112,8 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
     settled = all(map(is_settled, looked_at))
     known = _work_out(tree, leaves, treedef, context, kinds, statics, settled)
+    if not known.structure.is_traced:
+        _meet(known.structure, is_call=not by_shape)
     if all(map(_is_harmless, looked_at)):
         with _changing:
             # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.
@@ -125,82 +126,114 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 
 # -- Ties that a trace has lost ----------------------------------------------------------------------------------------
 
-# What was met with one array at several places: by kind of structure, the shapes and the pairs of leaves. No arrays.
+# Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
+_met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
 _warned_of: set[int] = set()
-_apart: ContextVar[frozenset[int]] = ContextVar("apart", default=frozenset())
+_on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
 _OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
-def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]]) -> None:
-    """Remembers that parameters of a structure were one array, outside of any trace.
+def _meet(structure: Structure, is_call: bool) -> None:
+    """Remembers the ties by identity of what is met outside of a trace: of a tree, or of each argument of a call.
 
-    A model may be met as a part of something else, such as the arguments of a function: it is remembered by itself too.
+    Not where the same kind was met apart before. The gradient of a sum has one object at two places, and it has the
+    structure of its model; what ties a model met before, `tp.tie` or a layout, notes that by itself.
+    """
+    first, pairs = structure.first, []
+    if len(set(first)) < len(first):
+        pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
+    for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
+        if len(root.entries) != (2 if is_call else 0):
+            continue
+        kind = structure.kind_of(number)
+        if kind not in _met_tied and not [a for a, b in pairs if root.start <= a and b < root.stop]:
+            _met_apart.add(kind)
+    if pairs:
+        note_ties(structure, pairs, above=2 if is_call else 0)
+
+
+def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: int | None = None) -> None:
+    """Remembers that parameters of a structure are one array, outside of any trace.
+
+    A model may be a part of something else, such as a state: each node that holds both places is remembered.
+
+    Args:
+        structure: of the tree.
+        pairs: of leaves.
+        above: how many entries the path of a node has at least; `None`: any, also of a kind that was met apart.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
-    for node in structure.nodes:
+    for number, node in enumerate(structure.nodes):
         inside = [(a - node.start, b - node.start) for a, b in map(sorted, pairs) if node.start <= a < b < node.stop]
-        if inside:
-            with _changing:
-                known = _met_tied.setdefault(structure.kind_of(node), [])
-                if (shapes[node.start : node.stop], inside) not in known:
-                    known.append((shapes[node.start : node.stop], inside))
-                while len(_met_tied) > _MET:
-                    _met_tied.popitem(last=False)
+        if not inside or len(node.entries) < (above or 0):
+            continue
+        kind, found = structure.kind_of(number), (shapes[node.start : node.stop], inside)
+        if above is not None and kind in _met_apart:
+            continue
+        with _changing:
+            _met_apart.discard(kind)
+            if found not in _met_tied.setdefault(kind, []):
+                _met_tied[kind].append(found)
+            while len(_met_tied) > _MET:
+                _met_tied.popitem(last=False)
 
 
-@contextlib.contextmanager
-def with_ties_of(structure: Structure) -> Iterator[None]:
-    """In this block, the trace of a `tp.jit`, what is apart among the arguments has lost nothing."""
-    sizes = {len(shapes) for known in _met_tied.values() for shapes, _ in known}
-    apart = set()
-    for node in structure.nodes if sizes else ():
-        if node.stop - node.start in sizes:
-            kind, first = structure.kind_of(node), structure.first
-            pairs = [pair for _, pairs in _met_tied.get(kind, ()) for pair in pairs]
-            if pairs and all(first[node.start + a] != first[node.start + b] for a, b in pairs):
-                apart.add(kind)
-    token = _apart.set(_apart.get() | apart)
-    try:
-        yield
-    finally:
-        _apart.reset(token)
+def keep_apart(tracers: Iterable[Any]) -> None:
+    """Remembers that these are apart as the arrays are: arguments of `tp.jit`, slots of a `Rest`, untied copies."""
+    if _met_tied:
+        for each in tracers:
+            if isinstance(each, Tracer):
+                key = id(each)
+                _on_purpose[key] = weakref.ref(each, lambda _, key=key: _on_purpose.pop(key, None))
 
 
-def warn_of_lost_ties(structure: Structure, sources: Mapping[int, int]) -> None:
+def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:
     """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
 
     Args:
-        structure: of the traced model.
+        structure: of the traced model, or of what holds it.
+        leaves: its leaves.
         sources: the source of each alias that is known in spite of the trace.
+        trained: whether each leaf is; of frozen ones there is no gradient to part.
     """
-    for shapes, pairs in _met_tied.get(structure.kind, ()):
-        root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
-        lost = [pair for pair in pairs if root(pair[0]) != root(pair[1])]
-        if lost and structure.kind not in _warned_of | _apart.get() and _is_part(structure, shapes):
-            _warned_of.add(structure.kind)
-            frame, levels = inspect.currentframe(), 1
-            while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-                frame, levels = frame.f_back, levels + 1
-            names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
-            warnings.warn(
-                f"{first_few(names)} were one array in a model of this structure that was met before. In this one, "
-                "among the arguments of jax.jit, vmap, scan or the like, they are two, each with a gradient and a step "
-                "of its own. Make a layout outside and pass it in (known = tp.layout(model); tp.grad(loss, known)), or "
-                "(params, rest) of tp.partition, or a Restructure of tp.ravel; or use tp.jit. For a model that only "
-                "looks alike pass its own layout, and this warning is not given",
-                UserWarning,
-                stacklevel=levels,
-            )
-            return
+    root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
+    for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
+        if kind in _warned_of or kind not in _met_tied:
+            continue
+        for shapes, pairs in _met_tied[kind]:
+            within = [(a + node.start, b + node.start) for a, b in pairs]
+            lost = [pair for pair in within if root(pair[0]) != root(pair[1]) and any(trained[i] for i in pair)]
+            lost = [pair for pair in lost if not all(id(leaves[i]) in _on_purpose for i in pair)]
+            if lost and _is_mapped(structure.specs[node.start : node.stop], shapes):
+                _warned_of.add(kind)
+                names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
+                _warn(first_few(names))
+                break
 
 
-def _is_part(structure: Structure, shapes: list[Any]) -> bool:
-    # Within `vmap` and `scan` leaves lack the axis that is mapped, so the shapes may be ends of those that were met.
-    pairs = zip(structure.specs, shapes, strict=True)
-    return all(spec is None or shape[len(shape) - len(spec.shape) :] == spec.shape for spec, shape in pairs)
+def _warn(names: str) -> None:
+    frame, levels = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(
+        f"{names} were one array in a model of this structure that was met before. In this one, among the arguments of "
+        "jax.jit, vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout "
+        "outside and pass it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, "
+        "or a Restructure of tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this "
+        "warning is not given",
+        UserWarning,
+        stacklevel=levels,
+    )
+
+
+def _is_mapped(specs: Sequence[Any], shapes: Sequence[Any]) -> bool:
+    # Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each.
+    pairs = [(spec.shape, shape) for spec, shape in zip(specs, shapes, strict=True) if spec is not None]
+    mapped = {len(shape) - len(now) for now, shape in pairs}
+    return len(mapped) == 1 and all(now == shape[len(shape) - len(now) :] for now, shape in pairs)
 
 
 def name_deleted(error: Exception, tree: Any) -> None:
@@ -237,10 +270,6 @@ def _work_out(
     tree: Any, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any], settled: bool
 ) -> _Known:
     structure = scan(tree, leaves, treedef)
-    if not structure.is_traced:
-        pairs = [(structure.first[i], i) for i in structure.parameters if structure.first[i] != i]
-        if pairs:
-            note_ties(structure, pairs)
     # An object or text array is none to JAX, but its type is that of those that are.
     positions = [i for i, spec in enumerate(structure.specs) if spec is not None or isinstance(leaves[i], np.ndarray)]
     arrays, numpy = getter(positions), getter([i for i in positions if isinstance(leaves[i], np.ndarray)])
@@ -289,7 +318,7 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
         held = [static.func, static.args, static.keywords]
     elif kind.__module__.startswith("jaxlib"):
         held = [getattr(static, "__wrapped__", np.empty(0))]  # what `jax.jit` compiles
-    elif all(cls.__flags__ & _WRITTEN_IN_PYTHON for cls in kind.__mro__[:-1]):
+    elif not [cls for cls in kind.__mro__[:-1] if not cls.__flags__ & _WRITTEN_IN_PYTHON]:
         held = [object.__getstate__(static)]  # attributes and slots
     else:
         return False

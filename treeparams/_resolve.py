@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import PyTree
@@ -79,21 +80,24 @@ def layout(
     Warns:
         UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
     """
-    _, _, structure = structure_of(model)
+    leaves, _, structure = structure_of(model)
     if freeze is None and thaw is None and ties is None:
-        return look_up(structure, trainable)[0]
+        return look_up(structure, trainable, leaves)[0]
     if isinstance(trainable, Layout):
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     if structure.is_traced:
-        warn_of_lost_ties(structure, index_of(made).sources)
+        warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
     return made
 
 
-def look_up(structure: Structure, trainable: Trainable) -> tuple[Layout, Index]:
-    """The layout that `trainable` means for models of a structure, and where everything lies in these very models."""
+def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
+    """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
+
+    With the leaves of a traced model, ties that it has lost are warned of.
+    """
     if isinstance(trainable, Layout):
         return trainable, structure.remember(trainable, lambda: _index_for(structure, trainable))
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
@@ -102,8 +106,8 @@ def look_up(structure: Structure, trainable: Trainable) -> tuple[Layout, Index]:
     else:
         found = _make(structure, trainable)
     index = index_of(found)
-    if structure.is_traced:
-        warn_of_lost_ties(structure, index.sources)
+    if structure.is_traced and leaves is not None:
+        warn_of_lost_ties(structure, leaves, index.sources, index.trained)
     return found, index
 
 

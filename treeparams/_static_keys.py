@@ -24,7 +24,7 @@ import numpy as np
 # What cannot change in place and is, its type being equal, equal only to what no program could tell from it.
 _ATOMS = (
     *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+    *(types.FunctionType, types.BuiltinFunctionType),
 )
 
 SIMPLE = frozenset({str, bytes, int, bool, type(None)})
@@ -129,6 +129,8 @@ class StaticKeys:
             return frozenset(map(self.key, value))
         if isinstance(value, slice):
             return self.key((value.start, value.stop, value.step))
+        if isinstance(value, types.MethodType):
+            return self.key(value.__func__), self.key(value.__self__)
         if isinstance(value, functools.partial):
             return self.key(value.func), self.key(value.args), self.key(value.keywords)
         node = jtu.default_registry.flatten_one_level(value)

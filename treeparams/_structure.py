@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,10 +39,14 @@ class Node(NamedTuple):
     start: int  # its first leaf
     stop: int
     static: Any  # as it is in the treedef
+    last: int  # the node after the last one below it, in preorder
 
     @property
     def path(self) -> str:
         return join_path(self.entries)
+
+
+_CLS = operator.attrgetter("cls")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,17 +79,18 @@ class Structure:
         return tuple([i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter])
 
     @functools.cached_property
-    def kind(self) -> int:
-        """Equal for structures of the same paths, classes and dtypes, whatever their shapes and static values."""
-        return self.kind_of(self.nodes[0]) if self.nodes else 0
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each node."""
+        return tuple(map(self.kind_of, range(len(self.nodes))))
 
-    def kind_of(self, root: Node) -> int:
-        """The kind of what lies at and below a node."""
-        leaves, depth = slice(root.start, root.stop), len(root.entries)
-        entries = [each[depth:] for each in self.entries[leaves]]
-        dtypes = [spec and spec.dtype for spec in self.specs[leaves]]
-        inside = [node.cls for node in self.nodes if node.entries[:depth] == root.entries]
-        return hash((tuple(entries), tuple(dtypes), tuple(inside)))
+    def kind_of(self, number: int) -> int:
+        """Equal for nodes with the same paths, classes and dtypes below, whatever their shapes and static values."""
+        node = self.nodes[number]
+        entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
+        if node.entries:
+            entries = tuple([each[len(node.entries) :] for each in entries])
+        dtypes = tuple(map(getattr, specs, itertools.repeat("dtype"), itertools.repeat(None)))
+        return hash((entries, dtypes, tuple(map(_CLS, self.nodes[number : node.last]))))
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -235,7 +241,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
             else:
                 visit(type(child), taken, path)
         if len(entries) > start:
-            nodes[place] = Node(kind, above, start, len(entries), data)
+            nodes[place] = (kind, above, start, len(entries), data, len(nodes))
         else:
             del nodes[place:]
 
@@ -244,7 +250,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
         entries.append(())
     else:
         visit(type(tree), taken, ())
-    return tuple(nodes), tuple(entries), tuple(statics), tuple(keys.bare)
+    return tuple(map(Node._make, nodes)), tuple(entries), tuple(statics), tuple(keys.bare)
 
 
 def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
@@ -327,7 +333,7 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """`jax.tree.flatten` with a clear error for a tree that contains itself."""
     try:
-        return _two_levels_down(tree)
+        return _one_level_down(tree)
     except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
         sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
         _give_back_levels()
@@ -340,15 +346,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         ) from error
 
 
-# When the stack is full, jaxlib (0.10) leaves the counter of a thread's levels where it is, and every later call fails.
-# So they are counted and given back. The two functions between the handler above and JAX's are there for the levels
-# that it needs to begin with.
+# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when it
+# fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost. The
+# function between the handler above and JAX's is there for the levels that the handler needs to begin with.
 _SPARE = 50
 _ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
-
-
-def _two_levels_down(tree: Any) -> tuple[list[Any], Any]:
-    return _one_level_down(tree)
 
 
 def _one_level_down(tree: Any) -> tuple[list[Any], Any]:

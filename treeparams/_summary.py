@@ -165,7 +165,7 @@ def summary(
     if isinstance(model, Layout):
         raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
     leaves, _, structure = structure_of(model)
-    _, index = look_up(structure, trainable)
+    _, index = look_up(structure, trainable, leaves)
     parameters = set(structure.parameters)
     others = [i for i, spec in enumerate(structure.specs) if spec and structure.first[i] == i and i not in parameters]
     names, arrays = _groups(index, groups or {}), sorted([*index.distinct, *others])

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from ._average import copy_leaf
 from ._layout import Layout
-from ._recognise import note_ties, structure_of
+from ._recognise import keep_apart, note_ties, structure_of
 from ._resolve import look_up
 from ._ties import Alias, checked, find_ties, parameter_at
 from ._where import Where, select
@@ -104,4 +104,5 @@ def untie(model: M, where: Where | None = None) -> M:
     for i in structure.parameters:
         if structure.first[i] != i and structure.first[i] in sources:
             leaves[i] = copy_leaf(leaves[i])
+    keep_apart(leaves)
     return jtu.tree_unflatten(treedef, leaves)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._declare import Given
+from ._declare import Given, check_source
 from ._paths import join_path, nearest, split_path
 from ._structure import Spec, Structure
 from ._text import describe
@@ -124,6 +124,8 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
 def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
     if not isinstance(given, Mapping):
         raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(given)}")
+    for alias, source in given.items():
+        check_source(source, f"ties, {alias!r}")
     return [
         _tie(structure, alias, *((source, None) if isinstance(source, str) else source))
         for alias, source in given.items()

@@ -112,10 +112,14 @@ def change(structure: Structure, follows: Mapping[int, int], said: Said, where: 
     """Adds what `freeze=` or `thaw=` says."""
     if where is None:
         return
-    taken = select(structure, where) if _sides(where)[1] else None
-    for each in _sides(where)[0]:
-        selected = _selected(structure, each, structure.parameters, "parameter")
-        say(said, follows, selected if taken is None else selected & taken, trained)
+    chosen, taken = _sides(where)
+    rest = select(structure, where) if taken else frozenset(structure.parameters)
+    for each in chosen:
+        say(said, follows, _selected(structure, each, structure.parameters, "parameter") & rest, trained)
+    for each in taken:
+        away = _selected(structure, each, structure.parameters, "parameter")
+        if away <= follows.keys():  # names aliases alone, and says that they stay as they are
+            say(said, follows, away, not trained)
 
 
 def declared_frozen(structure: Structure) -> frozenset[int]:
@@ -173,7 +177,9 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
         raise ValueError(_other_structure(structure, value, flags, treedef))
     has_its_structure = same_treedef(treedef, structure.treedef)
     is_sequence = jtu.treedef_is_leaf(treedef) or isinstance(value, (list, tuple, set, frozenset))
-    if flags and (not is_sequence or (has_its_structure and any(map(_is_number, flags)))):
+    if (has_its_structure or not is_sequence) and any(map(_is_number, flags)):
+        if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
+            raise TypeError(f"trainable= says which leaves are trained, got a {describe(value)} with arrays in it")
         kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
         raise TypeError(f"a mask holds Python bools, got {kinds}; write jax.tree.map(bool, mask) where these are flags")
     return [] if has_its_structure and not flags else None
@@ -329,6 +335,8 @@ def _hint(structure: Structure, where: Any) -> str:
         text = where if isinstance(where, str) else where.pattern
         return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])
     if isinstance(where, type):
+        if isinstance(getattr(where, "dtype", None), np.dtype) or issubclass(where, np.generic):
+            return f"; a dtype is passed by name, tp.ravel(model, dtype={where.__name__})"
         classes = {node.cls.__qualname__ for node in structure.nodes}
         return f"; the model has nodes of {', '.join(sorted(classes))}"
     return f"; the model's parameters are {quoted(known, 5)}" if known else ""
