@@ -8,7 +8,6 @@ asked to report an ignore that nothing needs; such lines are not run.
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, assert_type
 
 import equinox as eqx
@@ -100,7 +99,7 @@ def layouts() -> None:
     assert_type(layout.size, int)
     assert_type(layout.nbytes, int)
     assert_type(layout.dtype, np.dtype)
-    assert_type(layout.ties, Mapping[str, tuple[str, ...]])
+    assert_type(layout.ties, dict[str, tuple[str, ...]])
     assert_type(layout["encoder"], tp.Slot)
     assert_type(layout["encoder"].shape, tuple[int, ...])
     assert_type(layout["encoder"].dtype, np.dtype)

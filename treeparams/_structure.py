@@ -346,9 +346,9 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         ) from error
 
 
-# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when it
-# fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost. The
-# function between the handler above and JAX's is there for the levels that the handler needs to begin with.
+# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
+# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost.
+# The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
 _SPARE = 50
 _ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
 
