@@ -13,6 +13,8 @@ jaxtyping.install_import_hook("treeparams", "beartype.beartype")
 import jax
 import pytest
 
+from treeparams import _recognise
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -56,6 +58,14 @@ def _forget_compiled_programs():
     if len(_compiled) > 1500:
         jax.clear_caches()
         _compiled.clear()
+
+
+@pytest.fixture(autouse=True)
+def _forget_ties():
+    """Small models of different tests look alike; a tie of one must not be missed in another."""
+    yield
+    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise._warned_of):
+        memory.clear()
 
 
 @pytest.fixture
