@@ -173,6 +173,13 @@ def test_batches_that_cannot_be_cut(batch, message):
         tp.accumulate(loss, pieces=2)(make(), batch)
 
 
+@pytest.mark.parametrize("of", [tp.grad, tp.value_and_grad, lambda f: tp.accumulate(f, pieces=2)])
+def test_nothing_trained_is_warned_of_where_it_is_called(of):
+    with pytest.warns(UserWarning, match="nothing is trained: the model has no floating") as caught:
+        of(lambda model, x: jnp.mean(x))({"n": jnp.arange(2)}, jnp.ones(4))
+    assert [each.filename for each in caught] == [__file__]
+
+
 def test_a_value_that_is_a_number_of_python_and_batches_of_numpy():
     value, grads = tp.accumulate(lambda model, x: 3.0, pieces=np.int64(2))(make(), np.ones((3, 1)))
     assert float(value) == 3

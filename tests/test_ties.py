@@ -422,6 +422,21 @@ def test_transforms_that_bind_numbers_of_other_types_differ():
         assert of(2) != of(2.0)
 
 
+class HoldsAlias(eqx.Module):
+    enc: Any
+    dec: Any = tp.field(trainable=False)
+
+
+tp.declare(HoldsAlias, ties={"dec.w": ("enc", jnp.transpose)})
+
+
+def test_a_frozen_field_that_holds_an_alias_beside_others_says_nothing_of_it():
+    layout = tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2), "b": leaf(2)}))
+    assert (layout.paths, layout.ties) == (("enc",), {"enc": ("dec.w",)})
+    with pytest.raises(ValueError, match=r"'dec.w' is transpose of 'enc', its source"):
+        tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2)}))  # nothing else is there that it could be said of
+
+
 @pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize("source", [("w",), 3, ("a", "b"), ("a", jnp.transpose, 1)])
 def test_sources_that_are_none(source: Any):

@@ -6,7 +6,6 @@ with respect to whole arguments, and prunes nothing that it was asked for.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, overload
 
@@ -19,7 +18,7 @@ from ._index import Index, widened
 from ._layout import Trainable
 from ._mesh import in_shard_map, split_over, vary, varying
 from ._parts import take_apart
-from ._recognise import name_deleted
+from ._recognise import name_deleted, warn
 from ._text import count_of, describe, quoted
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
@@ -68,7 +67,7 @@ def value_and_grad(
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         parts = take_apart(model, trainable)
         if not parts.slots:
-            warnings.warn(nothing_trained(parts.index), stacklevel=2)
+            warn(nothing_trained(parts.index))
             return call(model, *args, **kwargs), parts.canonical(())
         of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
         try:
@@ -167,6 +166,9 @@ def accumulate(
     Raises:
         ValueError: `pieces` is not positive; arrays of the batch have no or different leading axes, or there are no
             examples; as `tp.layout`.
+
+    Warns:
+        UserWarning: nothing is trained.
     """
     pieces, call = count_of("pieces", pieces, "pieces"), cast(Callable[..., Any], f)
 
@@ -176,6 +178,8 @@ def accumulate(
         devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
         size = devices * -(-examples // (devices * pieces))
         slots = tuple(map(jnp.asarray, parts.slots))
+        if not slots:
+            warn(nothing_trained(parts.index))
 
         def of_piece(slots: Any, start: Any, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)

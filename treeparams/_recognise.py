@@ -210,23 +210,24 @@ def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapp
             if lost and _is_mapped(structure.specs[node.start : node.stop], shapes):
                 _warned_of.add(kind)
                 names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
-                _warn(first_few(names))
+                warn(_LOST.format(first_few(names)))
                 break
 
 
-def _warn(names: str) -> None:
+_LOST = (
+    "{} were one array in a model of this structure that was met before. In this one, among the arguments of jax.jit, "
+    "vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout outside and pass "
+    "it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, or a Restructure of "
+    "tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this warning is not given"
+)
+
+
+def warn(message: str) -> None:
+    """Gives a warning at the line that called this library."""
     frame, levels = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1
-    warnings.warn(
-        f"{names} were one array in a model of this structure that was met before. In this one, among the arguments of "
-        "jax.jit, vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout "
-        "outside and pass it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, "
-        "or a Restructure of tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this "
-        "warning is not given",
-        UserWarning,
-        stacklevel=levels,
-    )
+    warnings.warn(message, UserWarning, stacklevel=levels)
 
 
 def _is_mapped(specs: Sequence[Any], shapes: Sequence[Any]) -> bool:
@@ -327,7 +328,7 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
 
 # Types whose instances hold no other objects.
 _PLAIN = (
-    *(int, float, complex, str, bytes, type(None), type, enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
+    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
     *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
 )
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter

@@ -73,7 +73,8 @@ def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> 
         follows: the source of each alias that has a transform.
         trainable: as for `tp.layout`.
     """
-    frozen = declared_frozen(structure).intersection(structure.parameters)
+    declarations = _declarations(structure)
+    frozen = frozenset[int]().union(*declarations)
     mask = as_mask(structure, trainable)
     if mask is not None:
         return {i: mask[i] for i in structure.parameters}
@@ -89,7 +90,8 @@ def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> 
         say(said, follows, selected, True)
     for each in taken:
         say(said, follows, _selected(structure, each, structure.parameters, "parameter"), False)
-    said |= dict.fromkeys(frozen, False)
+    for each in declarations:
+        say(said, follows, each.intersection(structure.parameters), False)
     if taken and not any(said.values()):
         raise ValueError(f"{name_of(trainable)} selects nothing: all of it is taken away or declared frozen")
     return said
@@ -124,8 +126,12 @@ def change(structure: Structure, follows: Mapping[int, int], said: Said, where: 
 
 def declared_frozen(structure: Structure) -> frozenset[int]:
     """The leaves that the classes of the nodes above them declare frozen."""
-    found = [i for node, said in declaring_nodes(structure) for i in _frozen_below(structure, node, said)]
-    return frozenset(found)
+    return frozenset[int]().union(*_declarations(structure))
+
+
+def _declarations(structure: Structure) -> list[frozenset[int]]:
+    """The leaves that each declaration freezes."""
+    return [each for node, said in declaring_nodes(structure) for each in _frozen_below(structure, node, said)]
 
 
 def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
@@ -134,11 +140,11 @@ def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
     return [(node, said) for node, said in found if any(said)]
 
 
-def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[int]:
+def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:
     depth = len(node.entries)
     for glob in said.frozen:
         pattern = split_path(glob)
-        yield from (i for i in range(node.start, node.stop) if selects(pattern, structure.entries[i][depth:]))
+        yield frozenset(i for i in range(node.start, node.stop) if selects(pattern, structure.entries[i][depth:]))
     if not said.fields:
         return
     below: dict[str, list[int]] = {}
@@ -152,7 +158,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
     for name, trained in said.fields.items():
         inside = below.get(quote(name), [])
         if not trained:
-            yield from inside
+            yield frozenset(inside)
         elif inside and not any(map(structure.is_parameter, inside)):
             spec = structure.specs[inside[0]]
             kind = f"{spec.dtype} of shape {spec.shape}" if spec else "a Python value, not an array"
