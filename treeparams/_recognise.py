@@ -106,8 +106,11 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     context = (registry.version, jax.dtypes.canonicalize_dtype(np.float64))
     statics = _static_values(treedef)
     hashed = hash(treedef)
-    for known in _known.get(hashed, ()):
+    bucket = _known.get(hashed, [])
+    for i, known in enumerate(bucket):
         if known.fits(leaves, treedef, context, kinds, statics) and (not by_shape or known.fits_by_shape(leaves)):
+            if i:  # to the front, where it is found at once; in a new list, since another thread may read the old one
+                _known[hashed] = [known, *bucket[:i], *bucket[i + 1 :]]
             return leaves, treedef, known.structure
     looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
     settled = all(map(is_settled, looked_at))
