@@ -303,5 +303,9 @@ def relaid(layout: Layout, said: Said) -> Layout:
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
     """The layout in which the parameters at these leaves, and no others, are trained, with their ties."""
     index, chosen = index_of(layout), frozenset(leaves)
-    said = {i: index.sources.get(i, i) in chosen for i in index.structure.parameters if i not in index.follows}
-    return index.structure.remember(("trained at", layout, chosen), lambda: relaid(layout, said))
+
+    def make() -> Layout:
+        parameters = [i for i in index.structure.parameters if i not in index.follows]
+        return relaid(layout, {i: index.sources.get(i, i) in chosen for i in parameters})
+
+    return index.structure.remember(("trained at", layout, chosen), make)
