@@ -26,6 +26,9 @@ def calls(f):
     ours = [name for name in found if name.startswith(HERE)]
     return len(ours), len(set(ours))
 
+import optax
+from treeparams import optim
+
 mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
 loss = lambda model, x: jnp.sum(model(x))
 first = calls(lambda: tp.layout(mlp))
@@ -35,10 +38,14 @@ again = {
     "ravel": calls(lambda: tp.ravel(mlp)),
     "partition": calls(lambda: tp.partition(mlp)),
 }
+tx, gradient = optim.trainable(optax.adam(1e-3)), tp.grad(loss)(mlp, jnp.ones(2))
+state = tx.init(mlp)
+_, state = tx.update(gradient, state, mlp)
+again["update"] = calls(lambda: tx.update(gradient, state, mlp))
 print(json.dumps({"layout, first time": first} | again))
 """
 
-LIMITS = {"layout, first time": (120, 10), "grad": (30, 6), "ravel": (28, 8), "partition": (24, 6)}
+LIMITS = {"layout, first time": (120, 10), "grad": (30, 6), "ravel": (28, 8), "partition": (24, 6), "update": (60, 8)}
 
 
 @pytest.fixture(scope="module")

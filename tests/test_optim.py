@@ -49,8 +49,7 @@ def fit(model):
 def descend(tx, state, model, steps, grad=None, **extra):
     grad = tp.grad(fit) if grad is None else grad
     for _ in range(steps):
-        updates, state = tx.update(grad(model), state, model, **extra)
-        model = optim.apply_updates(model, updates)
+        model, state = optim.step(tx, grad(model), state, model, **extra)
     return model, state
 
 
@@ -67,10 +66,11 @@ def test_equals_optax_on_the_canonical_tree(specimen: Specimen, rule):
     state, by_hand = tx.init(current), rule.init(params)
     for _ in range(3):
         grads = zoo.gradient_of_loss(layout)(current)
-        updates, state = tx.update(grads, state, current)
+        updates, after = tx.update(grads, state, current)
         steps, by_hand = rule.update(conjugated(grads), by_hand, params)
-        assert_close(updates, steps, 1e-6)
-        current = optim.apply_updates(current, updates, layout)
+        assert_close(tp.partition(updates, tp.layout(updates, thaw="**"))[0] if not layout.ties else steps, steps, 1e-6)
+        current, state = optim.step(tx, grads, state, current)
+        assert_same(state, after)
         params = optax.apply_updates(params, steps)
     assert_same(current, tp.combine(params, rest))
     kept = zip(jax.tree.leaves(rest), jax.tree.leaves(tp.partition(current, layout)[1]), strict=True)
@@ -92,7 +92,7 @@ def test_equals_plain_optax_where_all_is_trained_and_nothing_tied(model):
 
     (updates, state), (steps, plain) = run(jax.tree.map(jnp.copy, model))
     assert_close(updates, steps)
-    assert_close(jax.tree.leaves(state), jax.tree.leaves(plain))
+    assert_close(jax.tree.leaves(state.runs), jax.tree.leaves(plain))
 
 
 @specimens
@@ -105,8 +105,8 @@ def test_the_same_in_jit_and_scan(specimen: Specimen):
     def step(carry, _):
         params, state = carry
         model = tp.combine(params, rest)
-        updates, state = tx.update(zoo.gradient_of_loss(layout)(model), state, model)
-        return (optax.apply_updates(params, updates), state), None
+        model, state = optim.step(tx, zoo.gradient_of_loss(layout)(model), state, model)
+        return (tp.partition(model, layout)[0], state), None
 
     start = (params, tx.init(model))
     eager, _ = step(start, None)
@@ -162,7 +162,7 @@ def test_a_tie_stays_one_array_and_gets_the_sum(form, grads, tie):
     assert model["t"][0] is model["t"][1]
     np.testing.assert_allclose(model["t"][0], tie, rtol=1e-6)
     np.testing.assert_allclose(model["copy"][1], [0.5, 1.5], rtol=1e-6)
-    assert updates["t"][1] is None
+    np.testing.assert_array_equal(updates["t"][1], updates["t"][0])
 
 
 def test_a_tie_at_two_depths_from_fresh_states():
@@ -193,8 +193,7 @@ def test_plain_jit_knows_the_ties_from_the_state():
 
     @jax.jit
     def step(model, state, grads):
-        updates, state = tx.update(grads, state, model)
-        return optim.apply_updates(model, updates, state.layout), state
+        return optim.step(tx, grads, state, model)
 
     got, state = step(model, state, {"t": [three, seven], "copy": [None, None]})
     np.testing.assert_allclose(got["t"][0], [0.0, 1.0], atol=1e-6)
@@ -205,10 +204,65 @@ def test_a_declared_tie_with_a_transform():
     codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
     tx = optim.trainable(optax.sgd(1.0), layout)
-    updates, _ = tx.update({"encoder": None, "decoder": jnp.arange(6.0).reshape(3, 2)}, tx.init(codec), codec)
-    codec = optim.apply_updates(codec, updates, layout)
+    grads = {"encoder": None, "decoder": jnp.arange(6.0).reshape(3, 2)}
+    updates, _ = tx.update(grads, tx.init(codec), codec)
+    np.testing.assert_array_equal(updates["decoder"], updates["encoder"].T)
+    codec, _ = optim.step(tx, grads, tx.init(codec), codec)
     np.testing.assert_array_equal(codec["encoder"], 1 - jnp.arange(6.0).reshape(3, 2).T)
     np.testing.assert_array_equal(codec["decoder"], codec["encoder"].T)
+
+
+@pytest.mark.parametrize("apply", [optim.apply_updates, eqx.apply_updates, None], ids=["ours", "equinox", "step"])
+@pytest.mark.parametrize("compiled", [False, True])
+@specimens
+def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen, compiled, apply):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    if not layout.ties:
+        pytest.skip("nothing is tied")
+    rule = optax.chain(optim.clip_by_global_norm(0.5), optax.adamw(0.1))
+    tx = optim.trainable(rule, layout)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def step(arrays, state):
+        model = eqx.combine(arrays, static)
+        grads = tp.grad(zoo.loss, state.layout)(model)
+        if apply is None:
+            model, state = optim.step(tx, grads, state, model)
+        else:
+            updates, state = tx.update(grads, state, model)
+            model = apply(model, updates)
+        return eqx.filter(model, eqx.is_array), state
+
+    state = tx.init(model)
+    step = jax.jit(step) if compiled else step
+    for _ in range(3):
+        arrays, state = step(arrays, state)
+    after = eqx.combine(arrays, static)
+    assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
+    assert not np.array_equal(
+        tp.trainables(after, layout)[layout.paths[0]], tp.trainables(model, layout)[layout.paths[0]]
+    )
+
+
+def test_init_refuses_an_alias_of_another_value():
+    codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
+    layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
+    for form in (optim.trainable, optim.flat):
+        tx = form(optax.sgd(0.1), layout)
+        with pytest.raises(
+            ValueError, match=r"'decoder' is tied to 'encoder', but has another .*tp.tie\(model, layout\)"
+        ):
+            tx.init(codec)
+        tx.init(tp.tie(codec, layout))
+        jax.jit(tx.init)(codec)  # of a trace there is nothing to see
+    parted = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    known = tp.layout(parted, ties={"b": "a"})
+    assert optim.trainable(optax.sgd(0.1), known).init(parted).layout.ties == {"a": ("b",)}
+    with pytest.raises(ValueError, match="'b' is tied to 'a', but has another value"):
+        optim.trainable(optax.sgd(0.1), known).init(parted | {"b": jnp.zeros(2)})
+    frozen = parted | {"b": jnp.zeros(2), "c": jnp.ones(1)}  # of what is frozen the aliases stay as they are
+    optim.trainable(optax.sgd(0.1), tp.layout(frozen, "c", ties={"b": "a"})).init(frozen)
 
 
 # -- Gradients in any form -------------------------------------------------------------------------------------------
@@ -267,48 +321,10 @@ def test_a_missing_branch_is_as_if_the_leaf_were_not_there(rule):
         np.testing.assert_array_equal(updates["a"], want["a"])  # a norm runs over what has a gradient
 
 
-def test_partial_gradients_with_lbfgs_and_its_line_search():
-    def loss(model):
-        return jnp.sum((model["a"] - 3) ** 2) + jnp.sum((model["b"] - 1) ** 4)
-
-    both, tx = {"a": jnp.zeros(2), "b": jnp.zeros(3)}, optim.trainable(optax.lbfgs())
-    single, alone = {"a": jnp.zeros(2)}, optim.trainable(optax.lbfgs())
-    lone = lambda model: loss(model | {"b": jnp.zeros(3)})
-    state, states = tx.init(both), alone.init(single)
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def step(tx, loss, model, state):
-        value, grads = jax.value_and_grad(loss)(model)
-        grads = {"a": grads["a"]}
-        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss)
-        return optim.apply_updates(model, updates), state
-
-    for _ in range(3):
-        both, state = step(tx, loss, both, state)
-        single, states = step(alone, lone, single, states)
-    np.testing.assert_allclose(both["a"], single["a"])
-    np.testing.assert_allclose(both["a"], 3, rtol=1e-3)
-    np.testing.assert_array_equal(both["b"], 0)
-
-
-def test_lbfgs_converges_whichever_leaves_have_gradients():
-    key = jax.random.key(0)
-    factor = jax.random.normal(key, (6, 6))
-    matrix = factor @ factor.T + jnp.eye(6)
-    loss = lambda m: 0.5 * jnp.concatenate([m["a"], m["b"]]) @ matrix @ jnp.concatenate([m["a"], m["b"]])
-    model, tx = {"a": jnp.ones(3), "b": jnp.ones(3)}, optim.trainable(optax.lbfgs())
-    state = tx.init(model)
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def step(model, state, names):
-        value, grads = jax.value_and_grad(loss)(model)
-        grads = {name: grads[name] for name in names}
-        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss)
-        return optim.apply_updates(model, updates), state
-
-    for i in range(60):
-        model, state = step(model, state, (("a",), ("b",), ("a", "b"))[i % 3])
-    assert loss(model) < 1e-3
+def test_lbfgs_refuses_gradients_of_some_leaves():
+    model, tx = {"a": jnp.ones(2), "b": jnp.ones(3)}, optim.trainable(optax.scale_by_lbfgs())
+    with pytest.raises(ValueError, match=r'L-BFGS remembers.*missing="zeros".*reset=True'):
+        tx.update({"a": jnp.ones(2)}, tx.init(model), model)
 
 
 def test_a_state_kept_as_a_list_is_refused_for_some_leaves_only():
@@ -325,6 +341,49 @@ def test_a_state_kept_as_a_list_is_refused_for_some_leaves_only():
         tx.update(tp.project(model, {"a": jnp.ones(2)}, missing="zeros"), state, model)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(form, dtype):
+    model = {"w": jnp.ones(2, dtype)}
+    small = {"w": jnp.array([1e-5, -1e-5])}  # squared it vanishes in half precision: 0 / 0
+    model_after, _ = optim.step(form(optax.adam(0.1)), small, form(optax.adam(0.1)).init(model), model)
+    np.testing.assert_allclose(model_after["w"].astype(jnp.float32), [0.9, 1.1], rtol=1e-2)
+    assert model_after["w"].dtype == dtype
+    seen = []
+    look = optax.GradientTransformation(
+        lambda p: (), lambda u, s, p=None: (seen.append(jax.tree.leaves(u)[0].dtype) or u, s)
+    )
+    for grads in (small, {"w": jnp.ones(2, dtype)}):
+        form(look).update(grads, form(look).init(model), model)
+    assert seen[-2:] == [jnp.float32, jnp.dtype(dtype)]
+
+
+def test_functions_among_the_extra_arguments_are_called_with_models():
+    model = {"w": jnp.zeros(2), "f": jnp.tanh, "n": 3, "v": jnp.ones(1)}
+    loss = lambda m: jnp.sum((m["f"](m["w"]) - 0.5) ** 2) + m["n"] * jnp.sum(m["v"] ** 2)
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True)
+    for tx, extra in (
+        (optim.trainable(sam, "w"), {"grad_fn": lambda m, _: eqx.filter_grad(loss)(m)}),
+        (optim.trainable(optax.contrib.hutchinson_estimator_diag_hessian(), "w"), {"obj_fn": loss}),
+        (optim.flat(optax.lbfgs(), "w"), {"value": loss(model), "grad": tp.grad(loss)(model), "value_fn": loss}),
+    ):
+        after, _ = optim.step(tx, tp.grad(loss)(model), tx.init(model), model, **extra)
+        assert after["v"] is model["v"]
+        assert bool((after["w"] != model["w"]).all())
+
+
+@pytest.mark.parametrize(
+    ("rule", "match"),
+    [
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "optax.lookahead takes a pair of models.*by hand"),
+        (optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), "a gradient for each example.*by hand"),
+    ],
+)
+def test_rules_of_another_kind_are_refused_by_name(rule, match):
+    with pytest.raises(ValueError, match=match):
+        optim.trainable(optax.chain(rule)).init({"w": jnp.ones(2)})
+
+
 # -- Complex ---------------------------------------------------------------------------------------------------------
 
 
@@ -338,23 +397,51 @@ def test_complex_parameters_descend():
         assert model["w"].dtype == jnp.complex64
 
 
-NESTED = {
-    "groups of trainable": lambda: optim.groups({"**": optim.trainable(optax.sgd(0.1))}),
-    "groups of flat": lambda: optim.groups({"**": optim.flat(optax.sgd(0.1))}),
-    "trainable in trainable": lambda: optim.trainable(optim.trainable(optax.sgd(0.1))),
-    "accumulated": lambda: optim.accumulate(optim.flat(optax.sgd(0.1)), 1),
-    "in a chain": lambda: optim.trainable(
-        optax.chain(optim.clip_by_global_norm(10.0), optim.trainable(optax.sgd(0.1)))
-    ),
-}
+def test_one_transformation_over_models():
+    one, model = optim.trainable(optax.sgd(0.1)), {"w": jnp.ones(2), "v": jnp.ones(1)}
+    for form in (optim.trainable, optim.flat):
+        with pytest.raises(ValueError, match=r"write one optim\.trainable"):
+            form(one)
+    for within in (
+        optax.chain(optim.clip_by_global_norm(1.0), one),
+        optim.groups({"w": one}, default=optax.sgd(1.0)),
+        optax.inject_hyperparams(lambda rate: optim.flat(optax.sgd(rate)))(0.1),
+    ):
+        with pytest.raises(ValueError, match=r"write one optim\.trainable"):
+            optim.trainable(within).init(model)
 
 
-@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED.keys())
-def test_complex_parameters_descend_however_deep(make):
-    loss = lambda model: jnp.sum(jnp.abs(model["w"] - (1 + 2j)) ** 2)
-    model, tx = {"w": jnp.zeros(2, jnp.complex64)}, make()
-    model, _ = descend(tx, tx.init(model), model, 40, jax.grad(loss))
-    assert loss(model) < 1e-4
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_in_a_chain_are_refused(compiled):
+    # Complex gradients would be conjugated twice and ascend, and those of ties added up twice.
+    model = {"w": jnp.zeros(2, jnp.complex64)}
+    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(0.1)), optim.trainable(optax.sgd(0.1)))
+    update = jax.jit(tx.update) if compiled else tx.update
+    with pytest.raises(ValueError, match=r"updates of another transformation over models.*write one"):
+        update({"w": jnp.ones(2, jnp.complex64)}, tx.init(model), model)
+    apart = optax.chain(optim.trainable(optax.sgd(0.1)), optax.scale(1.0), optim.trainable(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match="expected one transformation over models in `tx`, got 2"):
+        optim.step(apart, {"w": jnp.ones(2, jnp.complex64)}, apart.init(model), model)
+
+
+def test_gradients_that_a_rule_hands_on_are_no_updates_of_another():
+    model = {"w": jnp.ones(2)}
+    tx = optim.trainable(optax.identity())
+    state = tx.init(model)
+    for _ in range(2):
+        updates, state = tx.update(model, state, model)
+        assert updates["w"] is model["w"]
+
+
+def test_a_complex_rate_beside_real_leaves_is_refused():
+    model = {"a": jnp.ones(2, jnp.complex64), "b": jnp.ones(2)}
+    with pytest.raises(
+        ValueError, match=r"took the dtype of the first leaf, complex64, .*hyperparam_dtype=jnp.float32"
+    ):
+        optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1)).init(model)
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)(0.1))
+    after, _ = optim.step(tx, model, tx.init(model), model)
+    np.testing.assert_allclose(after["b"], 0.9, rtol=1e-6)
 
 
 def test_a_line_search_along_complex_parameters_is_refused():
@@ -396,8 +483,7 @@ def test_around_any_transformation_on_the_raw_model(name):
     @build
     def ours(model, state):
         value, grads = eqx.filter_value_and_grad(fit)(model)
-        updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=fit)
-        return optim.apply_updates(model, updates), state
+        return optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=fit)
 
     @build
     def optax_alone(params, state):
@@ -409,7 +495,7 @@ def test_around_any_transformation_on_the_raw_model(name):
         model, state = ours(model, state)
         params, plain = optax_alone(params, plain)
     assert_close(tp.partition(model, "layers.1")[0], params)
-    assert_close(jax.tree.leaves(state), jax.tree.leaves(plain))
+    assert_close(jax.tree.leaves(state.runs), jax.tree.leaves(plain))
 
 
 WITHIN = {
@@ -479,27 +565,14 @@ def test_the_line_search_passes_further_arguments_to_the_loss():
 
 
 @pytest.mark.parametrize("form", [optim.trainable, optim.flat])
-def test_map_params(form):
-    model = mlp()
-    tx = form(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1), optim.ema(0.9)))
+def test_a_run_is_plain_optax(form):
+    model, rule = mlp(), optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
+    tx = form(rule)
     state = tx.init(model)
-    seven = optax.tree_utils.tree_map_params(tx, lambda x: jnp.full_like(x, 7), state)
-    want = 3 * len(tp.layout(model).slots) if form is optim.trainable else 3
-    sevens = [leaf for leaf in jax.tree.leaves(seven) if leaf.size and (np.asarray(leaf) == 7).all()]
-    assert len(sevens) == want
-    same = optax.tree_utils.tree_map_params(tx, lambda x: x, state)
-    assert_same(tx.update(tp.grad(fit)(model), same, model)[0], tx.update(tp.grad(fit)(model), state, model)[0])
-    assert optim.layout(same) == optim.layout(state)
-    counts = optax.tree_utils.tree_map_params(tx, lambda x: None, state, transform_non_params=lambda x: x + 1)
-    assert sorted(int(x) for x in jax.tree.leaves(counts)) == [1, 1, 1, 1, 1]
-
-
-def test_map_params_of_several_histories_is_an_error():
-    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    tx = optim.trainable(optax.adam(0.1), "a")
-    _, state = tx.update(model, tx.init(model), model)
-    state = optim.set_trainable(tx, state, model)
-    with pytest.raises(ValueError, match=r"takes a state with one history|arity mismatch"):
+    sevens = optax.tree_utils.tree_map_params(rule, lambda x: jnp.full_like(x, 7), state.runs[0])
+    assert all(bool((leaf == 7).all()) for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
+    assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
+    with pytest.raises(TypeError, match=r"the transformation within optim.trainable and state.runs\[0\]"):
         optax.tree_utils.tree_map_params(tx, lambda x: x, state)
 
 
@@ -561,11 +634,9 @@ def test_frozen_leaves_never_move_nor_decay(form):
 TRANSFORMATIONS = {
     "trainable": lambda: optim.trainable(optax.adam(0.1)),
     "flat": lambda: optim.flat(optax.adam(0.1)),
-    "groups": lambda: optim.groups({"**.bias": optax.sgd(0.1), "**": optax.adam(0.1)}),
-    "accumulate": lambda: optim.accumulate(optax.adam(0.1), 3),
-    "clip and ema": lambda: optax.chain(
-        optim.clip_by_global_norm(0.5), optim.trainable(optax.adam(0.1)), optim.ema(0.9)
-    ),
+    "groups": lambda: optim.trainable(optim.groups({"**.bias": optax.sgd(0.1)}, default=optax.adam(0.1))),
+    "MultiSteps": lambda: optim.trainable(optax.MultiSteps(optax.adam(0.1), 3)),
+    "clip": lambda: optim.trainable(optax.chain(optim.clip_by_global_norm(0.5), optax.adam(0.1))),
     "lbfgs": lambda: optim.trainable(optax.lbfgs()),
     "schedule-free": lambda: optim.trainable(optax.contrib.schedule_free_sgd(0.1)),
     "hyperparameters": lambda: optim.trainable(optax.inject_hyperparams(optax.adam)(0.1)),
@@ -615,12 +686,11 @@ def test_checkpoints_by_pickle_and_by_orbax(make, tmp_path):
 
 def test_init_shares_no_buffer_with_the_model_and_has_none_twice():
     model = {"w": jnp.ones(2)}
-    for rule in (optax.lbfgs(), optax.contrib.schedule_free_sgd(0.1), optax.lookahead(optax.sgd(0.1), 2, 0.5)):
-        if isinstance(rule, optax.GradientTransformation):
-            state = optim.trainable(rule).init(model)
-            leaves = [leaf for leaf in jax.tree.leaves((model, state)) if isinstance(leaf, jax.Array)]
-            pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
-            assert len(set(pointers)) == len(pointers)
+    for rule in (optax.lbfgs(), optax.contrib.schedule_free_sgd(0.1)):
+        state = optim.trainable(rule).init(model)
+        leaves = [leaf for leaf in jax.tree.leaves((model, state)) if isinstance(leaf, jax.Array)]
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+        assert len(set(pointers)) == len(pointers)
 
 
 # -- What it costs ---------------------------------------------------------------------------------------------------
@@ -636,7 +706,7 @@ def test_costs_what_optax_costs_by_hand():
     def ours(params, state):
         model = tp.combine(params, rest)
         updates, state = tx.update(tp.grad(loss, rest.layout)(model), state, model)
-        return tp.partition(optim.apply_updates(model, updates, rest.layout), rest.layout)[0], state
+        return tp.partition(optim.apply_updates(model, updates), rest.layout)[0], state
 
     def by_hand(params, state):
         grads = jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
@@ -648,23 +718,16 @@ def test_costs_what_optax_costs_by_hand():
         assert got[each] <= 1.005 * want[each]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_norm_does_not_bring_the_backward_pass_of_what_is_frozen_back(inside):
+def test_the_norm_does_not_bring_the_backward_pass_of_what_is_frozen_back():
     model = eqx.nn.MLP(64, 64, 256, 6, key=jax.random.key(0))
     params, rest = tp.partition(model)  # jax.grad of everything; XLA drops what nobody needs
     x = jnp.ones((128, 64))
-    clip, last = optim.clip_by_global_norm(1.0, "layers.6"), "layers.6"
-    tx = (
-        optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), last)
-        if inside
-        else optax.chain(clip, optim.trainable(optax.sgd(0.1), last))
-    )
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), "layers.6")
 
     def step(params, state):
         grads = jax.grad(lambda params: jnp.mean(jax.vmap(tp.combine(params, rest))(x) ** 2))(params)
-        model = tp.combine(params, rest)
-        updates, state = tx.update(grads, state, model)
-        return tp.partition(optim.apply_updates(model, updates))[0], state
+        model, state = optim.step(tx, grads, state, tp.combine(params, rest))
+        return tp.partition(model)[0], state
 
     assert 90e6 < zoo.flops(step, params, tx.init(model)) < 100e6  # 97 MFLOP; with the whole backward pass 275
 
@@ -692,29 +755,18 @@ def test_errors(without_type_checks):
         optim.apply_updates(model, {"w": jnp.ones(2, jnp.complex64)})
     with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
         optim.apply_updates(model, {"x": jnp.ones(2)})
-    shared = jnp.ones(2)
-    with pytest.raises(ValueError, match="which are one parameter"):
-        optim.apply_updates({"a": shared, "b": shared}, {"a": shared, "b": shared})
-
-
-def test_two_transformations_in_a_chain_warn():
-    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    tx = optax.chain(optim.trainable(optax.sgd(1.0), "a"), optim.trainable(optax.sgd(1.0), "b"))
-    with pytest.warns(UserWarning, match=r"none of the gradients is of a leaf that trains \(b\).*use optim.groups"):
-        tx.update(model, tx.init(model), model)
-
-
-def test_layout_of_a_state():
-    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"**": optax.sgd(0.1)}, "b"))
-    assert optim.layout(tx.init(model)) == tp.layout(model, "b")
-    with pytest.raises(ValueError, match=r"there is no state of optim.trainable"):
-        optim.layout(optax.sgd(0.1).init(model))
+    for bad in (None, True, 3):
+        with pytest.raises(TypeError, match=r"expected a tree of gradients as of tp\.grad"):
+            tx.update(bad, state, model)
+    with pytest.raises(
+        ValueError, match=r"expected one transformation over models in `tx`, got 0; .* stands outermost"
+    ):
+        optim.step(optax.sgd(0.1), model, optax.sgd(0.1).init(model), model)
 
 
 def test_numpy_leaves_of_double_precision():
     model = {"w": np.ones(2)}
-    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
     updates, _ = tx.update({"w": np.array([3.0, 4.0])}, tx.init(model), model)
     np.testing.assert_allclose(optim.apply_updates(model, updates)["w"], [0.4, 0.2], rtol=1e-6)
 
@@ -735,7 +787,7 @@ def test_nothing_trained_warns_and_changes_nothing(form, name):
     tx = form(optax.adam(0.1), ZOO[name].layout(model))
     with pytest.warns(UserWarning, match="nothing is trained"):
         state = tx.init(model)
-    updates, after = tx.update(model if name != "nothing trained" else {}, state, model)
+    updates, after = tx.update(jax.tree.map(lambda _: None, model), state, model)
     assert jax.tree.leaves(updates) == []
     assert_same(after, state)
     assert_same(optim.apply_updates(model, updates), model)

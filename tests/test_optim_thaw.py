@@ -30,8 +30,7 @@ def _grads(model, time):
 
 def _steps(tx, state, model, times):
     for time in times:
-        updates, state = tx.update(_grads(model, time), state, model)
-        model = optim.apply_updates(model, updates)
+        model, state = optim.step(tx, _grads(model, time), state, model)
     return model, state
 
 
@@ -45,7 +44,7 @@ RULES = {
     "schedule": optax.adamw(optax.exponential_decay(0.1, 1, 0.9)),
     "chain": optax.chain(optax.clip(0.5), optax.scale_by_adam(), optax.scale_by_learning_rate(0.1)),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    "average": optax.chain(optax.adam(0.1), optim.ema(0.9)),
+    "average": optax.chain(optax.adam(0.1), optax.ema(0.9)),
     "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 10)),
 }
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -75,7 +74,8 @@ def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, rule):
     alone = {"b": _pair()["b"]}  # a model that has the other leaf alone
     alone, _ = _steps(tx, tx.init(alone), alone, [*range(4), *range(4)])
     np.testing.assert_allclose(model["b"], alone["b"], rtol=1e-6)
-    assert len(state.runs) == (1 if rule is RULES["sgd"] else 2)  # without a count there is nothing to tell them by
+    assert len(state.runs) == 2
+    assert [int(count) for count in state.counts] == [58, 8]
     assert state.held == ()
 
 
@@ -109,6 +109,7 @@ def test_held_state_is_held_bit_for_bit(form):
     model, state = _steps(tx, tx.init(model), model, range(3))
     frozen = optim.set_trainable(tx, state, model, "a")
     assert [leaf.size for leaf in jax.tree.leaves(frozen.held)] == [1, 2, 2]
+    assert [int(count) for count in frozen.counts] == [3, 3]
     _, later = _steps(tx, frozen, model, range(5))
     assert_same(later.held, frozen.held)
     moments = frozen.held[0][0]
@@ -152,13 +153,13 @@ def test_leaves_with_one_history_share_one_run():
     tx = optim.trainable(optax.adam(0.1), ("a", "b"))
     model, state = _steps(tx, tx.init(model), model, range(2))
     state = optim.set_trainable(tx, state, model)  # c and d begin together
-    assert [len(run) for run in state.roles.runs] == [2, 2]
+    assert [len(run) for run in state.roles.running] == [2, 2]
     model, state = _steps(tx, state, model, range(2))
     state = optim.set_trainable(tx, state, model, ("a", "c"))
-    assert [len(run) for run in state.roles.runs] == [1, 1]
+    assert [len(run) for run in state.roles.running] == [1, 1]
     assert [len(held) for held in state.roles.held] == [1, 1]
     state = optim.set_trainable(tx, state, model)
-    assert [len(run) for run in state.roles.runs] == [2, 2]
+    assert [len(run) for run in state.roles.running] == [2, 2]
 
 
 @forms
@@ -228,8 +229,8 @@ def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
         def step(params, rest, state):
             model = tp.combine(params, rest)
             grads = tp.grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2), state.layout)(model)
-            updates, state = tx.update(grads, state, model)
-            return tp.partition(optim.apply_updates(model, updates, state.layout), state.layout)[0], state
+            model, state = optim.step(tx, grads, state, model)
+            return tp.partition(model, state.layout)[0], state
 
         return flops(step, params, rest, state)
 
@@ -238,7 +239,7 @@ def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
     from_start = optim.trainable(optax.adam(0.1), last).init(model)
     assert work(frozen) == work(from_start) < 0.5 * work(tx.init(model))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
-    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 4  # a second count
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 8  # the counts of a second history
 
 
 def test_two_histories_cost_as_much_work_as_one():
@@ -249,6 +250,35 @@ def test_two_histories_cost_as_much_work_as_one():
     together = optim.trainable(optax.adam(0.1)).init(model)
     update = lambda state: flops(lambda m, s: tx.update(m, s, m), model, state)
     assert update(both) < 1.01 * update(together)
+
+
+def test_a_rule_is_traced_once_for_all_histories():
+    model = {name: jnp.ones(2) for name in "abcdef"}
+    calls = {"init": 0, "update": 0}
+    adam = optax.adam(0.1)
+
+    def init(params):
+        calls["init"] += 1
+        return adam.init(params)
+
+    def update(updates, state, params=None):
+        calls["update"] += 1
+        return adam.update(updates, state, params)
+
+    tx = optim.trainable(optax.GradientTransformation(init, update), "a")
+    model, state = _steps(tx, tx.init(model), model, [0])
+    for names in ("ab", "abc", "abcd", "abcde"):
+        calls["init"] = 0
+        state = optim.set_trainable(tx, state, model, list(names))
+        assert calls["init"] <= 2  # the fresh leaf's, and the shapes of the first history, once
+        model, state = _steps(tx, state, model, [0])
+    assert len(state.runs) == 5
+    calls["update"] = 0
+    compiled = jax.jit(tx.update)
+    compiled(model, state, model)
+    assert calls["update"] == 1
+    eager, _ = tx.update(model, state, model)
+    assert_close(compiled(model, state, model)[0], eager, 1e-6)
 
 
 def test_the_state_can_be_donated_after_a_change():
@@ -262,18 +292,7 @@ def test_the_state_can_be_donated_after_a_change():
     assert len(state.runs) == 2
 
 
-# -- Through Optax's wrappers ----------------------------------------------------------------------------------------
-
-
-def test_everything_else_in_a_chain_is_as_it_was():
-    model = _pair()
-    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.adam(0.1)), optim.ema(0.9))
-    model, state = _steps(tx, tx.init(model), model, range(3))
-    changed = optim.set_trainable(tx, state, model, "b")
-    assert_same((changed[0], changed[2]), (state[0], state[2]))
-    assert changed[1].layout.paths == ("b",)
-    _, changed = _steps(tx, changed, model, range(3))
-    assert int(changed[2].count) == 6
+# -- Within groups, and around ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -281,29 +300,25 @@ def test_everything_else_in_a_chain_is_as_it_was():
     [
         lambda tx: optax.named_chain(("all", tx)),
         lambda tx: optax.apply_if_finite(tx, 3),
-        lambda tx: optax.MultiSteps(tx, 1),
+        lambda tx: optax.chain(optim.clip_by_global_norm(1e6), tx),
         lambda tx: optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(1.0),
     ],
 )
-def test_through_wrappers(wrap):
-    model = _pair()
-    ours = optim.trainable(optax.adam(0.1))
-    plain, wrapped = ours, wrap(ours)
-    states = plain.init(model), wrapped.init(model)
-    for tx, state in ((plain, states[0]), (wrapped, states[1])):
-        got, state = _steps(tx, state, model, range(2))
-        state = optim.set_trainable(tx, state, got, "a")
-        if tx is plain:
-            want, _ = _steps(tx, state, got, range(1, 2))
-        elif not isinstance(tx, optax.MultiSteps) and not hasattr(state, "notfinite_count"):
-            # These two return the structure of the gradient they are given.
-            assert_close(_steps(tx, state, got, range(1, 2))[0], want)
-        assert optax.tree_utils.tree_get_all_with_path(state, "count")
+def test_in_the_state_of_a_wrapper(wrap):
+    model, tx = _pair(), optim.trainable(optax.adam(0.1))
+    wrapped = wrap(tx)
+    model, state = _steps(tx, tx.init(model), model, range(2))
+    _, around = _steps(wrapped, wrapped.init(_pair()), _pair(), range(2))
+    want, _ = _steps(tx, optim.set_trainable(tx, state, model, "a"), model, range(1, 2))
+    around = optim.set_trainable(tx, around, model, "a")
+    grads = {"a": _grads(model, 1)["a"], "b": None}  # apply_if_finite compares its structure with that of the updates
+    assert_close(optim.step(wrapped, grads, around, model)[0], want)
 
 
-def test_groups_and_accumulation():
+def test_groups():
     model = _pair()
-    tx = optim.groups({"a": optim.accumulate(optax.adam(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)})
+    rules = {"a": optax.MultiSteps(optax.adam(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)}
+    tx = optim.trainable(optim.groups(rules))
     model, state = _steps(tx, tx.init(model), model, range(3))
     state = optim.set_trainable(tx, state, model, "b")
     state = optim.adjust(state, "**", learning_rate=0.5)
@@ -345,7 +360,7 @@ def test_thawing_what_a_class_declares_frozen():
     with pytest.raises(ValueError, match="declared frozen"):
         optim.set_trainable(tx, state, model, "mean")
     state = optim.set_trainable(tx, state, model, state.layout.thaw("mean"))
-    updates, _ = tx.update({"mean": jnp.ones(1)}, state, model)
+    updates, _ = tx.update({"weight": jnp.ones(1), "mean": jnp.ones(1)}, state, model)
     np.testing.assert_array_equal(optim.apply_updates(model, updates).mean, 0)
 
 
@@ -388,10 +403,19 @@ def test_errors():
     state = tx.init(model)
     with pytest.raises(ValueError, match=r"between steps, outside of jax.jit"):
         jax.jit(lambda state: optim.set_trainable(tx, state, model, "a"))(state)
-    with pytest.raises(TypeError, match=r"expected a transformation with optim.trainable.* in it"):
+    with pytest.raises(
+        TypeError, match=r"plain Optax, which knows no model.*; of a wrapper around it, pass what is wrapped"
+    ):
         optim.set_trainable(optax.adam(0.1), optax.adam(0.1).init(model), model, "a")
-    with pytest.raises(ValueError, match="made by another transformation"):
-        optim.set_trainable(optax.chain(tx), optax.chain(optax.sgd(0.1)).init(model), model, "a")
+    with pytest.raises(TypeError, match=r"expected optim.trainable.*the transformation is first"):
+        optim.set_trainable(state, model, "a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="made by another transformation: expected TrainableState"):
+        optim.set_trainable(tx, optax.sgd(0.1).init(model), model, "a")
+    with pytest.raises(ValueError, match="made by another transformation than this one"):
+        optim.set_trainable(tx, optim.trainable(optax.sgd(0.1, momentum=0.9)).init(model), model, "a")
+    for flag in (True, False):
+        with pytest.raises(TypeError, match=f"trainable={flag} says of no leaf whether it trains"):
+            optim.set_trainable(tx, state, model, flag)
     with pytest.raises(ValueError, match="the model does not fit the layout"):
         optim.set_trainable(tx, state, {"a": jnp.ones(3)}, "a")
     with pytest.raises(ValueError, match="'x' selects nothing"):
@@ -405,3 +429,66 @@ def test_freezing_all_and_thawing_again():
     same, none = _steps(tx, none, model, range(2))
     assert_same(same, model)
     assert_same(optim.set_trainable(tx, none, model), state)
+
+
+# -- Hyperparameters and histories -----------------------------------------------------------------------------------
+
+
+def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype():
+    model = {"low": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
+    rule = optax.inject_hyperparams(optax.adam)(3e-4)
+    tx = optim.trainable(rule, "low")
+    _, state = _steps(tx, tx.init(model), model, range(2))
+    state = optim.set_trainable(tx, state, model)
+    assert_same(state.runs[1], optim.trainable(rule, "single").init(model).runs[0])  # b2 is 0.999; in bfloat16, 1
+    adjusted = optim.adjust(optim.set_trainable(tx, state, model, "low"), learning_rate=0.25)
+    fresh = optim.trainable(rule, "low").init(model)
+    state = optim.set_trainable(tx, optim.adjust(fresh, learning_rate=0.25), model)
+    assert [float(run.hyperparams["learning_rate"]) for run in state.runs] == [0.25, 0.25]
+    np.testing.assert_array_equal(state.runs[1].hyperparams["b2"], np.float32(0.999))
+    assert [float(run.hyperparams["learning_rate"]) for run in (*adjusted.runs, *adjusted.held)] == [0.25, 0.25]
+
+
+def test_histories_of_equal_counts_stay_apart():
+    model = {"a": jnp.array([1.0]), "b": jnp.array([1.0])}
+    tx = optim.trainable(optax.adam(0.1), "a")
+    _, state = tx.update({"a": jnp.ones(1)}, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model, "b")
+    _, state = tx.update({"b": jnp.ones(1)}, state, model)
+    state = optim.set_trainable(tx, state, model)
+    assert [int(count) for count in state.counts] == [1, 1]
+    assert len(state.runs) == 2
+    for _ in range(3):
+        _, state = tx.update({"a": jnp.ones(1)}, state, model)
+    assert sorted(int(count) for count in state.counts) == [1, 4]
+    updates, _ = tx.update({"b": jnp.full(1, 2.0)}, state, model)
+    alone = optim.trainable(optax.adam(0.1))
+    _, single = alone.update({"b": jnp.ones(1)}, alone.init({"b": jnp.ones(1)}), {"b": jnp.ones(1)})
+    assert_same(updates["b"], alone.update({"b": jnp.full(1, 2.0)}, single, {"b": jnp.ones(1)})[0]["b"])
+
+
+def test_parts_of_one_history_that_were_trained_in_turn_stay_apart():
+    model, tx = _pair(), optim.trainable(optax.adam(0.1))
+    model, state = _steps(tx, tx.init(model), model, range(2))
+    for choice in ("a", "b"):
+        state = optim.set_trainable(tx, state, model, choice)
+        model, state = _steps(tx, state, model, range(3))
+    state = optim.set_trainable(tx, state, model)
+    assert [int(count) for count in state.counts] == [5, 5]
+    assert len(state.runs) == 2
+
+
+def test_a_history_without_gradients_is_warned_of_once():
+    model = _pair()
+    tx = optim.trainable(optax.adam(0.1), "a")
+    state = tx.init(model)
+    known = state.layout  # closed over by a step that does not ask the state
+    model, state = _steps(tx, state, model, range(1))
+    state = optim.set_trainable(tx, state, model)
+    grads = lambda model: tp.grad(lambda m: jnp.sum(m["a"]) + jnp.sum(m["b"]), known)(model)
+    with pytest.warns(UserWarning, match=r"b trains, and no gradient has come for it since: .*state.layout"):
+        model, state = optim.step(tx, grads(model), state, model)
+    model, state = optim.step(tx, grads(model), state, model)  # a second warning would be an error
+    jax.jit(tx.update)(grads(model), state, model)
+    model, state = _steps(tx, state, model, range(1))
+    optim.step(tx, grads(model), state, model)  # it had one: partial gradients are allowed

@@ -36,9 +36,8 @@ def test_the_public_names():
 
 def test_the_public_names_of_optim():
     assert sorted(OPTIM) == [
-        "AccumulateState", "ClipState", "EmaState", "GroupsState", "Report", "TrainableState", "accumulate", "adjust",
-        "apply_updates", "as_ema", "clip_by_global_norm", "ema", "flat", "groups", "layout", "report", "set_trainable",
-        "trainable",
+        "ClipState", "GroupsState", "ModelTransformation", "Report", "TrainableState", "adjust", "apply_updates",
+        "clip_by_global_norm", "clip_state", "flat", "groups", "report", "set_trainable", "step", "trainable",
     ]  # fmt: skip
 
 

@@ -193,7 +193,7 @@ class Restructure(Generic[M]):
             TypeError: an entry is no array.
         """
         index = index_in(self._rest)
-        return self._kind.join(slot_gradients(index, grads, "zeros", [self._kind.dtype] * len(index.positions)))
+        return self._kind.join(slot_gradients(index, grads, "zeros", self._kind.dtype))
 
     def view(self, vector: Inexact[Array, " n"] | Any) -> View:
         """Names over a vector: of parameters, a gradient, an optimiser's moments, a tangent.

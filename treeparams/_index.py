@@ -92,6 +92,10 @@ class Index:
     def dtypes(self) -> list[Any]:
         return [self.structure.spec(i).dtype for i in self.positions]
 
+    @functools.cached_property
+    def complex_slots(self) -> tuple[int, ...]:
+        return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
+
     # -- A model taken apart and put together: pieces of its list of leaves, each taken by one call that runs in C
 
     @functools.cached_property
@@ -144,6 +148,21 @@ class Index:
         return tuple(
             (self.by_leaf[each.leaf], each) for each in self.ties if each.transforms and self.trained[each.leaf]
         )
+
+    def computed_from(self, slots: Sequence[Any]) -> list[Any]:
+        """The values of `computed`, from one value per slot; `None` where that is none."""
+        spec, positions = self.structure.spec, self.positions
+        return [
+            None if slots[slot] is None else alias.value_from(slots[slot], spec(positions[slot]))
+            for slot, alias in self.computed
+        ]
+
+    @functools.cached_property
+    def everywhere(self) -> Callable[[Any], tuple[Any, ...]]:
+        """From slots + `None` + computed to the leaves of a tree with a value at every place of a tie."""
+        nothing = len(self.positions)
+        places = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
+        return getter([places.get(leaf, nothing) for leaf in range(len(self.trained))])
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:

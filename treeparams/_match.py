@@ -2,19 +2,19 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._index import Index, common_dtype, is_complex
+from ._index import Index, common_dtype, is_complex, widened
 from ._layout import Trainable
 from ._paths import nearest, unquote
 from ._recognise import structure_of
 from ._resolve import look_up
-from ._structure import Spec, Structure, flatten, same_treedef
+from ._structure import Structure, flatten, same_treedef
 from ._text import describe, quoted
 from ._ties import Alias
 
@@ -32,7 +32,10 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
     """
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
-    found = _entries(index, tree)
+    leaves, treedef = flatten(tree)
+    if exact_shapes and same_treedef(treedef, index.canonical_treedef) and _are_arrays(leaves, index.shapes):
+        return leaves
+    found = _entries(index, tree, leaves, treedef)
     if exact_shapes:
         for leaf, value in found.items():
             check_shape(index.structure, leaf, value)
@@ -66,9 +69,19 @@ def check_shape(structure: Structure, leaf: int, value: Any) -> None:
         raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
 
 
-def _entries(index: Index, tree: PyTree) -> dict[int, Any]:
+def _are_arrays(leaves: list[Any], shapes: list[tuple[int, ...]]) -> bool:
+    """Whether these are arrays of these shapes, in a few calls that run in C."""
+    try:
+        return list(map(_shape, leaves)) == shapes and jax.dtypes.float0 not in map(_dtype, leaves)
+    except AttributeError:
+        return False
+
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def _entries(index: Index, tree: PyTree, leaves: list[Any], treedef: Any) -> dict[int, Any]:
     """The entries of a tree by leaf of the model, at trained parameters."""
-    leaves, treedef = flatten(tree)
     if same_treedef(treedef, index.canonical_treedef):
         pairs = zip(index.positions, leaves, strict=True)
     elif same_treedef(treedef, index.structure.treedef):
@@ -175,20 +188,29 @@ def project(
 
 
 def slot_gradients(
-    index: Index, grads: PyTree, missing: Literal["zeros"] | None, dtypes: Sequence[Any] | None = None
+    index: Index, grads: PyTree, missing: Literal["zeros"] | None, dtype: Any = None, *, wide: bool = False
 ) -> list[Any]:
-    """The projected gradient of each slot, in the slots' dtypes or given ones."""
+    """The projected gradient of each slot, real where the slot is.
+
+    Args:
+        index: of the model.
+        grads: in any form.
+        missing: what a slot without a gradient gets.
+        dtype: of all; `None`: each has its slot's.
+        wide: whether a gradient of another dtype than that keeps at least single precision.
+    """
     found = per_slot(index, grads, "sum", exact_shapes=True)
-    specs = [index.structure.spec(position) for position in index.positions]
-    dtypes = index.dtypes if dtypes is None else dtypes
-    return [_as_gradient(*each, missing) for each in zip(found, specs, dtypes, strict=True)]
+    for i, (value, own) in enumerate(zip(found, index.dtypes, strict=True)):
+        to = own if dtype is None else dtype
+        if value is None:
+            found[i] = jnp.zeros(index.shapes[i], to) if missing else None
+        elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
+            found[i] = _as_gradient(value, to, is_complex(own) and is_complex(to), wide)
+    return found
 
 
-def _as_gradient(value: Any, spec: Spec, dtype: Any, missing: str | None) -> Any:
-    if value is None:
-        return jnp.zeros(spec.shape, dtype) if missing else None
+def _as_gradient(value: Any, dtype: Any, may_be_complex: bool, wide: bool) -> jax.Array:
     array = jnp.asarray(value)
-    # A vector is real beside a complex slot if that is empty.
-    if jnp.iscomplexobj(array) and not (is_complex(spec.dtype) and is_complex(dtype)):
+    if jnp.iscomplexobj(array) and not may_be_complex:
         array = array.real
-    return array.astype(dtype)
+    return array.astype(widened(dtype) if wide and array.dtype != dtype else dtype)

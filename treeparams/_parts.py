@@ -125,6 +125,13 @@ class Parts(Generic[M]):
         static = _halves(self.rest)[1]
         return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
 
+    def everywhere(self, slots: Sequence[Any]) -> PyTree:
+        """The tree of one value per slot at all places of each, `None` elsewhere."""
+        static = _halves(self.rest)[1]
+        index = static.index
+        computed = index.computed_from(slots) if index.computed else ()
+        return jtu.tree_unflatten(static.treedef, index.everywhere([*slots, None, *computed]))
+
 
 def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest."""
@@ -138,10 +145,7 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """The model of one value per slot."""
     frozen, static = _halves(rest)
     index = static.index
-    computed: list[Any] = []
-    if index.computed:
-        spec, positions = index.structure.spec, index.positions
-        computed = [alias.value_from(slots[slot], spec(positions[slot])) for slot, alias in index.computed]
+    computed = index.computed_from(slots) if index.computed else ()
     if slots and isinstance(slots[0], Tracer):
         keep_apart(slots)
     elif index.tied_pairs and not index.are_ties_noted:

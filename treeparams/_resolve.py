@@ -99,7 +99,10 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
     With the leaves of a traced model, ties that it has lost are warned of.
     """
     if isinstance(trainable, Layout):
-        return trainable, structure.remember(trainable, lambda: _index_for(structure, trainable))
+        index = index_of(trainable)
+        if index.structure is not structure:
+            index = structure.remember(trainable, lambda: _index_for(structure, trainable))
+        return trainable, index
     # Only what is sure to mean the same at the next call is remembered; a callable may close over what changes.
     if trainable is None or isinstance(trainable, (str, re.Pattern, type)):
         found = structure.remember(("layout", trainable), functools.partial(_make, structure, trainable))
@@ -138,8 +141,6 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
     """The `Index` of models of a structure that may differ from the layout's in what is one array."""
     index = index_of(layout)
     want = index.structure
-    if structure is want:
-        return index
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):

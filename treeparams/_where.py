@@ -217,17 +217,26 @@ def _other_structure(structure: Structure, mask: Any, flags: Sequence[Any], tree
 
 
 def select(
-    structure: Structure, where: Where, among: Collection[int] | None = None, kind: str = "parameter"
+    structure: Structure,
+    where: Where,
+    among: Collection[int] | None = None,
+    kind: str = "parameter",
+    *,
+    may_be_empty: bool = False,
 ) -> frozenset[int]:
     """The leaves that `where` selects, as positions: of the parameters, or among others."""
     among = structure.parameters if among is None else among
     chosen, taken = _sides(where)
     if not chosen:
         raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
-    selected, away = (
-        frozenset[int]().union(*(_selected(structure, each, among, kind) for each in side)) for side in (chosen, taken)
-    )
-    if selected <= away:
+
+    def find(each: Any) -> frozenset[int]:
+        if may_be_empty:
+            return frozenset(_leaves_of(structure, each)).intersection(among)
+        return _selected(structure, each, among, kind)
+
+    selected, away = (frozenset[int]().union(*map(find, side)) for side in (chosen, taken))
+    if selected <= away and not may_be_empty:
         raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
     return selected - away
 

@@ -1,184 +1,226 @@
-"""groups: a transformation for each part of a model."""
+"""groups: a rule for each part of a model. report: which leaf goes where."""
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.tree_util as jtu
+import optax
 from jaxtyping import PyTree
 
-from .._layout import Layout, Trainable, index_of
-from .._match import per_slot
-from .._parts import Parts
-from .._where import Where, name_of, select
-from ._context import around, given
-from ._state import ModelTransformation, Transformation, extended, is_placeholder
-from ._whole import TakesNone, standing
+from .._index import Index
+from .._layout import index_of
+from .._parts import take_apart
+from .._recognise import structure_of
+from .._text import describe, in_columns, quoted
+from .._where import name_of, select
+from ._state import TrainableState, extended, rule_of
+
+Rule = optax.GradientTransformation | optax.MultiSteps
 
 
-class Names:
-    """What a `GroupsState` is of: the groups and the leaves in each; static, without leaves."""
+class Group(NamedTuple):
+    """One group: its name, the globs that it is given by, and the parameters in it."""
 
-    def __init__(self, names: tuple[str, ...], paths: tuple[tuple[str, ...], ...] | None) -> None:
-        self.names = names
-        self.paths = paths  # `None` where `optax.tree.map_params` asks what a state looks like: any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Names) or self.names != other.names:
-            return False
-        if self.paths is None or other.paths is None:  # as with `Roles`
-            self.paths = other.paths = self.paths or other.paths
-        return self.paths == other.paths
-
-    def __hash__(self) -> int:
-        return hash(self.names)
-
-    def __repr__(self) -> str:
-        return f"Names({', '.join(self.names)})"
+    name: str
+    globs: tuple[str, ...]
+    paths: tuple[str, ...]
 
 
-jtu.register_pytree_node(Names, lambda names: ((), names), lambda names, _: names)
-
-
-class GroupsState(NamedTuple):
-    """The state of `optim.groups`.
+@dataclasses.dataclass(frozen=True)
+class GroupsState:
+    """The state of `optim.groups`, a pytree.
 
     Attributes:
-        names: the groups and the leaves in each; static.
-        states: one per group.
+        inner_states: `{group: state}`, as `optax.partition` keeps it.
+        groups: what each group is called and the parameters in it; static.
     """
 
-    names: Names
-    states: tuple[Any, ...]
+    inner_states: Any
+    groups: tuple[Group, ...]
 
 
 GroupsState.__module__ = "treeparams.optim"
+jtu.register_dataclass(GroupsState, ["inner_states"], ["groups"])
 
 
-def groups(transformations: Mapping[Any, Transformation], trainable: Trainable = None) -> ModelTransformation:
-    """A transformation for each part of a model; the first that selects a leaf gets it.
+def groups(transformations: Mapping[Any, Rule], default: Rule | None = None) -> optax.GradientTransformationExtraArgs:
+    """A rule for each part of a model; the first that selects a leaf gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
     >>> from treeparams import optim
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> tx = optim.groups({"**.bias": optax.sgd(0.1), "layers.1": optax.adam(1e-3), "**": optax.adam(1e-4)})
+    >>> matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
+    >>> rules = {"layers.0": optax.sgd(0.1), matrices: optax.contrib.muon(1e-3)}
+    >>> tx = optim.trainable(optim.groups(rules, default=optax.adam(1e-3)))
     >>> print(optim.report(tx, mlp))
     path             shape  dtype    group
-    layers.0.weight  4,2    float32  **
-    layers.0.bias    4      float32  **.bias
-    layers.1.weight  1,4    float32  layers.1
-    layers.1.bias    1      float32  **.bias
+    layers.0.weight  4,2    float32  layers.0
+    layers.0.bias    4      float32  layers.0
+    layers.1.weight  1,4    float32  tp.leaves(<lambda>)
+    layers.1.bias    1      float32  default
 
-    It takes a whole model, as `optim.trainable` does; inside of that, or of a chain in it, it takes what it is given.
+    It is `optax.partition` with labels by path, within `optim.trainable`: each rule sees the leaves of its group alone,
+    so a norm in it is that of the group. **A tie is one parameter and goes where its own path goes**, the one that
+    `tp.layout(model)` lists; an alias cannot be named. A group all of whose leaves are frozen is empty.
 
     Args:
-        transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable. Each `tx` sees the canonical
-            tree of its own leaves alone, so a norm in it is that of the group.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.
+        default: for what no group selects.
 
     Returns:
-        A transformation, with a `GroupsState` in its state; `optim.adjust(state, where, ...)` sets the rates of one.
+        A transformation with a `GroupsState`; `optim.adjust(state, where, ...)` sets the rates of one group.
 
     Raises:
-        ValueError: two groups read alike; `init`: a trained leaf is in no group; a `where` selects nothing; as
-            `optim.trainable`.
-        TypeError: a group has no transformation; as `optim.trainable`.
+        ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a glob selects
+            nothing, or only an alias.
+        TypeError: not a dictionary of transformations.
     """
-    return standing(_Groups(transformations), trainable)
+    if not isinstance(transformations, Mapping):
+        raise TypeError(f"expected a dictionary {{where: transformation}}, got {describe(transformations)}")
+    called = [*map(group_name, transformations), *(["default"] if default is not None else [])]
+    if len(set(called)) < len(called):
+        raise ValueError(f"two groups read alike, so optim.adjust could not tell them apart: {', '.join(called)}")
+    wheres = dict(zip(called, transformations, strict=False))
+    rules: dict[Any, Any] = dict(zip(wheres, map(extended, transformations.values()), strict=True))
+    if default is not None:
+        rules["default"] = extended(default)
 
-
-class _Groups:
-    """The transformation on a canonical tree."""
-
-    def __init__(self, transformations: Mapping[Where, Any]) -> None:
-        self.wheres = tuple(transformations)
-        self.txs = tuple(extended(tx) for tx in transformations.values())
-        self.names = tuple(map(label, self.wheres))
-        if len(set(self.names)) < len(self.names):
+    def names(tree: PyTree) -> list[str]:
+        structure = structure_of(tree)[2]
+        found: dict[int, str] = {}
+        for name, where in wheres.items():
+            for leaf in select(structure, where, may_be_empty=True):
+                found.setdefault(leaf, name)
+        lost = [path for i, path in enumerate(structure.paths) if i not in found]
+        if lost and default is None:
             raise ValueError(
-                f"two groups read alike, so optim.adjust could not tell them apart: {', '.join(self.names)}"
+                f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(wheres)}; write "
+                "optim.groups({...}, default=...) for all that is left"
             )
+        return [found.get(i, "default") for i in range(len(structure.paths))]
 
-    def init(self, params: PyTree) -> GroupsState:
-        if is_placeholder(params):
-            return GroupsState(Names(self.names, None), tuple(tx.init(params) for tx in self.txs))
-        parts, members = self._divided(params)
-        shown = [parts.canonical(self._of(each, parts.slots)) for each in members]
-        paths = tuple(tuple(parts.layout.paths[i] for i in each) for each in members)
-        states = tuple(tx.init(tree) for tx, tree in zip(self.txs, shown, strict=True))
-        return GroupsState(Names(self.names, paths), states)
+    def globs(where: Any) -> tuple[str, ...]:
+        several = where if isinstance(where, (tuple, frozenset)) else (where,)
+        return tuple(each for each in several if isinstance(each, str) and not each.startswith("!"))
 
-    def update(
-        self, updates: PyTree, state: GroupsState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, GroupsState]:
-        parts, members = self._divided(params)
-        index, values = parts.index, parts.slots
-        above = around()
-        if above is not None and above.is_partial and any(isinstance(tx, TakesNone) for tx in self.txs):
-            raise ValueError(
-                "some leaves have no gradient in this call, and in a group optim.accumulate does not see this; let it "
-                "stand outermost: optim.accumulate(optim.groups(...), every)"
-            )
-        gradients, steps, states = per_slot(index, updates, "first"), [None] * len(values), list(state.states)
-        for number, (tx, each) in enumerate(zip(self.txs, members, strict=True)):
-            if each:
-                grads, leaves = (parts.canonical(self._of(each, given)) for given in (gradients, values))
-                own = {name: self._argument(name, value, each, parts) for name, value in extra.items()}
-                step, states[number] = tx.update(grads, states[number], leaves, **own)
-                for i, value in enumerate(per_slot(index, step, "first")):
-                    steps[i] = value if i in each else steps[i]
-        return parts.canonical(steps), GroupsState(state.names, tuple(states))
+    # As a function, since a model of labels may itself be one that can be called, and would be.
+    labels = lambda tree: jtu.tree_unflatten(jtu.tree_structure(tree), names(tree))
+    parts: Any = optax.partition(rules, labels, mask_compatible_extra_args=True)
 
-    def _argument(self, name: str, value: Any, members: Collection[int], parts: Parts) -> Any:
-        """An argument as a line search in one group understands it: along its own leaves, the others as they are."""
-        if name == "grad":
-            return parts.canonical(self._of(members, per_slot(parts.index, value, "first")))
-        if name != "value_fn":
-            return value
+    def init(params: PyTree) -> Any:
+        paths: dict[str, list[str]] = {name: [] for name in rules}
+        for path, name in zip(structure_of(params)[2].paths, names(params), strict=True):
+            paths[name].append(path)
+        found = [Group(name, globs(wheres.get(name)), tuple(own)) for name, own in paths.items()]
+        return GroupsState(parts.init(params).inner_states, tuple(found))
 
-        @functools.wraps(value)
-        def along_members(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            found = per_slot(parts.index, params, "first")
-            whole = [found[i] if i in members else other for i, other in enumerate(parts.slots)]
-            return value(parts.canonical(whole), *args, **kwargs)
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        updates, after = parts.update(updates, state, params, **extra)  # it reads `inner_states`
+        return updates, GroupsState(after.inner_states, state.groups)
 
-        return along_members
-
-    def _of(self, members: Collection[int], values: Sequence[Any]) -> list[Any]:
-        return [value if i in members else None for i, value in enumerate(values)]
-
-    def _divided(self, params: PyTree) -> tuple[Parts, list[dict[int, None]]]:
-        """What is given, taken apart, and the slots of each group."""
-        above = around()
-        assert above is not None  # `standing` sees to it
-        assert above.layout is not None
-        if above.is_vector:
-            raise ValueError(
-                "optim.groups divides leaves, and inside of optim.flat there is one vector; put flat into it"
-            )
-        parts = given(params, None)
-        found = self._by_path(above.layout)
-        lost = [path for path in parts.layout.paths if path not in found]
-        if lost:
-            raise ValueError(
-                f"trained, but in no group: {', '.join(map(repr, lost))}. The groups are {', '.join(self.names)}; "
-                'the last may be "**", which selects all that is left'
-            )
-        members: list[dict[int, None]] = [{} for _ in self.txs]
-        for i, path in enumerate(parts.layout.paths):
-            members[found[path]][i] = None
-        return parts, members
-
-    def _by_path(self, layout: Layout) -> dict[str, int]:
-        # Of the whole model: what is frozen now must not make a group a misspelt one.
-        found: dict[str, int] = {}
-        index = index_of(layout)
-        for number, where in enumerate(self.wheres):
-            for i in select(index.structure, where):
-                found.setdefault(index.structure.paths[index.sources.get(i, i)], number)
-        return found
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def label(where: Any) -> str:
-    """The name of a group, of its key."""
-    return where if isinstance(where, str) else name_of(where)
+def group_name(where: Any) -> str:
+    """What a group is called, of its key."""
+    return where if isinstance(where, str) else name_of(where).strip("'")
+
+
+def check_groups(state: PyTree, index: Index) -> None:
+    """Checks that each empty group is one of frozen leaves: the rule itself sees neither these nor aliases."""
+    paths = index.structure.paths
+    for group in groups_in(state):
+        for glob in () if group.paths else group.globs:
+            selected = select(index.structure, glob)
+            if selected <= index.sources.keys():
+                alias = min(selected)
+                raise ValueError(
+                    f"the group {group.name!r} selects only {paths[alias]!r}, which is tied to "
+                    f"{paths[index.sources[alias]]!r}; a tie goes where its own path goes, so write that one"
+                )
+
+
+def groups_in(state: PyTree) -> Iterator[Group]:
+    """The groups in a state, those within groups too."""
+    is_groups = lambda node: isinstance(node, GroupsState)
+    for node in jax.tree.leaves(state, is_leaf=is_groups):
+        if is_groups(node):
+            yield from node.groups
+            yield from groups_in(node.inner_states)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Which leaf goes where; prints as a table.
+
+    Attributes:
+        groups: `{path: group}` of each trained parameter; the empty text where there is one rule for all.
+        table: what is printed.
+    """
+
+    groups: dict[str, str]
+    table: str
+
+    def __str__(self) -> str:
+        return self.table
+
+    __repr__ = __str__
+
+
+Report.__module__ = "treeparams.optim"
+
+
+def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Report:
+    """Shows which leaf goes to which group of a transformation, what is frozen, and how many steps each leaf has taken.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> rules = optim.groups({"a": optax.sgd(1.0)}, default=optax.adam(1.0))
+    >>> tx = optim.trainable(optax.chain(optax.clip(1.0), rules), "[ab]")
+    >>> model = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
+    >>> print(optim.report(tx, model))
+    path  shape  dtype    group
+    a     2      float32  a
+    b     3      float32  default
+    c     1      float32  frozen
+    >>> state = tx.update(model, tx.init(model), model)[1]
+    >>> print(optim.report(tx, model, optim.set_trainable(tx, state, model)))
+    path  shape  dtype    group    history  steps
+    a     2      float32  a        0            1
+    b     3      float32  default  0            1
+    c     1      float32  default  1            0
+
+    Args:
+        tx: `optim.trainable(...)` or `optim.flat(...)`.
+        model: any pytree. No state is made of it.
+        state: a state of `tx`: what trains is then what it says, and the histories and their counts are shown.
+
+    Returns:
+        What prints as this table; groups within groups stand with a slash.
+
+    Raises:
+        TypeError: `tx` is plain Optax; as `tp.layout`.
+        ValueError: as `init`.
+    """
+    rule = rule_of(tx)
+    layout = take_apart(model, rule.trainable if state is None else state.layout).layout
+    names: dict[str, list[str]] = {path: [] for path in layout.paths}
+    for group in groups_in(rule.form.fresh(layout).state) if names else ():
+        for path in group.paths:
+            names[path].append(group.name)
+    groups = {path: " / ".join(each) for path, each in names.items()}
+    header, index = ["path", "shape", "dtype", "group"], index_of(layout)
+    structure, steps = index.structure, {}
+    if state is not None:
+        header += ["history", "steps"]
+        runs = zip((*state.roles.running, *state.roles.held), state.counts, strict=True)
+        steps = {leaf: [str(n), str(count)] for n, (leaves, count) in enumerate(runs) for leaf in leaves}
+    rows = []
+    for leaf in index.distinct:
+        path, spec = structure.paths[leaf], structure.spec(leaf)
+        group = groups.get(path, "frozen") or "trained"
+        row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *steps.get(leaf, ["", ""])]
+        rows.append(row[: len(header)])
+    return Report(groups, "\n".join(in_columns(header, rows, [5])))

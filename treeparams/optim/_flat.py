@@ -1,0 +1,140 @@
+"""flat: Optax over one vector, for rules that are the same on a vector as on the leaves in it: found by trying."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._layout import Trainable
+from ._shown import Vector, settled, steady
+from ._state import ModelTransformation, extended
+from ._trainable import Rule
+
+
+def flat(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    trainable: Trainable = None,
+    *,
+    trial: Mapping[str, Any] | None = None,
+) -> ModelTransformation:
+    """The same as `optim.trainable`, over one vector: one operation where there were thousands, and compiled as one.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"a": jnp.ones(2), "b": jnp.ones((2, 2)), "steps": jnp.array(3)}
+    >>> tx = optim.flat(optax.sgd(0.1, momentum=0.9))
+    >>> state = tx.init(model)
+    >>> state.runs[0][0].trace.shape
+    (6,)
+    >>> updates, state = tx.update({"a": jnp.ones(2)}, state, model)
+    >>> updates["a"].shape, updates["steps"]
+    ((2,), None)
+
+    **One vector has no holes**: a leaf without a gradient counts as zero here, so its moments decay and it may move.
+
+    For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
+    muon, clipping by block) are refused at the first `init`, and so are masks of leaves and `optim.groups`. They are
+    found by trying, in 0.1 to 0.3 s: some updates of three leaves, of 128 by 128 and of 6 and 3 elements, apart and
+    joined. A rule that treats only larger leaves in another way is not found, nor is one that closes over traced
+    numbers (a rate under `jax.vmap`), of which no values are known.
+
+    Args:
+        tx: any Optax transformation that treats all elements alike.
+        trainable: as for `optim.trainable`.
+        trial: extra arguments that `tx` needs, for the trial. `value`, `grad` and `value_fn` are there.
+
+    Returns:
+        A transformation that takes and returns what `optim.trainable` does.
+
+    Raises:
+        ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
+        TypeError: as `optim.trainable`.
+    """
+    rule = Rule(tx, Vector(extended(tx)), trainable)
+    plain: Any = rule.tx
+    tried = functools.cache(lambda: _try(plain, dict(trial or {})))
+    init: Any = lambda vector: (tried(), plain.init(vector))[1]
+    rule.tx = optax.GradientTransformationExtraArgs(init, plain.update)
+    return ModelTransformation(rule.init, rule.update)
+
+
+# What rules look at: rank, the sizes of axes (128 is where adafactor begins to factorise), the norm of a leaf, so that
+# gradients of the second leaf are larger.
+_SHAPES, _FACTORS = ((128, 128), (3,), (2, 3)), (1.0, 30.0, 5.0)
+_CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not zero: a rule may gather, or warm up
+_SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
+_TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
+
+
+def _try(tx: Any, extra: dict[str, Any]) -> None:
+    ends = np.cumsum([math.prod(shape) for shape in _SHAPES])
+    draws = np.random.default_rng(0).normal(size=(3, ends[-1])).astype(np.float32)
+    factors = np.repeat(np.array(_FACTORS, np.float32), np.diff(ends, prepend=0)) * draws[2] ** 2
+    divide = lambda vector: [x.reshape(s) for x, s in zip(jnp.split(vector, ends[:-1]), _SHAPES, strict=True)]
+    join = lambda tree: jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+    def step(carry: Any, scale: Any) -> Any:
+        params, state = carry
+        loss = lambda params, *_, **__: scale * jnp.sum(factors * (join(params) - draws[1]) ** 2)
+        slope = 2 * scale * factors * (join(params) - draws[1])
+        grad = divide(slope) if isinstance(params, list) else slope
+        known = {"value": loss(params), "grad": grad, "value_fn": loss}
+        updates, after = tx.update(grad, state, params, **known | extra)
+        return join(updates), (jax.tree.map(jnp.add, params, updates), steady(after, state))
+
+    try:
+        leaves = jax.eval_shape(tx.init, jax.eval_shape(divide, draws[0]))
+        is_mask = lambda node: isinstance(node, optax.MaskedState)
+        masks = any(map(is_mask, jax.tree.leaves(leaves, is_leaf=is_mask)))
+        start = lambda: [(params, settled(tx.init(params))) for params in (jnp.asarray(draws[0]), divide(draws[0]))]
+        go = lambda carries, scale: [step(carry, scale) for carry in carries]
+        begin, both = (jax.jit(f, compiler_options=_QUICK) for f in (start, go))
+        traced = jax.make_jaxpr(start)(), jax.make_jaxpr(go)(jax.eval_shape(start), np.float32(1))
+        if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
+            return  # there are no values to compare
+        is_traced = isinstance(jnp.zeros(()), Tracer)  # `init` is called within jit
+        with jax.ensure_compile_time_eval() if is_traced else contextlib.nullcontext():
+            worst = _worst(begin, both, ends[:-1])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ValueError(
+            "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
+            f"there ({reason}). Use optim.trainable; if it needs further extra arguments, give flat examples of them "
+            "(trial={...})"
+        ) from error
+    if masks:
+        raise ValueError(
+            "the transformation has a mask of leaves, as optax.masked and optim.groups have; use optim.trainable"
+        )
+    for shape, difference in zip(_SHAPES, worst, strict=True):
+        if not difference <= _TOLERANCE:
+            raise ValueError(
+                "the transformation looks at the shapes of leaves: on three small leaves, apart and joined to one "
+                f"vector, its updates differ (of the leaf of shape {shape}, by {difference:.1e} of the largest). Use "
+                "optim.trainable for it"
+            )
+
+
+def _worst(begin: Any, both: Any, ends: Any) -> np.ndarray:
+    """The largest difference of each leaf at any scale and step, relative to its largest update there."""
+    worst = np.zeros(len(_SHAPES))
+    for scale in map(np.float32, _SCALES):
+        carries, found = begin(), 0
+        for _ in range(_CALLS):
+            (one, first), (other, second) = both(carries, scale)
+            carries, pair = [first, second], [np.split(np.asarray(each), ends) for each in (one, other)]
+            for i, (a, b) in enumerate(zip(*pair, strict=True)):
+                gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+                worst[i] = np.maximum(worst[i], np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30))
+            found += bool(np.any(one))
+            if found == _UPDATES:
+                break
+    return worst

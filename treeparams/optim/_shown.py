@@ -1,0 +1,203 @@
+"""What a rule is shown of a model - a canonical tree, or one vector - and how its state is divided by leaves.
+
+Optax does not say which part of a state belongs to which parameter. It is found by asking: `init` of other parameters,
+evaluated for shapes alone, has another state, and the paths in it (or, of a vector, the axes that grow) tell.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+from jaxtyping import PyTree
+
+from .._forms import vector_of
+from .._index import common_dtype, widened
+from .._layout import Layout, index_of, trained_at
+from .._match import per_slot, slot_gradients
+from .._parts import Parts
+from .._structure import is_array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """A state of the rule, the layout of the parameters it is of, the steps it took, and what it is a part of."""
+
+    layout: Layout
+    state: PyTree
+    count: Any = None
+    origin: int = 0
+
+    @functools.cached_property
+    def by_path(self) -> dict[Any, Any]:
+        """The leaves of the state."""
+        return dict(jtu.tree_flatten_with_path(self.state)[0])
+
+
+class Tree:
+    """The canonical tree."""
+
+    def __init__(self, tx: Any) -> None:
+        self._tx = tx
+        self._fresh: dict[Layout, History] = {}
+        self._is_by_leaf: bool | None = None
+
+    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in its dtype or single precision; `None` where there is none."""
+        return slot_gradients(parts.index, grads, None, wide=True)
+
+    def show(self, parts: Parts[Any], values: Sequence[Any]) -> PyTree:
+        """The canonical tree of one value per slot, `None` where that is none."""
+        return parts.canonical(values)
+
+    def read(self, parts: Parts[Any], shown: PyTree) -> list[Any]:
+        """One value per slot, `None` where the tree has none."""
+        return per_slot(parts.index, shown, "first", exact_shapes=True)
+
+    def fresh(self, layout: Layout) -> History:
+        """A fresh state, as shapes."""
+        if layout not in self._fresh:
+            index = index_of(layout)
+            shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+            state = jax.eval_shape(self._tx.init, index.canonical(shapes, index.structure.treedef))
+            self._fresh[layout] = History(layout, state)
+        return self._fresh[layout]
+
+    def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
+        """The state of the slots of `to`: each one's own part as it is, and what is shared that of the first history.
+
+        Raises:
+            ValueError: the state is not kept leaf by leaf.
+        """
+        if histories[0].layout == to:
+            return histories[0].state
+        _check_no_memory(histories)
+        known: dict[Any, Any] = {}
+        for each in reversed(histories):
+            known |= each.by_path
+        like = next((each for each in histories if each.layout == to), None) or self.fresh(to)
+        fits = all(path in known and jnp.shape(known[path]) == jnp.shape(x) for path, x in like.by_path.items())
+        if not (fits and self._can_divide(max((to, *(each.layout for each in histories)), key=lambda each: each.size))):
+            raise ValueError(
+                "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: "
+                'give all of them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
+            )
+        return jtu.tree_unflatten(jtu.tree_structure(like.state), [known[path] for path in like.by_path])
+
+    def _can_divide(self, layout: Layout) -> bool:
+        # A state kept as a list of leaves has the same paths for other leaves: those of two halves are fewer than all.
+        if self._is_by_leaf is None:
+            positions = index_of(layout).positions
+            halves = [trained_at(layout, positions[start::2]) for start in (0, 1)]
+            zero, one, whole = (self.fresh(each).by_path.keys() for each in (*halves, layout))
+            self._is_by_leaf = zero | one == whole
+        return self._is_by_leaf
+
+
+class Vector:
+    """One vector."""
+
+    def __init__(self, tx: Any) -> None:
+        self._tx = tx
+
+    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in its dtype or single precision, zeros where there is none."""
+        return slot_gradients(parts.index, grads, "zeros", wide=True)
+
+    def show(self, parts: Parts[Any], values: Sequence[Any]) -> Any:
+        """The vector of one value per slot."""
+        layout = parts.layout
+        is_wide = any(
+            value.dtype not in (own, layout.dtype) for value, own in zip(values, parts.index.dtypes, strict=True)
+        )
+        return vector_of(layout, widened(layout.dtype) if is_wide else None).join(values)
+
+    def read(self, parts: Parts[Any], shown: Any) -> list[Any]:
+        """One value per slot, in the slot's dtype."""
+        return vector_of(parts.layout).cut(shown)
+
+    def fresh(self, layout: Layout, longer: int = 0) -> History:
+        """A fresh state, as shapes."""
+        vector = jax.ShapeDtypeStruct((layout.size + longer,), layout.dtype)
+        return History(layout, jax.eval_shape(self._tx.init, vector))
+
+    def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
+        """The state of the slots of `to`, cut out of the vectors in the states and joined again."""
+        if histories[0].layout == to:
+            return histories[0].state
+        _check_no_memory(histories)
+        # Which history has each slot, and where.
+        places = {slot.path: (n, slot) for n, each in reversed([*enumerate(histories)]) for slot in each.layout.slots}
+
+        def leaf(one: Any, other: Any, *states: Any) -> Any:
+            axis = next((axis for axis, size in enumerate(one.shape) if other.shape[axis] != size), None)
+            if axis is None:
+                return states[0]
+            found = [places[path] for path in to.paths]
+            pieces = [jax.lax.slice_in_dim(states[n], s.offset, s.offset + s.size, axis=axis) for n, s in found]
+            # A state of narrow leaves may have been that of a wider vector: it keeps its digits.
+            dtype = common_dtype([piece.dtype for piece in pieces])
+            return jnp.concatenate([piece.astype(dtype) for piece in pieces], axis)
+
+        shapes = [self.fresh(to, longer).state for longer in (0, 1)]
+        return jax.tree.map(leaf, *shapes, *(each.state for each in histories))
+
+
+def _check_no_memory(histories: Sequence[History]) -> None:
+    is_memory = lambda node: isinstance(node, optax.ScaleByLBFGSState)
+    if any(map(is_memory, jax.tree.leaves([each.state for each in histories], is_leaf=is_memory))):
+        raise ValueError(
+            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
+            'them gradients, tp.project(model, grads, missing="zeros"), or forget what it and all other state has '
+            "learned: optim.set_trainable(..., reset=True)"
+        )
+
+
+# -- The dtypes of a state ---------------------------------------------------------------------------------------------
+
+
+def settled(state: PyTree) -> PyTree:
+    """The state as arrays of fixed dtypes: a weak type, or a Python number, becomes another after the first step."""
+
+    def fix(leaf: Any) -> Any:
+        if not (isinstance(leaf, (bool, int, float, complex)) or _is_numbers(leaf)):
+            return leaf
+        array = jnp.asarray(leaf)
+        return jax.lax.convert_element_type(array, array.dtype)
+
+    return jax.tree.map(fix, state)
+
+
+def steady(new: PyTree, old: PyTree) -> PyTree:
+    """The new state in the shapes and dtypes of the old one.
+
+    Raises:
+        ValueError: it has others that no cast mends.
+    """
+    news, new_treedef = jtu.tree_flatten(new)
+    leaves, treedef = jtu.tree_flatten(old)
+    if treedef != new_treedef:
+        raise ValueError(f"the transformation changed the structure of its state from {treedef} to {new_treedef}")
+    for i, (leaf, before) in enumerate(zip(news, leaves, strict=True)):
+        if (
+            isinstance(leaf, jax.Array)
+            and (leaf.dtype, leaf.shape) == (before.dtype, before.shape)
+            and not leaf.weak_type
+        ):
+            continue
+        if not _is_numbers(before):
+            continue
+        if jnp.shape(leaf) != before.shape:
+            where = jtu.keystr(jtu.tree_flatten_with_path(old)[0][i][0])
+            got = f"from {before.shape} to {jnp.shape(leaf)}"
+            raise ValueError(f"the transformation changed the shape of its state at {where} {got}")
+        news[i] = jax.lax.convert_element_type(leaf, before.dtype)
+    return jtu.tree_unflatten(treedef, news)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

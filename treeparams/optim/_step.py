@@ -1,0 +1,109 @@
+"""step, apply_updates: the model after a step."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from .._index import common_dtype, is_complex
+from .._layout import Layout, trained_at
+from .._match import per_slot
+from .._parts import take_apart
+from .._recognise import structure_of
+from .._resolve import look_up
+from ._state import ONE, extended, states_in
+
+M = TypeVar("M")
+S = TypeVar("S")
+
+
+def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S]:
+    """One step of training: the model and the state after it.
+
+    >>> import jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> from treeparams import optim
+    >>> shared = jnp.ones(2)
+    >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
+    >>> tx = optim.trainable(optax.sgd(0.1))
+    >>> state = tx.init(model)
+    >>> @jax.jit
+    ... def train(model, state):
+    ...     grads = tp.grad(lambda m: jnp.sum(m["a"] + 2 * m["b"]), state.layout)(model)
+    ...     return optim.step(tx, grads, state, model)
+    >>> model, state = train(model, state)
+    >>> print(model["a"], model["b"], model["steps"])
+    [0.7 0.7] [0.7 0.7] 3
+
+    It is `tx.update` and `optim.apply_updates` in one, and knows all ties from the state.
+
+    Args:
+        tx: `optim.trainable(...)` or `optim.flat(...)`, or a chain or wrapper around one of them.
+        grads: the gradient, in any form that `tp.project` takes.
+        state: from `tx.init(model)` or the last step.
+        model: any pytree.
+        **extra: for `tx`, such as `value` and `value_fn`.
+
+    Returns:
+        The model, each parameter in its own dtype, what is frozen the same objects, and outside of a trace one array at
+        all paths of a tie; and the next state.
+
+    Raises:
+        ValueError: no transformation over models is in `tx`, or two are; as `tx.update`.
+        TypeError: as `tx.update`; a complex update of a real parameter.
+    """
+    update: Any = extended(tx).update
+    updates, after = update(grads, state, model, **extra)
+    states = states_in(after)
+    if len(states) != 1:
+        raise ValueError(f"expected one transformation over models in `tx`, got {len(states)}; {ONE}")
+    return _moved(model, updates, states[0].layout), after
+
+
+def apply_updates(model: M, updates: PyTree) -> M:
+    """The model after the step: each parameter plus its update, in its own dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import optim
+    >>> shared = jnp.ones(2, jnp.bfloat16)
+    >>> updates = {"a": jnp.ones(2), "b": jnp.ones(2), "n": None}
+    >>> model = optim.apply_updates({"a": shared, "b": shared, "n": 3}, updates)
+    >>> model["a"].dtype, model["a"] is model["b"], model["n"]
+    (dtype(bfloat16), True, 3)
+
+    Updates of `optim.trainable` stand at all places of a tie, so that the places stay equal inside `jax.jit` too, where
+    arrays do not tell what is tied. (`eqx.apply_updates` is right as well; it adds as JAX promotes dtypes.)
+
+    Args:
+        model: any pytree.
+        updates: what `update` returned; `None` or nothing at a path is no step.
+
+    Returns:
+        The model, and what has no update as it was, the same object. Outside of a trace one array stands at all paths
+        of a tie that the model has or its class declares; `optim.step` knows also those that a layout was given.
+
+    Raises:
+        ValueError: an update at a path that the model has not, or of another shape.
+        TypeError: a complex update of a real parameter.
+    """
+    # What has an update moves, also where a class declares it frozen and a layout thawed it.
+    layout, index = look_up(structure_of(model)[2], None)
+    return _moved(model, updates, trained_at(layout, index.distinct))
+
+
+def _moved(model: M, updates: PyTree, layout: Layout) -> M:
+    parts = take_apart(model, layout)
+    steps = per_slot(parts.index, updates, "first", exact_shapes=True)
+    return parts.model(list(map(_sum, layout.paths, parts.slots, steps)))
+
+
+def _sum(path: str, leaf: Any, step: Any) -> Any:
+    if step is None:
+        return leaf
+    if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):
+        raise TypeError(f"expected a real update at {path!r}, where the parameter is {leaf.dtype}, got {step.dtype}")
+    leaf, step = jnp.asarray(leaf), jnp.asarray(step)
+    if leaf.dtype == step.dtype and not leaf.weak_type:
+        return leaf + step  # outside of jit a cast that does nothing takes as long as the sum
+    dtype = common_dtype([leaf.dtype, step.dtype])
+    return jax.lax.convert_element_type(leaf.astype(dtype) + step.astype(dtype), leaf.dtype)
