@@ -374,6 +374,9 @@ def test_lbfgs_refuses_the_change_unless_reset():
         with pytest.raises(ValueError, match=r"L-BFGS remembers steps of all trained leaves.*reset=True"):
             optim.set_trainable(tx, state, model, "a")
         assert_same(optim.set_trainable(tx, state, model), state)  # no change
+        first = form(optax.lbfgs(), "a")
+        with pytest.raises(ValueError, match=r"L-BFGS remembers steps of all trained leaves.*reset=True"):
+            optim.set_trainable(first, first.init(model), model)
         fresh = optim.set_trainable(tx, state, model, "a", reset=True)
         assert_same(fresh, form(optax.lbfgs(), "a").init(model))
 

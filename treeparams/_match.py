@@ -77,7 +77,15 @@ def _are_arrays(leaves: list[Any], shapes: list[tuple[int, ...]]) -> bool:
         return False
 
 
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+def _are_of(dtypes: list[Any], arrays: list[Any]) -> bool:
+    """Whether these are arrays of JAX of these dtypes, none of them weak."""
+    try:
+        return list(map(_dtype, arrays)) == dtypes and not any(map(_weak_type, arrays))
+    except AttributeError:
+        return False
+
+
+_shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
 
 
 def _entries(index: Index, tree: PyTree, leaves: list[Any], treedef: Any) -> dict[int, Any]:
@@ -200,6 +208,8 @@ def slot_gradients(
         wide: whether a gradient of another dtype than that keeps at least single precision.
     """
     found = per_slot(index, grads, "sum", exact_shapes=True)
+    if dtype is None and _are_of(index.dtypes, found):
+        return found
     for i, (value, own) in enumerate(zip(found, index.dtypes, strict=True)):
         to = own if dtype is None else dtype
         if value is None:

@@ -19,7 +19,7 @@ from .._resolve import retrained
 from .._text import describe
 from .._where import Where
 from ._groups import group_name, groups_in
-from ._shown import History
+from ._shown import History, check_no_memory
 from ._state import Roles, TrainableState, entry, hyperparams_in, in_own_buffers, rule_of, states_in
 
 S = TypeVar("S")
@@ -97,6 +97,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
     if reset:
         fresh = rule.start(parts)
         return dataclasses.replace(fresh, runs=tuple(_with_rates(rule, run, histories, model) for run in fresh.runs))
+    check_no_memory(histories)
     now = frozenset(parts.index.positions)
     known = {position for layout in layouts for position in index_of(layout).positions}
     running, held = (_parts_of(rule, histories, positions) for positions in (now, known - now))

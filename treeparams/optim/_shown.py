@@ -6,6 +6,7 @@ evaluated for shapes alone, has another state, and the paths in it (or, of a vec
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class Tree:
         """
         if histories[0].layout == to:
             return histories[0].state
-        _check_no_memory(histories)
+        check_no_memory(histories)
         known: dict[Any, Any] = {}
         for each in reversed(histories):
             known |= each.by_path
@@ -129,7 +130,7 @@ class Vector:
         """The state of the slots of `to`, cut out of the vectors in the states and joined again."""
         if histories[0].layout == to:
             return histories[0].state
-        _check_no_memory(histories)
+        check_no_memory(histories)
         # Which history has each slot, and where.
         places = {slot.path: (n, slot) for n, each in reversed([*enumerate(histories)]) for slot in each.layout.slots}
 
@@ -147,7 +148,8 @@ class Vector:
         return jax.tree.map(leaf, *shapes, *(each.state for each in histories))
 
 
-def _check_no_memory(histories: Sequence[History]) -> None:
+def check_no_memory(histories: Sequence[History]) -> None:
+    """Refuses L-BFGS, which couples leaves."""
     is_memory = lambda node: isinstance(node, optax.ScaleByLBFGSState)
     if any(map(is_memory, jax.tree.leaves([each.state for each in histories], is_leaf=is_memory))):
         raise ValueError(
@@ -182,13 +184,12 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
     leaves, treedef = jtu.tree_flatten(old)
     if treedef != new_treedef:
         raise ValueError(f"the transformation changed the structure of its state from {treedef} to {new_treedef}")
+    try:
+        if list(map(_kind, news)) == list(map(_kind, leaves)):
+            return new
+    except AttributeError:  # not all are arrays
+        pass
     for i, (leaf, before) in enumerate(zip(news, leaves, strict=True)):
-        if (
-            isinstance(leaf, jax.Array)
-            and (leaf.dtype, leaf.shape) == (before.dtype, before.shape)
-            and not leaf.weak_type
-        ):
-            continue
         if not _is_numbers(before):
             continue
         if jnp.shape(leaf) != before.shape:
@@ -197,6 +198,9 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
             raise ValueError(f"the transformation changed the shape of its state at {where} {got}")
         news[i] = jax.lax.convert_element_type(leaf, before.dtype)
     return jtu.tree_unflatten(treedef, news)
+
+
+_kind = operator.attrgetter("shape", "dtype", "weak_type")
 
 
 def _is_numbers(leaf: Any) -> bool:

@@ -96,6 +96,7 @@ _OTHER = {
     "LookaheadState": "optax.lookahead takes a pair of models, slow and fast, in place of one",
     "DifferentiallyPrivateAggregateState": "rules of differential privacy take a gradient for each example",
 }
+_first = lambda tree: next(iter(jtu.tree_leaves(tree)), None)
 _is_other = lambda node: type(node).__name__ in _OTHER
 # One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
 # twice, and those of ties added up.
@@ -159,7 +160,7 @@ class Rule:
         gradients = self._gradients(parts, updates)
         steps, runs, counts = self._steps(parts, gradients, state, extra)
         tree = parts.everywhere(steps)
-        first = next(iter(jtu.tree_leaves(tree)), None)
+        first = _first(tree if parts.index.ties else steps)
         if isinstance(first, jax.Array) and id(first) not in set(map(id, gradients)):
             _handed_out[id(first)] = first
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
@@ -209,10 +210,10 @@ class Rule:
         """One gradient per slot, as Optax's rules take them."""
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
-        first = next(iter(jtu.tree_leaves(grads)), None)
+        gradients = self.form.gradients(parts, grads)
+        first = _first(grads if parts.index.ties else gradients)
         if first is not None and _handed_out.get(id(first)) is first:
             raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
-        gradients = self.form.gradients(parts, grads)
         for slot in parts.index.complex_slots:
             # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
             if gradients[slot] is not None:
