@@ -3,8 +3,9 @@
 The yardstick updates the vector of `tp.ravel`. Optax updates the tree, leaf by leaf; `optax.flatten` joins the tree to
 a vector within each update and cuts it again. So do `optim.trainable`, leaf by leaf, and `optim.flat`, joined, over the
 whole model. All are jitted and donate parameters and state. Each is called until it is done, and given its gradient in
-the form of its parameters. The first call traces, lowers and compiles. The last table is of the updates of a tree
-outside of `jit`, not donated, until all is there.
+the form of its parameters. The first call traces, lowers and compiles. The last table is of an update outside of `jit`,
+with the new parameters, not donated, until all is there: Optax over the parameters of `tp.partition`, the others over
+the model that they are from, layers of 8x8 and 8.
 """
 
 import functools
@@ -20,6 +21,7 @@ import treeparams as tp
 from treeparams import optim
 
 from ._harness import Scale, Sweep, Table, sweep, verdict
+from ._models import net
 from ._programs import until_done
 from ._steps import Loop
 
@@ -34,7 +36,7 @@ def run(scale: Scale) -> Iterator[Table]:
     found = sweep(_cases, patient, largest=1000)
     yield found.table("One Adam update", [_speed_target(found, _OPTAX, 20), found.growth_target(_TP)])
     yield found.firsts("The first call", [found.growth_target(_TP, firsts=True)], found.names)
-    yield sweep(_outside_of_jit, patient, largest=1000).table("One Adam update of a tree, outside of `jit`", [])
+    yield sweep(_outside_of_jit, patient, largest=1000).table("One Adam update of a model, outside of `jit`", [])
 
 
 def _tree(leaves: int) -> list[jax.Array]:
@@ -63,19 +65,20 @@ def _loop(optimiser: optax.GradientTransformation, params: Any) -> Loop:
 
 
 def _updated(optimiser: optax.GradientTransformation, grads: Any, params: Any, moments: Any) -> tuple[Any, Any]:
+    if isinstance(optimiser, optim.ModelTransformation):
+        return optim.step(optimiser, grads, moments, params)
     updates, after = optimiser.update(grads, moments, params)
-    if isinstance(moments, optim.TrainableState):
-        return optim.apply_updates(params, updates, moments.layout), after
     return optax.apply_updates(params, updates), after
 
 
 def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
-    tree = _tree(leaves)
-    grads = jax.tree.map(jnp.ones_like, tree)
-    optimisers = {_OPTAX: _ADAM, _TRAINABLE: optim.trainable(_ADAM), _FLAT: optim.flat(_ADAM)}
+    model = net(leaves, 8)
+    params, _ = tp.partition(model)
+    grads = jax.tree.map(jnp.ones_like, params)
+    cases = {_OPTAX: (_ADAM, params), _TRAINABLE: (optim.trainable(_ADAM), model), _FLAT: (optim.flat(_ADAM), model)}
     return {
-        name: until_done(functools.partial(_updated, each), (grads, tree, each.init(tree)))
-        for name, each in optimisers.items()
+        name: until_done(functools.partial(_updated, tx), (grads, given, tx.init(given)))
+        for name, (tx, given) in cases.items()
     }
 
 

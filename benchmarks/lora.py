@@ -60,9 +60,8 @@ def _step(example: Any, model: Any, layout: tp.Layout | None, texts: Any) -> Fun
     def step(params: Any, rest: Any, state: Any, texts: Any) -> Any:
         model = tp.combine(params, rest)
         value, grads = tp.value_and_grad(example.loss, layout)(model, texts)
-        updates, state = optimiser.update(grads, state, model)
-        params, _ = tp.partition(optim.apply_updates(model, updates, layout), layout)
-        return params, state, value
+        model, state = optim.step(optimiser, grads, state, model)
+        return tp.partition(model, layout)[0], state, value
 
     return step, (*tp.partition(model, layout), optimiser.init(model), texts)
 

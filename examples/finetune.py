@@ -9,7 +9,7 @@ count, and the layers below start fresh. The last stage trains the same at a fif
 lower its rate. Gradients are clipped by their norm, and an average of the parameters is carried along. The statistics
 that normalise an image are those of the digits 0 to 4, and never trained.
 
-The plot has the loss, the norm of the gradient and how much of it was clipped, as the optimiser's state tells.
+The plot has the loss, the norm of the gradient and how often it was clipped, as the optimiser's state tells.
 
 The images, 1,797 of 8 by 8 pixels, come with scikit-learn: `pip install 'treeparams[examples]'`.
 """
@@ -61,12 +61,10 @@ STAGES = (
 )
 LAYERS = ("head", *(f"blocks.{i}" for i in reversed(range(BLOCKS))), "stem")
 RATES = {layer: RATE * FALL**depth for depth, layer in enumerate(LAYERS)}
-OPTIMISER: Any = optax.chain(  # its types know trees of arrays, but no modules
-    optim.clip_by_global_norm(LIMIT),
-    # A rate that is injected is part of the state, where `optim.adjust` sets it.
-    optim.groups({layer: optax.inject_hyperparams(optax.adam)(learning_rate=rate) for layer, rate in RATES.items()}),
-    optim.ema(DECAY, warmup=True),
-)
+# A rate that is injected is part of the state, where `optim.adjust` sets it.
+RULES = {layer: optax.inject_hyperparams(optax.adam)(learning_rate=rate) for layer, rate in RATES.items()}
+# `optim.trainable` takes the model; all within it is plain Optax, and sees what trains and nothing else.
+OPTIMISER = optim.trainable(optax.chain(optim.clip_by_global_norm(LIMIT), optim.groups(RULES)))
 
 
 class Normalise(eqx.Module):
@@ -123,6 +121,14 @@ class Network(eqx.Module):
         return self.head(quarters.reshape(-1))
 
 
+class Training(NamedTuple):
+    """What a step changes."""
+
+    model: Network
+    state: optim.TrainableState
+    ema: tp.Ema[Network]  # of all layers, those at rest too
+
+
 class Steps(NamedTuple):
     """What is known of each step of a stage."""
 
@@ -135,9 +141,8 @@ class Outcome(NamedTuple):
     """A stage that was trained."""
 
     stage: Stage
-    before: tuple[Network, Any]  # model and state
-    after: tuple[Network, Any]
-    average: Network
+    before: Training
+    after: Training
     steps: Steps
     scores: tuple[float, float]  # test accuracy of model and average
     traces: int
@@ -152,47 +157,47 @@ def accuracy(model: Network, images: Array, labels: Array) -> Array:
     return jnp.mean(jnp.argmax(jax.vmap(model)(images), axis=1) == labels)
 
 
-def epoch(traced: list[tp.Layout], model: Network, state: Any, images: Array, labels: Array, key: Array) -> Any:
+def epoch(traced: list[tp.Layout], training: Training, images: Array, labels: Array, key: Array) -> Any:
     """One pass over the images in random order; those that do not fill a batch wait for another epoch."""
-    layout = optim.layout(state)  # what trains is static, and part of the state
+    layout = training.state.layout  # what trains is static, and part of the state
     traced.append(layout)  # Python comes by here once per compiled program
     # Of what trains alone: no backward work for what is frozen, and it is not in the norm that is clipped.
     value_and_grad = tp.value_and_grad(loss, layout)
 
-    def step(carry: Any, batch: Array) -> Any:
-        model, state = carry
+    def step(training: Training, batch: Array) -> tuple[Training, Steps]:
+        model, state, ema = training
         value, grads = value_and_grad(model, images[batch], labels[batch])
-        updates, state = OPTIMISER.update(grads, state, model)
-        clip = state[0]
-        return (optim.apply_updates(model, updates, layout), state), Steps(value, clip.norm, clip.clipped)
+        model, state = optim.step(OPTIMISER, grads, state, model)
+        clip = optim.clip_state(state)
+        return Training(model, state, ema.update(model)), Steps(value, clip.norm, clip.clipped)
 
     batches = jax.random.permutation(key, len(images))[: len(images) // BATCH * BATCH].reshape(-1, BATCH)
-    return jax.lax.scan(step, (model, state), batches)
+    return jax.lax.scan(step, training, batches)
 
 
 def train(
-    jitted: Callable[..., Any], model: Network, state: Any, data: Any, key: Array, epochs: int, title: str
-) -> tuple[Network, Any, Steps]:
+    jitted: Callable[..., Any], training: Training, data: Any, key: Array, epochs: int, title: str
+) -> tuple[Training, Steps]:
     found = []
     for each in (bar := tqdm(jax.random.split(key, epochs), title, ncols=100, unit="epoch")):
-        (model, state), steps = jitted(model, state, *data, each)
+        training, steps = jitted(training, *data, each)
         found.append(steps)
         bar.set_postfix(loss=f"{steps.loss.mean():.4f}")
-    return model, state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+    return training, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def average(model: Network, state: Any) -> Network:
-    return optim.as_ema(state, model, DECAY).average
+def begin(model: Network) -> Training:
+    return Training(model, OPTIMISER.init(model), tp.Ema(model, DECAY, warmup=True))
 
 
 def pretrained(jitted: Callable[..., Any], data: Any, key: Array, epochs: int) -> Network:
     """A network that knows the digits 0 to 4."""
     train_on, test = data
     keys = jax.random.split(key)
-    start = Network(train_on[0], key=keys[0])
-    state = optim.adjust(OPTIMISER.init(start), learning_rate=RATE)  # one rate for all layers
-    model, state, _ = train(jitted, start, state, train_on, keys[1], epochs, "pretraining")
-    model = average(model, state)
+    start = begin(Network(train_on[0], key=keys[0]))
+    start = start._replace(state=optim.adjust(start.state, learning_rate=RATE))  # one rate for all layers
+    training, _ = train(jitted, start, train_on, keys[1], epochs, "pretraining")
+    model = training.ema.average
     print(f"digits 0 to 4: test accuracy of the average {accuracy(model, *test):.1%}\n")
     return model
 
@@ -202,18 +207,18 @@ def finetuned(
 ) -> list[Outcome]:
     """All stages, one after the other."""
     train_on, test = data
-    state: Any = OPTIMISER.init(model)
+    training = begin(model)
     outcomes: list[Outcome] = []
     for stage, each in zip(STAGES, jax.random.split(key, len(STAGES)), strict=True):
         # Before the first stage nothing has been learned about any leaf, so nothing needs to be held.
-        state = optim.set_trainable(OPTIMISER, state, model, stage.trainable, reset=not outcomes)
+        state = optim.set_trainable(OPTIMISER, training.state, training.model, stage.trainable, reset=not outcomes)
         for layer, rate in RATES.items():
             state = optim.adjust(state, layer, learning_rate=stage.factor * rate)
-        before, known = (model, state), len(traced)
-        model, state, steps = train(jitted, model, state, train_on, each, epochs, stage.title)
-        mean = average(model, state)
-        scores = float(accuracy(model, *test)), float(accuracy(mean, *test))
-        outcomes.append(Outcome(stage, before, (model, state), mean, steps, scores, len(traced) - known))
+        before, known = training._replace(state=state), len(traced)
+        training, steps = train(jitted, before, train_on, each, epochs, stage.title)
+        scores = float(accuracy(training.model, *test)), float(accuracy(training.ema.average, *test))
+        outcomes.append(Outcome(stage, before, training, steps, scores, len(traced) - known))
+    print(f"\nafter all stages:\n\n{optim.report(OPTIMISER, training.model, training.state)}")
     return outcomes
 
 
@@ -256,7 +261,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         ("stage", "changed", "leaves", "elements", "steps", "clipped", "traces", "test: model", "average")
     ]
     for number, outcome in enumerate(outcomes, 1):
-        leaves, paths = leaves_of(outcome.before[0]), changed(outcome)
+        leaves, paths = leaves_of(outcome.before.model), changed(outcome)
         layers = layers_of(paths)
         rows.append((
             f"{number} {outcome.stage.title}",
@@ -314,7 +319,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def facts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
     """What frozen, held and thawed mean, looked up in models and states before and after the stages."""
     first, second, last = outcomes[0], outcomes[1], outcomes[-1]
-    trained = [set(optim.layout(outcome.after[1]).paths) for outcome in outcomes]
+    trained = [set(outcome.after.state.layout.paths) for outcome in outcomes]
     differ = [changed(outcome) for outcome in outcomes]
     steps = [(len(outcome.steps.loss), paths) for outcome, paths in zip(outcomes, trained, strict=True)]
     own = {layer: sum(count for count, paths in steps if layer in layers_of(paths)) for layer in LAYERS}
@@ -323,12 +328,13 @@ def facts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
         "what a stage freezes is bit for bit the same after it": all(map(set.issubset, differ, trained)),
         "what a stage trains is another after it": all(map(set.issuperset, differ, trained)),
         "the statistics are bit for bit the same after all stages, in model and average": all(
-            same_bits(first.before[0].normalise, model.normalise) for model in (last.after[0], last.average)
+            same_bits(first.before.model.normalise, model.normalise)
+            for model in (last.after.model, last.after.ema.average)
         ),
         "while the head rests, its moments and its count are held bit for bit": same_bits(
-            first.after[1][1].runs, second.after[1][1].held
+            first.after.state.runs, second.after.state.held
         ),
-        "thawed, it goes on: each layer has counted the steps in which it was trained": counts(last.after[1]) == own,
+        "thawed, it goes on: each layer has counted the steps in which it was trained": counts(last.after.state) == own,
         "the steps that were clipped are those with a norm above the limit": all(
             np.array_equal(is_clipped(outcome), np.asarray(outcome.steps.norm) > LIMIT) for outcome in outcomes
         ),
@@ -347,25 +353,25 @@ def scored(outcomes: Sequence[Outcome]) -> dict[str, bool]:
     }
 
 
-def counts(state: Any) -> dict[str, int]:
-    """The steps of each layer; leaves that were frozen meanwhile have a state with a count of their own."""
+def counts(state: optim.TrainableState) -> dict[str, int]:
+    """The steps of each layer, as its rule counts them; leaves with another past are in a state of their own."""
     return {
-        layer: int(part.count)
-        for groups in (*state[1].runs, *state[1].held)
-        for layer, paths, part in zip(groups.names.names, groups.names.paths, groups.states, strict=True)
-        if paths
+        group.name: int(groups.inner_states[group.name].inner_state.count)
+        for _, groups in (*state.runs, *state.held)
+        for group in groups.groups
+        if group.paths
     }
 
 
 def is_clipped(outcome: Outcome) -> np.ndarray:
     """Of each step, whether its gradient was clipped."""
-    before = outcome.before[1][0].clipped
+    before = optim.clip_state(outcome.before.state).clipped
     return np.diff(np.asarray(outcome.steps.clipped), prepend=np.asarray(before)) > 0
 
 
 def changed(outcome: Outcome) -> set[str]:
     """The paths of the leaves with other bits after a stage."""
-    before, after = leaves_of(outcome.before[0]), leaves_of(outcome.after[0])
+    before, after = leaves_of(outcome.before.model), leaves_of(outcome.after.model)
     return {path for path, leaf in before.items() if not same_bits(leaf, after[path])}
 
 

@@ -97,8 +97,8 @@ def train(rates: Callable[[Net, Array], Array], net: Net, data: Data, key: Array
             net = tp.combine(params, rest)
             batch = jax.random.randint(key, (BATCH,), 0, len(data.states))
             value, grads = tp.value_and_grad(loss, layout)(net, data.states[batch], data.rates[batch])
-            updates, state = tx.update(grads, state, net)
-            return (tp.partition(optim.apply_updates(net, updates, layout), layout)[0], state), value
+            net, state = optim.step(tx, grads, state, net)
+            return (tp.partition(net, layout)[0], state), value
 
         start = params, tx.init(tp.combine(params, rest))
         (params, _), losses = jax.lax.scan(step, start, jax.random.split(key, STEPS))

@@ -135,9 +135,8 @@ def train(start: Network, case: Case) -> Outcome:
 
     def step(carry: Any, _: None) -> Any:
         net, state = carry
-        value, grads = tp.value_and_grad(loss)(net, case.train)
-        updates, state = tx.update(grads, state, net)
-        return (optim.apply_updates(net, updates), state), value
+        value, grads = tp.value_and_grad(loss, state.layout)(net, case.train)
+        return optim.step(tx, grads, state, net), value
 
     (net, _), losses = jax.lax.scan(step, (start, tx.init(start)), None, STEPS)
     correct = jnp.argmax(jax.vmap(net)(case.test.measured), axis=1) == case.test.benign

@@ -117,8 +117,7 @@ def with_optax(tx: Any, start: Classifier, data: Data, most: int) -> Found:
 
         def step(carry: Any) -> Any:
             model, state, (value, grads), iterations, evaluations = carry
-            updates, state = tx.update(grads, state, model, value=value, grad=grads, value_fn=loss, data=data)
-            model = optim.apply_updates(model, updates)
+            model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss, data=data)
             # The search has computed loss and gradient where it ended, and keeps them in the form it was given: a tree
             # or a vector. They are computed once more here, which is the same for both.
             evaluations += optax.tree_utils.tree_get(state, "num_linesearch_steps") + 1

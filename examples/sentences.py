@@ -316,7 +316,7 @@ def tune(model: Encoder, layout: tp.Layout, texts: Texts, steps: int, seed: int)
     order = np.random.default_rng(seed).permutation(len(texts.codes.ids))
     for chosen in np.resize(order, (steps, BATCH)):  # from its start again where it ends
         updates, state, value = step(model, state, take(texts, chosen))
-        model = optim.apply_updates(model, updates, layout)
+        model = optim.apply_updates(model, updates)
         losses.append(float(value))
         ends.append(time.perf_counter())
     return model, losses, float(np.mean(np.diff(ends)))

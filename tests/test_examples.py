@@ -165,7 +165,7 @@ BLOCK = {f"blocks.2.{part}.{name}" for part in ("norm", "convolution") for name 
 
 
 def test_stages_train_what_they_say_and_nothing_else(finetuned):
-    models = [finetuned[0][0].before[0], *(outcome.after[0] for outcome in finetuned[0])]
+    models = [finetuned[0][0].before.model, *(outcome.after.model for outcome in finetuned[0])]
     leaves = [arrays_by_path(model) for model in models]
     changed = [
         {path for path in before if np.asarray(before[path]).tobytes() != np.asarray(after[path]).tobytes()}
@@ -173,32 +173,36 @@ def test_stages_train_what_they_say_and_nothing_else(finetuned):
     ]
     rest = set(leaves[0]) - {"normalise.mean", "normalise.scale"}
     assert changed == [HEAD, BLOCK, rest, rest]
-    chex.assert_trees_all_equal(finetuned[0][-1].average.normalise, models[0].normalise)
+    chex.assert_trees_all_equal(finetuned[0][-1].after.ema.average.normalise, models[0].normalise)
 
 
 def test_stages_are_one_run_after_another_with_the_rates_of_their_layers(finetuned, finetune):
     for before, after in itertools.pairwise(finetuned[0]):
-        chex.assert_trees_all_equal(after.before[0], before.after[0])
-        chex.assert_trees_all_equal(after.before[1][2], before.after[1][2])  # the average goes on
+        chex.assert_trees_all_equal(after.before.model, before.after.model)
+        chex.assert_trees_all_equal(after.before.ema, before.after.ema)  # the average goes on
     for outcome in finetuned[0]:
-        state = outcome.after[1][1]
-        for groups in (*state.runs, *state.held):
-            rates = [float(part.hyperparams["learning_rate"]) for part in groups.states]
+        for groups in groups_of(outcome.after.state):
+            states = [groups.inner_states[layer].inner_state for layer in finetune.LAYERS]
+            rates = [float(each.hyperparams["learning_rate"]) for each in states]
             np.testing.assert_allclose(rates, [outcome.stage.factor * 4e-3 * 0.6**i for i in range(5)], rtol=1e-6)
     assert list(finetune.RATES) == ["head", "blocks.2", "blocks.1", "blocks.0", "stem"]
 
 
+def groups_of(state):
+    return [groups for _, groups in (*state.runs, *state.held)]
+
+
 def test_the_head_is_held_while_it_rests_and_then_goes_on(finetuned):
-    first, second, third, last = (outcome.after[1][1] for outcome in finetuned[0])
+    first, second, third, last = (outcome.after.state for outcome in finetuned[0])
     assert [len(state.held) for state in (first, second, third, last)] == [0, 1, 0, 0]
     chex.assert_trees_all_equal(second.held, first.runs)
     steps = [len(outcome.steps.loss) for outcome in finetuned[0]]
     assert steps == 4 * [6 * (448 // 32)]
     adam = {  # the count of Adam itself, of each leaf that it trains
-        path: int(part.inner_state[0].count)
-        for groups in last.runs
-        for part in groups.states
-        for path in arrays_by_path(part.inner_state[0].mu)
+        path: int(part.inner_state.inner_state[0].count)
+        for groups in groups_of(last)
+        for part in groups.inner_states.values()
+        for path in arrays_by_path(part.inner_state.inner_state[0].mu)
     }
     assert adam == {path: (3 if path in HEAD | BLOCK else 2) * steps[0] for path in last.layout.paths}
 
@@ -207,6 +211,9 @@ def test_it_prints_the_plan_the_stages_and_what_was_checked(finetuned):
     printed = finetuned[1]
     assert "normalise.mean               8,8      float32  frozen" in printed
     assert "blocks.2.norm.weight         8        float32  blocks.2" in printed
+    assert "normalise.mean               8,8      float32  frozen" in printed.split("after all stages")[1]
+    assert "blocks.0.norm.weight         8        float32  blocks.0  2          168" in printed
+    assert "head.bias                    5        float32  head      1          252" in printed
     lines = {line[0]: line for line in printed.splitlines() if line[:2] in ("1 ", "2 ", "3 ", "4 ")}
     assert "  head         2 of 18       165     84 " in lines["1"]
     assert "  blocks.2     4 of 18       600     84       0%       1  " in lines["2"]
@@ -235,10 +242,10 @@ def test_the_checks_of_stages_can_fail(finetuned, finetune):
     other = lambda tree: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree)
     steps = last.steps._replace(norm=jnp.full_like(last.steps.norm, 2.0))
     bad = [
-        first._replace(after=(first.before[0], first.after[1]), scores=(1.0, 1.0)),  # trained nothing
+        first._replace(after=first.after._replace(model=first.before.model), scores=(1.0, 1.0)),  # trained nothing
         second._replace(after=other(second.after)),  # trained everything
         third._replace(traces=0),
-        last._replace(after=other(last.after), average=other(last.average), steps=steps, scores=(0.9, 0.9)),
+        last._replace(after=other(last.after), steps=steps, scores=(0.9, 0.9)),
     ]
     checks = {**finetune.facts(bad), **finetune.scored(bad)}
     assert len(checks) == 9

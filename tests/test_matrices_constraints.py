@@ -341,7 +341,7 @@ def test_frozen_they_stay_bit_for_bit(standard_promotion: None):
     layout = tp.layout(start, freeze=["simplex", '**."unit norm"'])
     tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1), layout)
     updates, _ = jax.jit(lambda model: tx.update(tp.grad(loss, layout)(model), tx.init(model), model))(start)
-    model = optim.apply_updates(start, updates, layout)
+    model = optim.apply_updates(start, updates)
     assert [name for name in model if model[name].raw is start[name].raw] == ["simplex", "unit norm"]
     assert all_hold(model)
 
@@ -352,8 +352,7 @@ def test_training_goes_down(standard_promotion: None):
     def step(carry: Any, _: None) -> Any:
         model, state = carry
         value, grads = tp.value_and_grad(loss)(model)
-        updates, state = tx.update(grads, state, model)
-        return (optim.apply_updates(model, updates), state), value
+        return optim.step(tx, grads, state, model), value
 
     model = every()
     (model, _), values = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 50))((model, tx.init(model)))
@@ -479,8 +478,7 @@ def test_what_is_frozen_moves_there_and_not_here(standard_promotion: None):
 
     tx = optim.trainable(rule)
     ours = lambda model: jnp.sum(matrices.materialise(model)["frozen"] * model["trained"])
-    updates, _ = tx.update(tp.grad(ours)(model), tx.init(model), model)
-    moved = optim.apply_updates(model, updates)
+    moved, _ = optim.step(tx, tp.grad(ours)(model), tx.init(model), model)
     assert moved["frozen"].tree is model["frozen"].tree
     assert np.all(moved["trained"] != 1)
 
@@ -615,8 +613,7 @@ def test_the_covariance_of_data_by_maximum_likelihood(standard_promotion: None):
 
     def step(carry: Any, _: None) -> Any:
         model, state = carry
-        updates, state = tx.update(tp.grad(loss, layout)(model), state, model)
-        return (optim.apply_updates(model, updates, layout), state), None
+        return optim.step(tx, tp.grad(loss, layout)(model), state, model), None
 
     (model, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 300))((model, tx.init(model)))
     assert_close(model["covariance"].to_dense(), data.T @ data / len(data), 2e-3)

@@ -84,8 +84,7 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(3):
             params, rest = tp.partition(tuned, layout)
-            updates, state = tx.update(gradient(rest, params), state, tuned)
-            tuned = optim.apply_updates(tuned, updates)
+            tuned, state = optim.step(tx, gradient(rest, params), state, tuned)
     assert all(layer.weight.base is old.weight for layer, old in zip(tuned.layers, model.layers, strict=True))
     assert all(layer.bias is old.bias for layer, old in zip(tuned.layers, model.layers, strict=True))
     moved = [bool(jnp.any(a != b)) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]

@@ -88,8 +88,7 @@ def descend(loss: Any, model: Any, steps: int, rate: float) -> tuple[Any, jax.Ar
     def step(carry: Any, _: None) -> tuple[Any, None]:
         model, state = carry
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = tx.update(tp.grad(loss)(model), state, model)
-        return (optim.apply_updates(model, updates), state), None
+            return optim.step(tx, tp.grad(loss)(model), state, model), None
 
     model = jax.lax.scan(step, (model, tx.init(model)), None, steps)[0][0]
     return model, loss(model)
@@ -162,8 +161,7 @@ def test_the_inverse_is_tied_to_the_original():
     x = normal(12, 4)
     loss = lambda model, x: jnp.sum((model["there"] @ x - 1) ** 2) + jnp.sum((model["back"] @ x) ** 2)
     tx = optim.trainable(optax.sgd(1e-2), layout)
-    updates, _ = tx.update(tp.grad(loss, layout)(model, x), tx.init(model), model)
-    after = optim.apply_updates(model, updates, layout)
+    after, _ = optim.step(tx, tp.grad(loss, layout)(model, x), tx.init(model), model)
     assert not np.allclose(after["there"] @ x, svd @ x, atol=1e-3)
     np.testing.assert_allclose(after["back"] @ (after["there"] @ x), x, atol=1e-4)
 

@@ -417,7 +417,7 @@ def test_errors():
     with pytest.raises(ValueError, match="made by another transformation than this one"):
         optim.set_trainable(tx, optim.trainable(optax.sgd(0.1, momentum=0.9)).init(model), model, "a")
     for flag in (True, False):
-        with pytest.raises(TypeError, match=f"trainable={flag} says of no leaf whether it trains"):
+        with pytest.raises(TypeError, match=f"trainable={flag} names no leaves; write None"):
             optim.set_trainable(tx, state, model, flag)
     with pytest.raises(ValueError, match="the model does not fit the layout"):
         optim.set_trainable(tx, state, {"a": jnp.ones(3)}, "a")

@@ -45,8 +45,7 @@ def test_a_step_keeps_the_alias_the_transpose():
     layout = tp.layout(model(), ties=TIES)
     tx = optim.trainable(optax.sgd(0.1), layout)
     for gradient in (tp.grad(loss, layout)(model()), jax.grad(loss)(model())):
-        updates, _ = tx.update(gradient, tx.init(model()), model())
-        after = optim.apply_updates(model(), updates, layout)
+        after, _ = optim.step(tx, gradient, tx.init(model()), model())
         np.testing.assert_allclose(after["W"], AFTER, rtol=1e-4)
         np.testing.assert_array_equal(after["t"], after["W"].T)
 
@@ -57,10 +56,8 @@ def test_clipping_acts_on_the_sum():
     norm = np.sqrt(np.sum(np.square(gradient["W"])) + np.sum(np.square(gradient["v"])))
     np.testing.assert_allclose(tp.global_norm(gradient), norm, rtol=1e-6)
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)), layout)
-    updates, _ = tx.update(jax.grad(loss)(model()), tx.init(model()), model())
-    np.testing.assert_allclose(
-        optim.apply_updates(model(), updates, layout)["W"], model()["W"] - gradient["W"] / norm, rtol=1e-5
-    )
+    after, _ = optim.step(tx, jax.grad(loss)(model()), tx.init(model()), model())
+    np.testing.assert_allclose(after["W"], model()["W"] - gradient["W"] / norm, rtol=1e-5)
 
 
 def test_an_average_keeps_the_alias_the_transpose():
@@ -137,9 +134,8 @@ def test_a_language_model_with_a_tied_head():
             params, state = carry
             model = tp.combine(params, rest)
             value, gradient = tp.value_and_grad(surprise, layout)(model, letters)
-            updates, state = tx.update(gradient, state, model)
-            params, _ = tp.partition(optim.apply_updates(model, updates, layout), layout)
-            return (params, state), value
+            model, state = optim.step(tx, gradient, state, model)
+            return (tp.partition(model, layout)[0], state), value
 
         return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), None, 150)
 

@@ -261,26 +261,35 @@ def derivatives() -> None:
 def steps() -> None:
     model, x = tp.tie(make()), jnp.ones(3)
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-2)), "!scale")
+    assert_type(tx, optim.ModelTransformation)
     state = tx.init(model)
+    assert_type(state, optim.TrainableState)
     assert_type(state.layout, tp.Layout)
     grads = tp.grad(loss, state.layout)(model, x)
     updates, state = tx.update(grads, state, model)
-    assert_type(optim.apply_updates(model, updates), Codec)
-    assert_type(optim.apply_updates(model, updates, state.layout), Codec)
+    assert_type(state, optim.TrainableState)
+    assert_type(optim.clip_state(state), optim.ClipState)
+    model = optim.apply_updates(model, updates)
+    assert_type(model, Codec)
+    model, state = optim.step(tx, grads, state, model, value=0.0)
+    assert_type(model, Codec)
+    assert_type(state, optim.TrainableState)
     state = optim.set_trainable(tx, state, model, state.layout.freeze("encoder"))
     assert_type(state, optim.TrainableState)
     model, three = step(state, model)
     assert_type(model, Codec)
     assert_type(three, int)
-    wheres = {"encoder": optax.inject_hyperparams(optax.sgd)(0.1), "**": optax.sgd(0.1)}
-    tx = optim.groups(wheres)
-    assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
-    optim.accumulate(optim.flat(optax.adam(1e-2)), every=2).init(model)
+    tx = optim.trainable(optim.groups({"encoder": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.sgd(0.1)))
+    state = optim.adjust(tx.init(model), "encoder", learning_rate=0.2)
+    assert_type(state, optim.TrainableState)
     assert_type(optim.report(tx, model), optim.Report)
-    tx = optim.trainable(optax.chain(optax.sgd(0.1), optim.ema(0.9)))
-    assert_type(optim.as_ema(tx.init(model), model, 0.9), tp.Ema[Codec])
+    assert_type(optim.report(tx, model, state), optim.Report)
+    tx = optim.flat(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
+    assert_type(optim.step(tx, grads, tx.init(model), model)[0], Codec)
     if TYPE_CHECKING:
         optim.apply_updates(updates=updates)  # type: ignore
+        optim.apply_updates(model, updates, state.layout)  # type: ignore
+        optim.clip_by_global_norm(1.0, "encoder")  # type: ignore
 
 
 PARTS = (declarations, layouts, models, averages, forms, functions, derivatives, steps)

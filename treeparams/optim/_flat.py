@@ -75,66 +75,59 @@ _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passe
 
 
 def _try(tx: Any, extra: dict[str, Any]) -> None:
+    try:
+        worst = _differences(tx, extra)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise ValueError(
+            "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
+            f"there ({reason}). Use optim.trainable; if it needs further arguments, give examples of them (trial={{...}})"
+        ) from error
+    if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
+        raise ValueError(
+            "the transformation looks at the shapes of leaves: of three leaves, apart and joined to one vector, its "
+            f"updates differ by {', '.join(f'{each:.0e}' for each in worst)} of the largest; use optim.trainable"
+        )
+
+
+def _differences(tx: Any, extra: dict[str, Any]) -> list[float]:
+    """The largest difference of each leaf at any scale and step, relative to its largest update there."""
     ends = np.cumsum([math.prod(shape) for shape in _SHAPES])
-    draws = np.random.default_rng(0).normal(size=(3, ends[-1])).astype(np.float32)
-    factors = np.repeat(np.array(_FACTORS, np.float32), np.diff(ends, prepend=0)) * draws[2] ** 2
+    start, centre, curves = np.random.default_rng(0).normal(size=(3, ends[-1])).astype(np.float32)
+    curves = np.repeat(np.array(_FACTORS, np.float32), np.diff(ends, prepend=0)) * curves**2
     divide = lambda vector: [x.reshape(s) for x, s in zip(jnp.split(vector, ends[:-1]), _SHAPES, strict=True)]
     join = lambda tree: jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
     def step(carry: Any, scale: Any) -> Any:
         params, state = carry
-        loss = lambda params, *_, **__: scale * jnp.sum(factors * (join(params) - draws[1]) ** 2)
-        slope = 2 * scale * factors * (join(params) - draws[1])
+        loss = lambda params, *_, **__: scale * jnp.sum(curves * (join(params) - centre) ** 2)
+        slope = 2 * scale * curves * (join(params) - centre)
         grad = divide(slope) if isinstance(params, list) else slope
         known = {"value": loss(params), "grad": grad, "value_fn": loss}
         updates, after = tx.update(grad, state, params, **known | extra)
         return join(updates), (jax.tree.map(jnp.add, params, updates), steady(after, state))
 
-    try:
-        leaves = jax.eval_shape(tx.init, jax.eval_shape(divide, draws[0]))
-        is_mask = lambda node: isinstance(node, optax.MaskedState)
-        masks = any(map(is_mask, jax.tree.leaves(leaves, is_leaf=is_mask)))
-        start = lambda: [(params, settled(tx.init(params))) for params in (jnp.asarray(draws[0]), divide(draws[0]))]
-        go = lambda carries, scale: [step(carry, scale) for carry in carries]
-        begin, both = (jax.jit(f, compiler_options=_QUICK) for f in (start, go))
-        traced = jax.make_jaxpr(start)(), jax.make_jaxpr(go)(jax.eval_shape(start), np.float32(1))
-        if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
-            return  # there are no values to compare
-        is_traced = isinstance(jnp.zeros(()), Tracer)  # `init` is called within jit
-        with jax.ensure_compile_time_eval() if is_traced else contextlib.nullcontext():
-            worst = _worst(begin, both, ends[:-1])
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise ValueError(
-            "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
-            f"there ({reason}). Use optim.trainable; if it needs further extra arguments, give flat examples of them "
-            "(trial={...})"
-        ) from error
-    if masks:
-        raise ValueError(
-            "the transformation has a mask of leaves, as optax.masked and optim.groups have; use optim.trainable"
-        )
-    for shape, difference in zip(_SHAPES, worst, strict=True):
-        if not difference <= _TOLERANCE:
-            raise ValueError(
-                "the transformation looks at the shapes of leaves: on three small leaves, apart and joined to one "
-                f"vector, its updates differ (of the leaf of shape {shape}, by {difference:.1e} of the largest). Use "
-                "optim.trainable for it"
-            )
-
-
-def _worst(begin: Any, both: Any, ends: Any) -> np.ndarray:
-    """The largest difference of each leaf at any scale and step, relative to its largest update there."""
-    worst = np.zeros(len(_SHAPES))
-    for scale in map(np.float32, _SCALES):
-        carries, found = begin(), 0
-        for _ in range(_CALLS):
-            (one, first), (other, second) = both(carries, scale)
-            carries, pair = [first, second], [np.split(np.asarray(each), ends) for each in (one, other)]
-            for i, (a, b) in enumerate(zip(*pair, strict=True)):
-                gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-                worst[i] = np.maximum(worst[i], np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30))
-            found += bool(np.any(one))
-            if found == _UPDATES:
-                break
+    is_mask = lambda node: isinstance(node, optax.MaskedState)
+    begin = lambda: [(params, settled(tx.init(params))) for params in (jnp.asarray(start), divide(start))]
+    both = lambda carries, scale: [step(carry, scale) for carry in carries]
+    shapes = jax.eval_shape(begin)
+    if any(map(is_mask, jax.tree.leaves(shapes, is_leaf=is_mask))):
+        raise ValueError("it has a mask of leaves, as optax.masked and optim.groups have")
+    traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(shapes, np.float32(1))
+    if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
+        return [0.0]  # there are no values to compare
+    begin, both = (jax.jit(f, compiler_options=_QUICK) for f in (begin, both))
+    worst = [0.0] * len(_SHAPES)
+    is_traced = isinstance(jnp.zeros(()), Tracer)  # `init` is called within jit
+    with jax.ensure_compile_time_eval() if is_traced else contextlib.nullcontext():
+        for scale in map(np.float32, _SCALES):
+            carries, calls, moved = begin(), 0, 0
+            while calls < _CALLS and moved < _UPDATES:
+                (one, *first), (other, *second) = both(carries, scale)
+                carries = [*first, *second]
+                pairs = zip(*(np.split(np.asarray(each), ends[:-1]) for each in (one, other)), strict=True)
+                for i, (a, b) in enumerate(pairs):
+                    gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+                    worst[i] = float(np.maximum(worst[i], np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30)))
+                calls, moved = calls + 1, moved + bool(np.any(one))
     return worst
