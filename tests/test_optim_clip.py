@@ -168,6 +168,12 @@ def test_the_state_of_several_histories_and_of_none():
     _, state = jax.jit(tx.update)(model, state, model)
     clip = optim.clip_state(state)
     assert (float(clip.norm), int(clip.clipped)) == (pytest.approx(np.sqrt(2)), 2)
+    state = optim.set_trainable(tx, tx.init(model), model, "a")
+    for choice, steps in (("a", 3), ("b", 1), (None, 1)):
+        state = optim.set_trainable(tx, state, model, choice)
+        for _ in range(steps):
+            _, state = tx.update(model, state, model)
+    assert int(optim.clip_state(state).clipped) == 4
     with pytest.raises(ValueError, match=r"there is no optim.clip_by_global_norm in this state"):
         optim.clip_state(optax.adam(0.1).init(model))
 

@@ -340,9 +340,7 @@ def test_init_within_jit():
 
 
 def test_groups_do_not_go_into_a_vector():
-    with pytest.raises(
-        ValueError, match=r"has a mask of leaves, as optax.masked and optim.groups have"
-    ):
+    with pytest.raises(ValueError, match=r"has a mask of leaves, as optax.masked and optim.groups have"):
         optim.flat(optim.groups({"**": optax.sgd(0.1)})).init(_model())
 
 

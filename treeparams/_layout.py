@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from ._index import Index, Slot, common_dtype
 from ._paths import nearest
+from ._static_keys import contents
 from ._text import first_few, in_columns
 from ._ties import settle
 from ._where import Said, Where, change, select
@@ -241,6 +242,7 @@ Trainable = Where | PyTree | Layout | None
 """The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
+contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
 def _again(*parts: Any) -> Layout:

@@ -19,7 +19,7 @@ from ._layout import Layout, Trainable
 from ._match import read_slots
 from ._recognise import keep_apart, note_ties, structure_of
 from ._resolve import look_up
-from ._static_keys import Values, identical
+from ._static_keys import Values, contents, identical
 from ._structure import flatten, same_treedef
 from ._text import describe
 
@@ -50,6 +50,9 @@ class _Static:
 
     def __reduce__(self) -> Any:
         return _static, (self.layout, self.index.structure, self.values.values)
+
+
+contents[_Static] = lambda static: [static.layout, *static.values.values]
 
 
 def _static(layout: Layout, structure: Any, values: tuple[Any, ...]) -> _Static:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._declare import registry
-from ._static_keys import SIMPLE, found_at, is_settled, static_key
+from ._static_keys import SIMPLE, contents, found_at, is_settled, static_key
 from ._structure import Structure, flatten, getter, same_treedef, scan
 from ._text import first_few
 
@@ -314,6 +314,8 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
             held += [cell.cell_contents for cell in static.__closure__ or ()]
         except ValueError:  # an empty cell, of a name that is not bound yet
             return False
+    elif kind in contents:
+        held = list(contents[kind](static))
     elif isinstance(static, (tuple, list, set, frozenset)):
         held = list(static)
     elif isinstance(static, dict):

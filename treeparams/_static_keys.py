@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import equinox as eqx
@@ -29,6 +29,11 @@ _ATOMS = (
 
 SIMPLE = frozenset({str, bytes, int, bool, type(None)})
 """Types, of just these and no others, whose values are their own keys together with the type."""
+
+
+contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
+"""Classes of this library whose objects change only where the static values in them do, and what gives these. Objects
+that are equal have equal static values, and nothing else in which a program could tell them apart."""
 
 
 def static_key(value: Any, *, strict: bool = False) -> Any:
@@ -58,6 +63,8 @@ def is_settled(value: Any) -> bool:
     kind = type(value)
     if kind in (tuple, frozenset):
         return all(map(is_settled, value))
+    if kind in contents:
+        return all(map(is_settled, contents[kind](value)))
     return kind in SIMPLE or isinstance(value, (*_ATOMS, np.generic)) or kind in (float, complex) or _is_of_jax(kind)
 
 
@@ -101,6 +108,8 @@ class StaticKeys:
             return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
+        if kind in contents and is_settled(value):
+            return kind, value
         if isinstance(value, _ATOMS) or _is_of_jax(kind):
             return (kind, value) if not isinstance(value, jax.Array) else _Identity(value, None)
         if isinstance(value, np.ndarray):

@@ -106,6 +106,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
         run = _with_rates(rule, rule.fresh(own), histories, model)
         number = 1 + max((history.origin for history in histories), default=-1)
         running.append(History(own.layout, run, jnp.zeros((), jnp.int32), number))
+    running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     both = running + held
     at = [[index_of(history.layout).positions for history in side] for side in (running, held)]
     roles = Roles(parts.layout, tuple(at[0]), tuple(at[1]), tuple(history.origin for history in both))

@@ -106,8 +106,8 @@ def clip_state(state: PyTree) -> ClipState:
         state: of a transformation with `optim.clip_by_global_norm` in it.
 
     Returns:
-        The norm in the last call, and how often it clipped. Of several histories (`optim.set_trainable`) the first, of
-        several clips, as in groups, too.
+        The norm in the last call, and how often it clipped. Of several histories (`optim.set_trainable`) that of the
+        oldest, in the last call that had gradients for it; of several clips, as in groups, the first.
 
     Raises:
         ValueError: there is no clip in it.

@@ -16,6 +16,7 @@ import optax
 from jaxtyping import PyTree
 
 from .._layout import Layout
+from .._static_keys import contents
 from .._text import describe
 
 ONE = (
@@ -35,6 +36,9 @@ class Roles:
     running: tuple[Positions, ...]  # the parameters of each history that trains
     held: tuple[Positions, ...]  # of each that waits
     origins: tuple[int, ...]  # of all: the number of the history that it is a part of
+
+
+contents[Roles] = lambda roles: [roles.layout]
 
 
 @dataclasses.dataclass(frozen=True)
