@@ -20,7 +20,7 @@ from .._text import describe
 from .._where import Where
 from ._groups import group_name, groups_in
 from ._shown import History, check_no_memory
-from ._state import Roles, TrainableState, entry, hyperparams_in, in_own_buffers, rule_of, states_in
+from ._state import Roles, TrainableState, entry, hyperparams_in, in_own_buffers, nodes_of, rule_of
 
 S = TypeVar("S")
 
@@ -73,7 +73,7 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     rule = rule_of(tx)
     if isinstance(trainable, bool):
         raise TypeError(f"trainable={trainable} names no leaves; write None for what the classes declare, or '**'")
-    if len(states_in(state)) != 1:
+    if len(nodes_of(TrainableState, state)) != 1:
         raise ValueError(
             f"the state was made by another transformation: expected TrainableState, got {describe(state)}"
         )

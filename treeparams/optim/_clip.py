@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._index import widened
 from .._norm import global_norm
 from .._structure import is_array
+from ._state import nodes_of
 
 
 class ClipState(NamedTuple):
@@ -112,11 +113,10 @@ def clip_state(state: PyTree) -> ClipState:
     Raises:
         ValueError: there is no clip in it.
     """
-    is_clip = lambda node: isinstance(node, ClipState)
-    found = next((node for node in jax.tree.leaves(state, is_leaf=is_clip) if is_clip(node)), None)
-    if found is None:
+    found = nodes_of(ClipState, state)
+    if not found:
         raise ValueError("there is no optim.clip_by_global_norm in this state")
-    return found
+    return found[0]
 
 
 def _is_inexact(leaf: Any) -> bool:

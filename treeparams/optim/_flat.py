@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from .._layout import Trainable
 from ._shown import Vector, settled, steady
-from ._state import ModelTransformation, extended
+from ._state import ModelTransformation, extended, nodes_of
 from ._trainable import Rule
 
 
@@ -81,7 +81,7 @@ def _try(tx: Any, extra: dict[str, Any]) -> None:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise ValueError(
             "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
-            f"there ({reason}). Use optim.trainable; if it needs further arguments, give examples of them (trial={{...}})"
+            f"there ({reason}). Use optim.trainable; if it needs more arguments, give examples of them (trial={{...}})"
         ) from error
     if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
         raise ValueError(
@@ -107,11 +107,10 @@ def _differences(tx: Any, extra: dict[str, Any]) -> list[float]:
         updates, after = tx.update(grad, state, params, **known | extra)
         return join(updates), (jax.tree.map(jnp.add, params, updates), steady(after, state))
 
-    is_mask = lambda node: isinstance(node, optax.MaskedState)
     begin = lambda: [(params, settled(tx.init(params))) for params in (jnp.asarray(start), divide(start))]
     both = lambda carries, scale: [step(carry, scale) for carry in carries]
     shapes = jax.eval_shape(begin)
-    if any(map(is_mask, jax.tree.leaves(shapes, is_leaf=is_mask))):
+    if nodes_of(optax.MaskedState, shapes):
         raise ValueError("it has a mask of leaves, as optax.masked and optim.groups have")
     traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(shapes, np.float32(1))
     if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
@@ -15,7 +14,7 @@ from .._parts import take_apart
 from .._recognise import structure_of
 from .._text import describe, in_columns, quoted
 from .._where import name_of, select
-from ._state import TrainableState, extended, rule_of
+from ._state import TrainableState, extended, nodes_of, rule_of
 
 Rule = optax.GradientTransformation | optax.MultiSteps
 
@@ -144,11 +143,9 @@ def check_groups(state: PyTree, index: Index) -> None:
 
 def groups_in(state: PyTree) -> Iterator[Group]:
     """The groups in a state, those within groups too."""
-    is_groups = lambda node: isinstance(node, GroupsState)
-    for node in jax.tree.leaves(state, is_leaf=is_groups):
-        if is_groups(node):
-            yield from node.groups
-            yield from groups_in(node.inner_states)
+    for node in nodes_of(GroupsState, state):
+        yield from node.groups
+        yield from groups_in(node.inner_states)
 
 
 @dataclasses.dataclass(frozen=True)

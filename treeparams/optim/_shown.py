@@ -22,6 +22,7 @@ from .._layout import Layout, index_of, trained_at
 from .._match import per_slot, slot_gradients
 from .._parts import Parts
 from .._structure import is_array
+from ._state import nodes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,8 +151,7 @@ class Vector:
 
 def check_no_memory(histories: Sequence[History]) -> None:
     """Refuses L-BFGS, which couples leaves."""
-    is_memory = lambda node: isinstance(node, optax.ScaleByLBFGSState)
-    if any(map(is_memory, jax.tree.leaves([each.state for each in histories], is_leaf=is_memory))):
+    if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
         raise ValueError(
             "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
             'them gradients, tp.project(model, grads, missing="zeros"), or forget what it and all other state has '

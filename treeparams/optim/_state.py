@@ -6,8 +6,8 @@ history of its own. The usual case is one.
 """
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jaxtyping import PyTree
 from .._layout import Layout
 from .._static_keys import contents
 from .._text import describe
+
+T = TypeVar("T")
 
 ONE = (
     "one transformation over models stands outermost, and all within it is plain Optax: write one optim.trainable, "
@@ -68,12 +70,9 @@ TrainableState.__module__ = "treeparams.optim"
 jtu.register_dataclass(TrainableState, ["runs", "held", "counts"], ["roles"])
 
 
-def states_in(state: PyTree) -> list[TrainableState]:
-    """The states over models in a state."""
-    if isinstance(state, TrainableState):
-        return [state]
-    is_whole = lambda node: isinstance(node, TrainableState)
-    return [node for node in jax.tree.leaves(state, is_leaf=is_whole) if is_whole(node)]
+def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
+    """The nodes of a class in a tree."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
 
 
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -101,22 +100,12 @@ def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
     return jax.tree.map(own, state)
 
 
-class _Init(Protocol):
-    def __call__(self, params: PyTree) -> TrainableState: ...
-
-
-class _Update(Protocol):
-    def __call__(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, TrainableState]: ...
-
-
 class ModelTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation over whole models: what `optim.trainable` and `optim.flat` return."""
 
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
-    init: _Init  # pyright: ignore[reportIncompatibleVariableOverride] - a field of a NamedTuple, narrowed
-    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+    init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride] - a field of a NamedTuple, narrowed
+    update: Callable[..., tuple[PyTree, TrainableState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __new__(cls, init: Any, update: Any) -> "ModelTransformation":
         """For this library's own use; users write `optim.trainable(tx)`."""

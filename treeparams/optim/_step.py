@@ -12,7 +12,7 @@ from .._match import per_slot
 from .._parts import take_apart
 from .._recognise import structure_of
 from .._resolve import look_up
-from ._state import ONE, extended, states_in
+from ._state import ONE, TrainableState, extended, nodes_of
 
 M = TypeVar("M")
 S = TypeVar("S")
@@ -54,7 +54,7 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
     """
     update: Any = extended(tx).update
     updates, after = update(grads, state, model, **extra)
-    states = states_in(after)
+    states = nodes_of(TrainableState, after)
     if len(states) != 1:
         raise ValueError(f"expected one transformation over models in `tx`, got {len(states)}; {ONE}")
     return _moved(model, updates, states[0].layout), after

@@ -28,7 +28,7 @@ from ._state import (
     extended,
     hyperparams_in,
     in_own_buffers,
-    states_in,
+    nodes_of,
 )
 
 
@@ -47,7 +47,7 @@ def trainable(tx: optax.GradientTransformation | optax.MultiSteps, trainable: Tr
 
     **It stands outermost**, once: all within is plain Optax over the canonical tree (model-shaped, `None` at aliases
     and at all that is not trained), so chains, masks, `optax.MultiSteps`, line searches and `optim.groups` work as
-    their own documentation says. Around it may stand what treats trees as trees, such as `optax.inject_hyperparams`. What
+    their own documentation says. Around it may stand what treats trees as trees (`optax.inject_hyperparams`). What
     compares gradients with updates (`optax.apply_if_finite`) or makes zeros of the model (`optax.MultiSteps`) belongs
     within, where nothing is frozen and nothing stands twice.
 
@@ -136,7 +136,7 @@ class Rule:
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """A fresh state of the rule itself."""
         run = self.tx.init(self.form.show(parts, parts.slots))
-        if states_in(run):
+        if nodes_of(TrainableState, run):
             raise ValueError(ONE)
         for name in {type(node).__name__ for node in jtu.tree_leaves(run, is_leaf=_is_other)} & _OTHER.keys():
             raise ValueError(f"{_OTHER[name]}: run it over tp.partition(model)[0] by hand")
