@@ -1,5 +1,6 @@
 """Optax over whole models: the laws of `optim.trainable`, over the zoo and around and within Optax's own wrappers."""
 
+import copy
 import functools
 import pickle
 
@@ -436,7 +437,7 @@ def test_gradients_that_a_rule_hands_on_are_no_updates_of_another():
 def test_a_complex_rate_beside_real_leaves_is_refused():
     model = {"a": jnp.ones(2, jnp.complex64), "b": jnp.ones(2)}
     with pytest.raises(
-        ValueError, match=r"took the dtype of the first leaf, complex64, .*hyperparam_dtype=jnp.float32"
+        ValueError, match=r"the hyperparameters of real ones complex too; .*hyperparam_dtype=jnp.float32"
     ):
         optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1)).init(model)
     tx = optim.trainable(optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)(0.1))
@@ -807,3 +808,46 @@ def test_apply_updates_keeps_what_has_no_update(specimen: Specimen):
     model = specimen.make()
     same = optim.apply_updates(model, tp.project(model, {}, specimen.layout(model)))
     assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(model), strict=True))
+
+
+# -- At the edges ----------------------------------------------------------------------------------------------------
+
+
+def test_updates_may_be_gradients_where_nothing_could_go_wrong():
+    # An outer optimiser over the steps of an inner one; nothing is tied, nothing complex.
+    model, tx = {"w": jnp.ones(2)}, optim.trainable(optax.sgd(0.5))
+    state = tx.init(model)
+    updates, _ = tx.update(model, state, model)
+    again, _ = tx.update(updates, state, model)
+    np.testing.assert_array_equal(again["w"], 0.25)
+    tied = {"a": model["w"], "b": model["w"]}
+    chain = optax.chain(optim.trainable(optax.identity()), tx)
+    with pytest.raises(ValueError, match=r"updates of another transformation over models"):
+        chain.update(tied, chain.init(tied), tied)
+
+
+def test_init_of_a_concrete_model_within_a_trace():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    layout = tp.layout(model, ties={"b": "a"})
+    tx = optim.trainable(optax.adam(0.1), layout)
+    jax.eval_shape(lambda: tx.init(model))
+    parted = model | {"b": jnp.zeros(2)}
+    with pytest.raises(ValueError, match="'b' is tied to 'a', but has another value"):
+        jax.eval_shape(lambda: tx.init(parted))
+
+
+def test_injected_hyperparameters_around():
+    model = mlp()
+    tx = optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)), hyperparam_dtype=jnp.float32)(0.1)
+    after, state = optim.step(tx, tp.grad(fit)(model), tx.init(model), model)
+    plain = optim.trainable(optax.sgd(0.1))
+    assert_same(after, optim.step(plain, tp.grad(fit)(model), plain.init(model), model)[0])
+    assert state.inner_state.layout == tp.layout(model)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_transformations_are_copied(form):
+    tx, model = form(optax.adam(0.1)), {"w": jnp.ones(2)}
+    state = tx.init(model)
+    other = copy.deepcopy(tx)
+    assert_same(other.update(model, state, model)[0], tx.update(model, state, model)[0])

@@ -185,3 +185,20 @@ def test_errors_of_clip(without_type_checks):
         optim.clip_by_global_norm(-1)
     with pytest.raises(ValueError, match="max_norm must be positive, got nan"):
         optim.clip_by_global_norm(float("nan"))
+    for bad in ("1", None):
+        with pytest.raises(TypeError, match="max_norm is a number, got"):
+            optim.clip_by_global_norm(bad)
+
+
+def test_a_limit_that_is_an_array_within_jit():
+    limit = jnp.array(1.0)
+    clip = lambda grads: optim.clip_by_global_norm(limit).update(grads, optim.clip_by_global_norm(limit).init(grads))[0]
+    np.testing.assert_allclose(jax.jit(clip)({"a": jnp.array([3.0, 4.0])})["a"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_narrow_floats_keep_their_dtype():
+    grads = {"a": jnp.array([1.0, 1.0], jnp.float8_e4m3fn)}
+    tx = optim.clip_by_global_norm(0.5)
+    clipped, _ = tx.update(grads, tx.init(grads))
+    assert clipped["a"].dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(clipped["a"].astype(jnp.float32), 0.35, rtol=0.1)

@@ -378,3 +378,53 @@ def test_an_adjusted_state_can_be_donated():
     for _ in range(2):  # the same number for two groups, and again for a later state
         step(model, optim.adjust(tx.init(model), learning_rate=rate), model)
     assert not rate.is_deleted()
+
+
+# -- What a name may and may not mean --------------------------------------------------------------------------------
+
+
+def test_labels_are_those_of_the_parameters_and_not_of_wider_gradients():
+    model = {"w": jnp.ones(2, jnp.bfloat16), "v": jnp.ones(2)}
+    narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
+    tx = groups({narrow: optax.adam(1.0)}, optax.sgd(100.0))
+    updates, _ = tx.update({"w": jnp.ones(2), "v": jnp.ones(2)}, tx.init(model), model)
+    np.testing.assert_allclose(updates["w"].astype(jnp.float32), -1.0, rtol=1e-2)
+    np.testing.assert_array_equal(updates["v"], -100.0)
+
+
+def test_a_parameter_called_hyperparams_is_none():
+    model = {"hyperparams": {"learning_rate": jnp.ones(())}, "w": jnp.ones(2)}
+    tx = optim.trainable(optax.inject_hyperparams(optax.adam)(0.1))
+    _, state = tx.update(model, tx.init(model), model)
+    adjusted = optim.adjust(state, learning_rate=0.5)
+    assert float(adjusted.runs[0].hyperparams["learning_rate"]) == 0.5
+    assert_same(adjusted.runs[0].inner_state, state.runs[0].inner_state)
+    fresh = optim.set_trainable(tx, state, model, reset=True)
+    assert_same(fresh.runs[0].inner_state, tx.init(model).runs[0].inner_state)
+
+
+def test_each_glob_of_a_group_is_checked():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "c": jnp.ones(1)}
+    for where, match in (
+        (("a", "nope"), "'nope' selects nothing"),
+        (("b", "c"), "'b' selects only 'b', which is tied"),
+    ):
+        tx = groups({where: optax.sgd(1.0)}, optax.sgd(1.0))
+        with pytest.raises(ValueError, match=match):
+            tx.init(model)
+        with pytest.raises(ValueError, match=match):
+            optim.report(tx, model)
+
+
+def test_adjust_takes_numbers(without_type_checks):
+    tx = optim.trainable(sgd(0.1))
+    for bad, error, match in (
+        (None, TypeError, "expected a number for learning_rate, got None"),
+        ([0.1], TypeError, "expected a number for learning_rate, got list"),
+        (1j, ValueError, "learning_rate is float32, which does not hold 1j"),
+    ):
+        with pytest.raises(error, match=match):
+            optim.adjust(tx.init({"a": jnp.ones(1)}), learning_rate=bad)
+    with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
+        optim.report(tx, {"a": jnp.ones(1)}, {})

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,11 +16,12 @@ from jaxtyping import PyTree
 from .._layout import Trainable, index_of, trained_at
 from .._parts import take_apart
 from .._resolve import retrained
+from .._structure import is_array
 from .._text import describe
 from .._where import Where
 from ._groups import group_name, groups_in
 from ._shown import History, check_no_memory
-from ._state import Roles, TrainableState, entry, hyperparams_in, in_own_buffers, nodes_of, rule_of
+from ._state import Roles, TrainableState, free_rates, in_own_buffers, map_injected, nodes_of, rates_in, rule_of
 
 S = TypeVar("S")
 
@@ -55,7 +56,8 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
 
     Args:
         tx: the `optim.trainable(...)` or `optim.flat(...)` that made the state.
-        state: its state, or that of a chain or wrapper around `tx`, of which the rest stays as it is.
+        state: its state, or that of a chain or wrapper around `tx`, of which the rest stays as it is; not that of an
+            ensemble (`jax.vmap` of `init`).
         model: the model as it is now.
         trainable: what is trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
             Ties are those that the state knows.
@@ -99,7 +101,7 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
         return dataclasses.replace(fresh, runs=tuple(_with_rates(rule, run, histories, model) for run in fresh.runs))
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
-    known = {position for layout in layouts for position in index_of(layout).positions}
+    known = frozenset(position for layout in layouts for position in index_of(layout).positions)
     running, held = (_parts_of(rule, histories, positions) for positions in (now, known - now))
     if now - known:
         own = take_apart(model, trained_at(parts.layout, list(now - known)))
@@ -124,22 +126,18 @@ def _origins(state: TrainableState) -> list[int]:
     return origins
 
 
-def _parts_of(rule: Any, histories: Sequence[History], positions: Collection[int]) -> list[History]:
+def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
     """The parts of histories at some positions; those of one origin, which took their steps together, as one."""
-    found: dict[int, History] = {}
+    found: dict[int, list[History]] = {}
     for history in histories:
-        inside = [position for position in index_of(history.layout).positions if position in positions]
-        if inside:
-            to = trained_at(history.layout, inside)
-            part = dataclasses.replace(history, layout=to, state=rule.form.regroup([history], to))
-            other = found.setdefault(history.origin, part)
-            if other is not part:
-                to = trained_at(
-                    to, [position for each in (other, part) for position in index_of(each.layout).positions]
-                )
-                joined = rule.form.regroup([other, part], to)
-                found[history.origin] = dataclasses.replace(other, layout=to, state=joined)
-    return list(found.values())
+        if not positions.isdisjoint(index_of(history.layout).positions):
+            found.setdefault(history.origin, []).append(history)
+    result = []
+    for several in found.values():
+        inside = [p for history in several for p in index_of(history.layout).positions if p in positions]
+        to = trained_at(several[0].layout, inside)
+        result.append(dataclasses.replace(several[0], layout=to, state=rule.form.regroup(several, to)))
+    return result
 
 
 # -- Hyperparameters ---------------------------------------------------------------------------------------------------
@@ -147,15 +145,19 @@ def _parts_of(rule: Any, histories: Sequence[History], positions: Collection[int
 
 def _with_rates(rule: Any, fresh: PyTree, histories: Sequence[History], model: PyTree) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
-    known = [(history, hyperparams_in(history.state)) for history in histories]
-    if not any(found for _, found in known):
+    width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
+    history = max(histories, key=lambda history: width(rates_in(history.state)), default=None)
+    if history is None or not width(rates_in(history.state)):
         return fresh
-    widest = lambda pair: max(jnp.dtype(leaf.dtype).itemsize for leaf in pair[1].values())
-    history, found = max(known, key=widest)
-    made = hyperparams_in(rule.fresh(take_apart(model, history.layout)))
-    changed = {path: leaf for path, leaf in found.items() if not np.array_equal(made[path], leaf, equal_nan=True)}
-    take = lambda path, leaf: jnp.array(changed[path], leaf.dtype) if path in changed else leaf
-    return jtu.tree_map_with_path(take, fresh)
+    made, now = (rates_in(state) for state in (rule.fresh(take_apart(model, history.layout)), history.state))
+
+    def restore(_: Any, node: Any) -> Any:
+        before, rates = made.pop(0), now.pop(0)
+        changed = {name for name, rate in rates.items() if not np.array_equal(rate, before[name], equal_nan=True)}
+        new = {name: jnp.array(rates[name], node.hyperparams[name].dtype) for name in changed}
+        return node._replace(hyperparams=node.hyperparams | new)
+
+    return map_injected(restore, fresh)
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
@@ -184,43 +186,44 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
         ValueError: no group of this name; no group has such a hyperparameter, or a schedule sets it; another shape.
     """
     name = None if group is None else group_name(group)
-    leaves, treedef = jtu.tree_flatten_with_path(state)
-    below = lambda path: [entry(key) for before, key in itertools.pairwise(path) if entry(before) == "inner_states"]
-    above = {path: below(path) for path, _ in leaves}
-    groups = {each for names in above.values() for each in names} | {each.name for each in groups_in(state)}
+    groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
+
+    def change(path: Any, node: Any) -> Any:
+        keys = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
+        above = {key for before, key in itertools.pairwise(keys) if before == "inner_states"}
+        groups.update(above)
+        if name is not None and name not in above:
+            return node
+        known.update(node.hyperparams)
+        here = hyperparams.keys() & node.hyperparams.keys()
+        found.update(here)
+        return node._replace(
+            hyperparams=node.hyperparams | {each: _as_before(node, each, hyperparams[each]) for each in here}
+        )
+
+    changed = map_injected(change, state)
     if name is not None and name not in groups:
         raise ValueError(f"no group {name!r} in the state; there are {', '.join(map(repr, sorted(groups))) or 'none'}")
-    free, scheduled = (
-        {path: leaf for path, leaf in hyperparams_in(state, each).items() if name is None or name in above[path]}
-        for each in (False, True)
-    )
-    known = {entry(path[-1]) for path in (*free, *scheduled)}
-    unknown = [each for each in hyperparams if each not in known]
-    if unknown:
+    for each in hyperparams.keys() - found:
         there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there are none"
         where = "the state" if name is None else f"the state of group {name!r}"
         raise ValueError(
-            f"no hyperparameter {unknown[0]!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
+            f"no hyperparameter {each!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
             "adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
         )
-    follows = [each for each in hyperparams if any(entry(path[-1]) == each for path in scheduled)]
-    if follows:
-        raise ValueError(
-            f"{follows[0]!r} follows a schedule, which would set it again in the next step; give a number there"
-        )
-    new = {
-        path: _as_before(entry(path[-1]), old, hyperparams[entry(path[-1])])
-        for path, old in free.items()
-        if entry(path[-1]) in hyperparams
-    }
-    return jtu.tree_unflatten(treedef, [new.get(path, leaf) for path, leaf in leaves])
+    return changed
 
 
-def _as_before(name: str, old: Any, value: Any) -> Any:
-    old = jnp.asarray(old)
+def _as_before(node: Any, name: str, value: Any) -> jax.Array:
+    if name not in free_rates(node):
+        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; give a number there")
+    if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
+        raise TypeError(f"expected a number for {name}, got {describe(value)}")
+    old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
     if jnp.shape(value) != old.shape:
         raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
-    if not jnp.issubdtype(old.dtype, jnp.inexact) and jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+    wider = (jnp.complexfloating, jnp.inexact)
+    if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
         raise ValueError(
             f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
         )

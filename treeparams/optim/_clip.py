@@ -10,9 +10,10 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._index import widened
+from .._index import common_dtype, widened
 from .._norm import global_norm
 from .._structure import is_array
+from .._text import describe
 from ._state import nodes_of
 
 
@@ -69,7 +70,9 @@ def clip_by_global_norm(
     if callable(max_norm):
         injected = "optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
         raise TypeError(f"max_norm is a number; for a schedule write {injected}")
-    if not isinstance(max_norm, Tracer) and not max_norm > 0:
+    if not (isinstance(max_norm, (int, float)) or is_array(max_norm)):
+        raise TypeError(f"max_norm is a number, got {describe(max_norm)}")
+    if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def init(params: PyTree) -> ClipState:
@@ -126,7 +129,7 @@ def _is_inexact(leaf: Any) -> bool:
 def _scaled(leaf: Any, scale: jax.Array) -> Any:
     if not _is_inexact(leaf):
         return leaf
-    wide = jnp.promote_types(leaf.dtype, scale.dtype)
+    wide = common_dtype([leaf.dtype, scale.dtype])
     return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
 
 

@@ -1,7 +1,6 @@
 """flat: Optax over one vector, for rules that are the same on a vector as on the leaves in it: found by trying."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -59,9 +58,15 @@ def flat(
     """
     rule = Rule(tx, Vector(extended(tx)), trainable)
     plain: Any = rule.tx
-    tried = functools.cache(lambda: _try(plain, dict(trial or {})))
-    init: Any = lambda vector: (tried(), plain.init(vector))[1]
-    rule.tx = optax.GradientTransformationExtraArgs(init, plain.update)
+    tried: list[bool] = []
+
+    def init(vector: Any) -> Any:
+        if not tried:
+            _try(plain, dict(trial or {}))
+            tried.append(True)
+        return plain.init(vector)
+
+    rule.tx = plain._replace(init=init)
     return ModelTransformation(rule.init, rule.update)
 
 

@@ -80,14 +80,16 @@ def groups(transformations: Mapping[Any, Rule], default: Rule | None = None) -> 
         raise TypeError(f"expected a dictionary {{where: transformation}}, got {describe(transformations)}")
     called = [*map(group_name, transformations), *(["default"] if default is not None else [])]
     if len(set(called)) < len(called):
-        raise ValueError(f"two groups read alike, so optim.adjust could not tell them apart: {', '.join(called)}")
+        raise ValueError(
+            f"two groups read alike, {', '.join(called)}; name functions by `def`, so that both can be named"
+        )
     wheres = dict(zip(called, transformations, strict=False))
     rules: dict[Any, Any] = dict(zip(wheres, map(extended, transformations.values()), strict=True))
     if default is not None:
         rules["default"] = extended(default)
 
-    def names(tree: PyTree) -> list[str]:
-        structure = structure_of(tree)[2]
+    def init(params: PyTree) -> Any:
+        structure = structure_of(params)[2]
         found: dict[int, str] = {}
         for name, where in wheres.items():
             for leaf in select(structure, where, may_be_empty=True):
@@ -98,26 +100,26 @@ def groups(transformations: Mapping[Any, Rule], default: Rule | None = None) -> 
                 f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(wheres)}; write "
                 "optim.groups({...}, default=...) for all that is left"
             )
-        return [found.get(i, "default") for i in range(len(structure.paths))]
+        members: dict[str, list[str]] = {name: [] for name in rules}
+        for i, path in enumerate(structure.paths):
+            members[found.get(i, "default")].append(path)
+        groups = tuple(Group(name, globs(wheres.get(name)), tuple(own)) for name, own in members.items())
+        return GroupsState(parts(groups).init(params).inner_states, groups)
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        updates, after = parts(state.groups).update(updates, state, params, **extra)  # it reads `inner_states`
+        return updates, GroupsState(after.inner_states, state.groups)
+
+    def parts(groups: tuple[Group, ...]) -> Any:
+        # Labels are a function, since a model of labels may itself be one that can be called, and would be.
+        names = {path: group.name for group in groups for path in group.paths}
+        label = lambda tree: [names[path] for path in structure_of(tree)[2].paths]
+        labels = lambda tree: jtu.tree_unflatten(jtu.tree_structure(tree), label(tree))
+        return optax.partition(rules, labels, mask_compatible_extra_args=True)
 
     def globs(where: Any) -> tuple[str, ...]:
         several = where if isinstance(where, (tuple, frozenset)) else (where,)
         return tuple(each for each in several if isinstance(each, str) and not each.startswith("!"))
-
-    # As a function, since a model of labels may itself be one that can be called, and would be.
-    labels = lambda tree: jtu.tree_unflatten(jtu.tree_structure(tree), names(tree))
-    parts: Any = optax.partition(rules, labels, mask_compatible_extra_args=True)
-
-    def init(params: PyTree) -> Any:
-        paths: dict[str, list[str]] = {name: [] for name in rules}
-        for path, name in zip(structure_of(params)[2].paths, names(params), strict=True):
-            paths[name].append(path)
-        found = [Group(name, globs(wheres.get(name)), tuple(own)) for name, own in paths.items()]
-        return GroupsState(parts.init(params).inner_states, tuple(found))
-
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        updates, after = parts.update(updates, state, params, **extra)  # it reads `inner_states`
-        return updates, GroupsState(after.inner_states, state.groups)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -128,17 +130,16 @@ def group_name(where: Any) -> str:
 
 
 def check_groups(state: PyTree, index: Index) -> None:
-    """Checks that each empty group is one of frozen leaves: the rule itself sees neither these nor aliases."""
+    """Checks the globs of groups in the whole model: the rule itself sees neither frozen leaves nor aliases."""
     paths = index.structure.paths
-    for group in groups_in(state):
-        for glob in () if group.paths else group.globs:
-            selected = select(index.structure, glob)
-            if selected <= index.sources.keys():
-                alias = min(selected)
-                raise ValueError(
-                    f"the group {group.name!r} selects only {paths[alias]!r}, which is tied to "
-                    f"{paths[index.sources[alias]]!r}; a tie goes where its own path goes, so write that one"
-                )
+    for glob in (glob for group in groups_in(state) for glob in group.globs):
+        selected = select(index.structure, glob)
+        if selected <= index.sources.keys():
+            alias = min(selected)
+            raise ValueError(
+                f"{glob!r} selects only {paths[alias]!r}, which is tied to {paths[index.sources[alias]]!r}; a tie goes "
+                "where its own path goes, so write that one"
+            )
 
 
 def groups_in(state: PyTree) -> Iterator[Group]:
@@ -202,13 +203,17 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         ValueError: as `init`.
     """
     rule = rule_of(tx)
+    if state is not None and not isinstance(state, TrainableState):
+        raise TypeError(f"expected the state of this transformation, got {describe(state)}")
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
-    names: dict[str, list[str]] = {path: [] for path in layout.paths}
-    for group in groups_in(rule.form.fresh(layout).state) if names else ():
-        for path in group.paths:
-            names[path].append(group.name)
-    groups = {path: " / ".join(each) for path, each in names.items()}
     header, index = ["path", "shape", "dtype", "group"], index_of(layout)
+    names: dict[str, list[str]] = {path: [] for path in layout.paths}
+    if names:
+        shapes = rule.form.fresh(layout).state
+        check_groups(shapes, index)
+        for path, name in ((path, group.name) for group in groups_in(shapes) for path in group.paths):
+            names[path].append(name)
+    groups = {path: " / ".join(each) for path, each in names.items()}
     structure, steps = index.structure, {}
     if state is not None:
         header += ["history", "steps"]

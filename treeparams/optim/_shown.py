@@ -63,6 +63,8 @@ class Tree:
     def fresh(self, layout: Layout) -> History:
         """A fresh state, as shapes."""
         if layout not in self._fresh:
+            if len(self._fresh) >= 64:
+                self._fresh.clear()
             index = index_of(layout)
             shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
             state = jax.eval_shape(self._tx.init, index.canonical(shapes, index.structure.treedef))

@@ -128,19 +128,31 @@ def rule_of(tx: Any) -> Any:
     raise TypeError(f"{expected}; the transformation is first")
 
 
-def hyperparams_in(state: PyTree, scheduled: bool = False) -> dict[Any, Any]:
-    """What `optax.inject_hyperparams` keeps in a state, by path: what has a schedule, or what has none."""
-    leaves = dict(jtu.tree_flatten_with_path(state)[0])
-    has_schedule = {
-        (*path[:i], entry(path[i + 1]))
-        for path in leaves
-        for i in range(len(path) - 1)
-        if entry(path[i]) == "hyperparams_states"
-    }
-    found = {path: leaf for path, leaf in leaves.items() if len(path) > 1 and entry(path[-2]) == "hyperparams"}
-    return {path: x for path, x in found.items() if ((*path[:-2], entry(path[-1])) in has_schedule) == scheduled}
+def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
+    """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
+
+    def visit(path: Any, node: Any) -> Any:
+        if not _is_injected(node):
+            return node
+        node = f((*above, *path), node)
+        return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
+
+    return jtu.tree_map_with_path(visit, state, is_leaf=_is_injected)
 
 
-def entry(key: Any) -> str:
-    """An entry of a path as text."""
-    return str(getattr(key, "name", getattr(key, "key", "")))
+def rates_in(state: PyTree) -> list[dict[str, Any]]:
+    """The hyperparameters of each such node that no schedule sets."""
+    found: list[dict[str, Any]] = []
+    map_injected(lambda _, node: found.append(free_rates(node)) or node, state)
+    return found
+
+
+def free_rates(node: Any) -> dict[str, Any]:
+    """The hyperparameters of a node that no schedule sets."""
+    scheduled = getattr(node, "hyperparams_states", {})
+    return {name: value for name, value in node.hyperparams.items() if name not in scheduled}
+
+
+def _is_injected(node: Any) -> bool:
+    # By what it has: the two classes of Optax that have it are not the only ones.
+    return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))

@@ -26,9 +26,9 @@ from ._state import (
     Roles,
     TrainableState,
     extended,
-    hyperparams_in,
     in_own_buffers,
     nodes_of,
+    rates_in,
 )
 
 
@@ -47,9 +47,9 @@ def trainable(tx: optax.GradientTransformation | optax.MultiSteps, trainable: Tr
 
     **It stands outermost**, once: all within is plain Optax over the canonical tree (model-shaped, `None` at aliases
     and at all that is not trained), so chains, masks, `optax.MultiSteps`, line searches and `optim.groups` work as
-    their own documentation says. Around it may stand what treats trees as trees (`optax.inject_hyperparams`). What
-    compares gradients with updates (`optax.apply_if_finite`) or makes zeros of the model (`optax.MultiSteps`) belongs
-    within, where nothing is frozen and nothing stands twice.
+    their own documentation says. Around it may stand what treats trees as trees. What compares gradients with updates
+    (`optax.apply_if_finite`), makes zeros of the model (`optax.MultiSteps`) or asks it for a dtype
+    (`optax.inject_hyperparams` without `hyperparam_dtype`) belongs within, where all are parameters, each once.
 
     **What trains is what the state says**: `init` fixes it, `optim.set_trainable` changes it, and `update` knows the
     ties from it, also inside `jax.jit`, where arrays no longer tell. Take gradients by `state.layout`. `init` sees ties
@@ -73,8 +73,9 @@ def trainable(tx: optax.GradientTransformation | optax.MultiSteps, trainable: Tr
         `update(grads, state, model, **extra)` takes a gradient in any form that `tp.project` takes; one that is wider
         than its leaf keeps single precision. The updates stand at all places of a tie, through the transform of an
         alias that has one, and are `None` where nothing moves, so that `eqx.apply_updates(model, updates)` is right;
-        `optim.step` does both. Of the extra arguments `grad` may be in any form too, functions are called with models
-        (what `grad_fn` returns may be in any form), and others are passed on.
+        `optim.step` does both, and computes such an alias anew, where sums would drift by its rounding. Of the extra
+        arguments `grad` may be in any form too, functions are called with models (what `grad_fn` returns may be in any
+        form), and others are passed on.
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
@@ -91,15 +92,13 @@ def trainable(tx: optax.GradientTransformation | optax.MultiSteps, trainable: Tr
     return ModelTransformation(rule.init, rule.update)
 
 
-# By the names of their states.
+# By their states.
 _OTHER = {
-    "LookaheadState": "optax.lookahead takes a pair of models, slow and fast, in place of one",
-    "DifferentiallyPrivateAggregateState": "rules of differential privacy take a gradient for each example",
+    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
+    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
 }
-_first = lambda tree: next(iter(jtu.tree_leaves(tree)), None)
-_is_other = lambda node: type(node).__name__ in _OTHER
 # One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
-# twice, and those of ties added up.
+# twice, or those of ties added up.
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
@@ -112,7 +111,7 @@ class Rule:
         self.tx = extended(tx)
         self.form = form
         self.trainable = trainable
-        self._warned: set[Layout] = set()
+        self._warned: set[int] = set()  # of layouts, by hash
 
     def init(self, params: PyTree) -> TrainableState:
         """A fresh state."""
@@ -138,12 +137,13 @@ class Rule:
         run = self.tx.init(self.form.show(parts, parts.slots))
         if nodes_of(TrainableState, run):
             raise ValueError(ONE)
-        for name in {type(node).__name__ for node in jtu.tree_leaves(run, is_leaf=_is_other)} & _OTHER.keys():
-            raise ValueError(f"{_OTHER[name]}: run it over tp.partition(model)[0] by hand")
-        rate = next((rate for rate in hyperparams_in(run).values() if jnp.iscomplexobj(rate)), None)
-        if rate is not None and len(parts.index.complex_slots) < len(parts.slots):
+        for kind, why in _OTHER.items():
+            if nodes_of(kind, run):
+                raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
+        is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
+        if is_complex and len(parts.index.complex_slots) < len(parts.slots):
             raise ValueError(
-                f"optax.inject_hyperparams took the dtype of the first leaf, {rate.dtype}, for its hyperparameters; "
+                "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
                 "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
             )
         return settled(run)
@@ -160,9 +160,10 @@ class Rule:
         gradients = self._gradients(parts, updates)
         steps, runs, counts = self._steps(parts, gradients, state, extra)
         tree = parts.everywhere(steps)
-        first = _first(tree if parts.index.ties else steps)
-        if isinstance(first, jax.Array) and id(first) not in set(map(id, gradients)):
-            _handed_out[id(first)] = first
+        if parts.index.ties or parts.index.complex_slots:
+            first = next(iter(jtu.tree_leaves(tree)), None)
+            if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(updates))):
+                _handed_out[id(first)] = first
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
 
     def _steps(
@@ -211,9 +212,10 @@ class Rule:
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
         gradients = self.form.gradients(parts, grads)
-        first = _first(grads if parts.index.ties else gradients)
-        if first is not None and _handed_out.get(id(first)) is first:
-            raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
+        if parts.index.ties or parts.index.complex_slots:
+            first = next(iter(jtu.tree_leaves(grads)), None)
+            if first is not None and _handed_out.get(id(first)) is first:
+                raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
         for slot in parts.index.complex_slots:
             # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
             if gradients[slot] is not None:
@@ -221,9 +223,9 @@ class Rule:
         return gradients
 
     def _warn_of_none(self, layout: Layout, count: Any) -> None:
-        if isinstance(count, Tracer) or layout in self._warned or int(count):
+        if isinstance(count, Tracer) or hash(layout) in self._warned or int(count):
             return
-        self._warned.add(layout)
+        self._warned.add(hash(layout))
         message = "trains, and no gradient has come for it since: take gradients by what the state says"
         warnings.warn(f"{first_few(layout.paths)} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=4)
 
@@ -261,9 +263,11 @@ def _check_ties(model: PyTree, parts: Parts[Any]) -> None:
         is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
         if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
             continue
-        want = alias.value_from(source, index.structure.spec(alias.source))
-        tolerance = 8 * float(jnp.finfo(want.dtype).eps) if alias.transforms else 0.0
-        if not jnp.allclose(have, want, tolerance, tolerance, equal_nan=True):
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            want = alias.value_from(source, index.structure.spec(alias.source))
+            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
+            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
+        if not is_equal:
             paths = index.structure.paths
             raise ValueError(
                 f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
