@@ -43,16 +43,14 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`, or
     what was thawed gets none. A leaf that is frozen takes its state with it, bit for bit and with its step count.
     Thawed, it goes on **with its own count**, as if the steps in between had not happened for it, also in schedules
-    within `tx`; who wants to follow the clock sets the rate with `optim.adjust`. A leaf that is trained for the first
-    time starts fresh, at count zero, with hyperparameters as `tx` makes them, or as `optim.adjust` has set them.
+    within `tx`. A leaf that is trained for the first time starts at count zero, with hyperparameters as `tx` makes
+    them, or as `optim.adjust` has set them.
 
     Leaves that were trained together from the start have one history, one run of `tx`. Parts of one that were never
-    trained apart are one again when they meet; others stay apart even where their counts are equal, so that a later
-    gradient of one part counts for that part alone. Further histories cost tracing, and in the vector form a run over
-    the whole vector each. What is held is passed through each step: donate the state, or it is copied (9 ms for 16 MB).
-
-    To restore such a state with Orbax, pickle its structure beside it, `jax.eval_shape(lambda: state)`: a fresh `init`
-    has one history.
+    trained apart are one again when they meet; others stay apart even where their counts are equal. Further histories
+    cost tracing, and in the vector form a run over the whole vector each. What is held is passed through each step:
+    donate the state, or it is copied (9 ms for 16 MB). To restore such a state with Orbax, pickle its structure beside
+    it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 
     Args:
         tx: the `optim.trainable(...)` or `optim.flat(...)` that made the state.
@@ -61,8 +59,7 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
         model: the model as it is now.
         trainable: what is trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
             Ties are those that the state knows.
-        reset: whether to forget all histories: what is trained starts fresh, and nothing is held. Hyperparameters stay
-            as they were set.
+        reset: whether to forget all histories and hold nothing. Hyperparameters stay as they were set.
 
     Returns:
         The new state. What is frozen costs no more than its held state.
@@ -140,9 +137,6 @@ def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]
     return result
 
 
-# -- Hyperparameters ---------------------------------------------------------------------------------------------------
-
-
 def _with_rates(rule: Any, fresh: PyTree, histories: Sequence[History], model: PyTree) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
     width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
@@ -197,9 +191,8 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
         known.update(node.hyperparams)
         here = hyperparams.keys() & node.hyperparams.keys()
         found.update(here)
-        return node._replace(
-            hyperparams=node.hyperparams | {each: _as_before(node, each, hyperparams[each]) for each in here}
-        )
+        new = {each: _as_before(node, each, hyperparams[each]) for each in here}
+        return node._replace(hyperparams=node.hyperparams | new)
 
     changed = map_injected(change, state)
     if name is not None and name not in groups:

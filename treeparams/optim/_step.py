@@ -19,7 +19,7 @@ S = TypeVar("S")
 
 
 def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S]:
-    """One step of training: the model and the state after it.
+    """One step of training: `tx.update` and `optim.apply_updates` in one, with all ties that the state knows.
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -34,8 +34,6 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
     >>> model, state = train(model, state)
     >>> print(model["a"], model["b"], model["steps"])
     [0.7 0.7] [0.7 0.7] 3
-
-    It is `tx.update` and `optim.apply_updates` in one, and knows all ties from the state.
 
     Args:
         tx: `optim.trainable(...)` or `optim.flat(...)`, or a chain or wrapper around one of them.
@@ -71,8 +69,8 @@ def apply_updates(model: M, updates: PyTree) -> M:
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]
     (dtype(bfloat16), True, 3)
 
-    Updates of `optim.trainable` stand at all places of a tie, so that the places stay equal inside `jax.jit` too, where
-    arrays do not tell what is tied. (`eqx.apply_updates` is right as well; it adds as JAX promotes dtypes.)
+    The places of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (`eqx.apply_updates` is right as
+    well; it adds as JAX promotes dtypes.)
 
     Args:
         model: any pytree.
