@@ -13,16 +13,11 @@ from jax.core import Tracer
 
 from .._layout import Trainable
 from ._shown import Vector, settled, steady
-from ._state import ModelTransformation, extended, nodes_of
+from ._state import ModelTransformation, Plain, extended, nodes_of
 from ._trainable import Rule
 
 
-def flat(
-    tx: optax.GradientTransformation | optax.MultiSteps,
-    trainable: Trainable = None,
-    *,
-    trial: Mapping[str, Any] | None = None,
-) -> ModelTransformation:
+def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
     """The same as `optim.trainable`, over one vector: one operation where there were thousands, and compiled as one.
 
     >>> import jax.numpy as jnp, optax
@@ -39,10 +34,10 @@ def flat(
     **One vector has no holes**: a leaf without a gradient counts as zero here, so its moments decay and it may move.
 
     For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
-    muon, clipping by block) are refused at the first `init`, and so are masks of leaves and `optim.groups`. They are
-    found by trying, in 0.1 to 0.3 s: some updates of three leaves, of 128 by 128 and of 6 and 3 elements, apart and
-    joined. A rule that treats only larger leaves in another way is not found, nor is one that closes over traced
-    numbers (a rate under `jax.vmap`), of which no values are known.
+    muon, clipping by block) are refused at the first `init`, as are masks of leaves and `optim.groups`. They are found
+    by trying, in 0.1 to 0.3 s: some updates of three leaves, of 128 by 128 and of 6 and 3 elements, apart and joined. A
+    rule that treats only larger leaves in another way is not found, nor one that closes over traced numbers (a rate
+    under `jax.vmap`), of which no values are known.
 
     Args:
         tx: any Optax transformation that treats all elements alike.

@@ -14,9 +14,7 @@ from .._parts import take_apart
 from .._recognise import structure_of
 from .._text import describe, in_columns, quoted
 from .._where import name_of, select
-from ._state import TrainableState, extended, nodes_of, rule_of
-
-Rule = optax.GradientTransformation | optax.MultiSteps
+from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
 class Group(NamedTuple):
@@ -44,7 +42,7 @@ GroupsState.__module__ = "treeparams.optim"
 jtu.register_dataclass(GroupsState, ["inner_states"], ["groups"])
 
 
-def groups(transformations: Mapping[Any, Rule], default: Rule | None = None) -> optax.GradientTransformationExtraArgs:
+def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -> optax.GradientTransformationExtraArgs:
     """A rule for each part of a model; the first that selects a leaf gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
@@ -175,14 +173,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> rules = optim.groups({"a": optax.sgd(1.0)}, default=optax.adam(1.0))
-    >>> tx = optim.trainable(optax.chain(optax.clip(1.0), rules), "[ab]")
+    >>> tx = optim.trainable(optim.groups({"a": optax.sgd(1.0)}, default=optax.adam(1.0)), "[ab]")
     >>> model = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
-    >>> print(optim.report(tx, model))
-    path  shape  dtype    group
-    a     2      float32  a
-    b     3      float32  default
-    c     1      float32  frozen
     >>> state = tx.update(model, tx.init(model), model)[1]
     >>> print(optim.report(tx, model, optim.set_trainable(tx, state, model)))
     path  shape  dtype    group    history  steps
@@ -208,11 +200,10 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
     header, index = ["path", "shape", "dtype", "group"], index_of(layout)
     names: dict[str, list[str]] = {path: [] for path in layout.paths}
-    if names:
-        shapes = rule.form.fresh(layout).state
-        check_groups(shapes, index)
-        for path, name in ((path, group.name) for group in groups_in(shapes) for path in group.paths):
-            names[path].append(name)
+    shapes = rule.form.fresh(layout).state if names else ()
+    check_groups(shapes, index)
+    for path, name in ((path, group.name) for group in groups_in(shapes) for path in group.paths):
+        names[path].append(name)
     groups = {path: " / ".join(each) for path, each in names.items()}
     structure, steps = index.structure, {}
     if state is not None:

@@ -26,6 +26,9 @@ ONE = (
     "optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)))"
 )
 
+Plain = optax.GradientTransformation | optax.MultiSteps
+"""A rule of Optax."""
+
 Positions = tuple[int, ...]
 """Some parameters of a model, as positions of leaves."""
 
@@ -90,10 +93,7 @@ def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
     taken = {id(other) for other in others}
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        if id(leaf) in taken:
-            leaf = jnp.copy(leaf)
+        leaf = jnp.copy(leaf) if isinstance(leaf, jax.Array) and id(leaf) in taken else leaf
         taken.add(id(leaf))
         return leaf
 
@@ -104,7 +104,7 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation over whole models: what `optim.trainable` and `optim.flat` return."""
 
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
-    init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride] - a field of a NamedTuple, narrowed
+    init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[PyTree, TrainableState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __new__(cls, init: Any, update: Any) -> "ModelTransformation":

@@ -69,8 +69,8 @@ def apply_updates(model: M, updates: PyTree) -> M:
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]
     (dtype(bfloat16), True, 3)
 
-    The places of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (`eqx.apply_updates` is right as
-    well; it adds as JAX promotes dtypes.)
+    The places of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (So `eqx.apply_updates` is
+    right as well; it adds as JAX promotes dtypes.)
 
     Args:
         model: any pytree.

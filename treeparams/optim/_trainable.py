@@ -23,6 +23,7 @@ from ._shown import History, Tree, Vector, settled, steady
 from ._state import (
     ONE,
     ModelTransformation,
+    Plain,
     Roles,
     TrainableState,
     extended,
@@ -32,7 +33,7 @@ from ._state import (
 )
 
 
-def trainable(tx: optax.GradientTransformation | optax.MultiSteps, trainable: Trainable = None) -> ModelTransformation:
+def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
     """An Optax transformation over whole models: it trains what is trained, ties once, and touches nothing else.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
