@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._index import common_dtype, widened
+from .._index import common_dtype
 from .._norm import global_norm
 from .._structure import is_array
 from .._text import describe
@@ -47,9 +47,8 @@ def clip_by_global_norm(
     >>> updates["a"], clip.norm, clip.clipped
     (Array([-0.6, -0.8], dtype=float32), Array(5., dtype=float32), Array(1, dtype=int32))
 
-    It is plain Optax: the norm is `tp.global_norm` of the tree that it is given. Within `optim.trainable` that is the
-    canonical one, with each tie once and nothing frozen, and the backward pass of a frozen trunk does not come back for
-    the sake of its norm; within a group of `optim.groups` it is the norm of the group.
+    It is plain Optax, with the norm `tp.global_norm` of the tree that it is given. Within `optim.trainable` that has
+    each tie once and nothing frozen, so the backward pass of a frozen trunk does not come back for its norm.
 
     **A norm that is not finite** makes the whole update NaN, so that it is seen: one infinite entry would make all
     finite ones zero. To skip such steps and hold all state, write
@@ -76,9 +75,8 @@ def clip_by_global_norm(
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
     def init(params: PyTree) -> ClipState:
-        dtypes = [widened(leaf.dtype) for leaf in jax.tree.leaves(params) if _is_inexact(leaf)]
-        wide = any(jnp.finfo(dtype).bits > 32 for dtype in dtypes)
-        return ClipState(jnp.zeros((), jnp.float64 if wide else jnp.float32), jnp.zeros((), jnp.int32))
+        norm = jax.eval_shape(global_norm, [leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
+        return ClipState(jnp.zeros((), norm.dtype), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, ClipState]:
         norm = _over(axis_name, global_norm(updates))
@@ -88,9 +86,10 @@ def clip_by_global_norm(
         # Within the limit the scale is 1 exactly. The inner `where` keeps infinity / infinity out of the gradient, too.
         outside = jnp.where(jnp.isfinite(norm), limit / jnp.where(is_within, 1, norm), jnp.nan)
         scale = jnp.where(is_within, 1, outside)
-        scaled = jax.tree.map(lambda leaf: _scaled(leaf, scale), updates)
         clipped = state.clipped + jnp.where(is_within, 0, 1).astype(state.clipped.dtype)
-        return scaled, ClipState(norm.astype(state.norm.dtype), clipped)
+        return jax.tree.map(lambda leaf: _scaled(leaf, scale), updates), ClipState(
+            norm.astype(state.norm.dtype), clipped
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -122,12 +121,8 @@ def clip_state(state: PyTree) -> ClipState:
     return found[0]
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
 def _scaled(leaf: Any, scale: jax.Array) -> Any:
-    if not _is_inexact(leaf):
+    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
         return leaf
     wide = common_dtype([leaf.dtype, scale.dtype])
     return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)

@@ -121,23 +121,23 @@ def rule_of(tx: Any) -> Any:
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
     expected = f"expected optim.trainable(...) or optim.flat(...), got {describe(tx)}"
     if isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"{expected}, plain Optax, which knows no model. Put the whole chain into optim.trainable; of a wrapper "
-            "around it, pass what is wrapped"
-        )
+        hint = "Put the whole chain into optim.trainable; of a wrapper around it, pass what is wrapped"
+        raise TypeError(f"{expected}, plain Optax, which knows no model. {hint}")
     raise TypeError(f"{expected}; the transformation is first")
 
 
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
+    # By what it has: the two classes of Optax that have it are not the only ones.
+    is_injected = lambda node: {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
 
     def visit(path: Any, node: Any) -> Any:
-        if not _is_injected(node):
+        if not is_injected(node):
             return node
         node = f((*above, *path), node)
         return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
 
-    return jtu.tree_map_with_path(visit, state, is_leaf=_is_injected)
+    return jtu.tree_map_with_path(visit, state, is_leaf=is_injected)
 
 
 def rates_in(state: PyTree) -> list[dict[str, Any]]:
@@ -148,11 +148,6 @@ def rates_in(state: PyTree) -> list[dict[str, Any]]:
 
 
 def free_rates(node: Any) -> dict[str, Any]:
-    """The hyperparameters of a node that no schedule sets."""
+    """The hyperparameters of such a node that no schedule sets."""
     scheduled = getattr(node, "hyperparams_states", {})
     return {name: value for name, value in node.hyperparams.items() if name not in scheduled}
-
-
-def _is_injected(node: Any) -> bool:
-    # By what it has: the two classes of Optax that have it are not the only ones.
-    return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
