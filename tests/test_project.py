@@ -147,6 +147,22 @@ def test_the_gradient_of_the_norm():
         assert np.isfinite(order(tp.global_norm)(jnp.zeros(2))).all()
 
 
+def test_the_norm_under_vmap():
+    rows = jnp.stack([jnp.array([3.0, 4.0]) * scale for scale in (1.0, 0.0, 1e30, 1e-30, jnp.inf, jnp.nan)])
+    shared = jnp.array([12.0])
+    norm = lambda row, shared: tp.global_norm({"row": row, "shared": shared, "large": jnp.zeros(5000) + row[0]})
+    want = jnp.stack([norm(row, shared) for row in rows])
+    np.testing.assert_allclose(jax.vmap(norm, (0, None))(rows, shared), want, 1e-6)
+    both = jax.vmap(jax.vmap(norm, (0, None)), (0, None))(jnp.stack([rows, rows[::-1]]), shared)
+    np.testing.assert_allclose(both, jnp.stack([want, want[::-1]]), 1e-6)
+    slopes = jax.vmap(jax.grad(lambda row: tp.global_norm(row)))(rows[:4])
+    np.testing.assert_allclose(slopes, [[0.6, 0.8], [0.0, 0.0], [0.6, 0.8], [0.6, 0.8]], 1e-6)
+    through = jax.grad(lambda rows: jnp.sum(jax.vmap(tp.global_norm)(rows)))(rows[:4])
+    np.testing.assert_allclose(through, slopes, 1e-6)
+    # One branch is run for the whole batch: a mapped predicate would make a select of both.
+    assert str(jax.make_jaxpr(jax.vmap(jax.vmap(tp.global_norm)))(jnp.ones((2, 3, 4)))).count("cond[") == 1
+
+
 def test_the_norm_over_devices():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     lay = lambda array, *spec: jax.device_put(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,10 +61,29 @@ def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
 
 @jax.custom_jvp
 def _norm(parts: list[jax.Array]) -> jax.Array:
-    total = _sum_of_squares(parts)
-    usual = jnp.isfinite(total) & (total > _SAFE)
-    # The usual case reads the data once. Only what overflowed or may have vanished is read again, scaled.
-    return jax.lax.cond(usual, lambda _: jnp.sqrt(total), _scaled_norm, parts)
+    return _norms(0)(parts)
+
+
+@functools.cache
+def _norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
+    """The norms of parts with so many axes for a batch in front.
+
+    Under `jax.vmap` a `cond` whose predicate is mapped runs both branches. Here one predicate stands for the batch.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def norms(parts: list[jax.Array]) -> jax.Array:
+        total = _sum_of_squares(parts, rank)
+        usual = jnp.isfinite(total) & (total > _SAFE)
+        # The usual case reads the data once. Only what overflowed or may have vanished is read again, scaled.
+        return jax.lax.cond(jnp.all(usual), lambda _: jnp.sqrt(total), lambda parts: _scaled_norm(parts, rank), parts)
+
+    @norms.def_vmap
+    def over_a_batch(size: int, is_mapped: list[list[bool]], parts: list[jax.Array]) -> tuple[jax.Array, bool]:
+        pairs = zip(parts, is_mapped[0], strict=True)
+        return _norms(rank + 1)([part if mapped else jnp.stack([part] * size) for part, mapped in pairs]), True
+
+    return norms
 
 
 @_norm.defjvp
@@ -78,17 +97,24 @@ def _norm_jvp(primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]])
     return norm, functools.reduce(jnp.add, [jnp.sum(part / scale / safe * tangent) for part, tangent in pairs])
 
 
-def _scaled_norm(parts: list[jax.Array]) -> jax.Array:
-    scale = _power_of_two(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts]))
-    return scale * jnp.sqrt(_sum_of_squares([part / scale for part in parts]))
+def _scaled_norm(parts: list[jax.Array], rank: int) -> jax.Array:
+    scale = _power_of_two(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), _axes(x, rank)) for x in parts]))
+    along = lambda part: scale.reshape(*scale.shape, *[1] * (part.ndim - rank))
+    return scale * jnp.sqrt(_sum_of_squares([part / along(part) for part in parts], rank))
 
 
 def _power_of_two(size: jax.Array) -> jax.Array:
-    # The one at or below `size`, by which is scaled without rounding; 1 for zero, infinity and NaN.
+    # The one at or below `size`, by which is scaled without rounding; 1 for zero, infinity and NaN. Its reciprocal is a
+    # normal number too, since XLA may multiply by that in place of dividing.
     usable = jnp.isfinite(size) & (size > 0)
     exponent = jnp.frexp(jnp.where(usable, size, 1))[1]
-    return jnp.maximum(jnp.ldexp(jnp.ones_like(size), exponent - 1), jnp.finfo(size.dtype).tiny)
+    tiny = jnp.finfo(size.dtype).tiny
+    return jnp.clip(jnp.ldexp(jnp.ones_like(size), exponent - 1), tiny, 1 / tiny)
 
 
-def _sum_of_squares(parts: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, [jnp.sum(jnp.square(part)) for part in parts])
+def _sum_of_squares(parts: list[jax.Array], rank: int) -> jax.Array:
+    return functools.reduce(jnp.add, [jnp.sum(jnp.square(part), _axes(part, rank)) for part in parts])
+
+
+def _axes(part: jax.Array, rank: int) -> tuple[int, ...]:
+    return tuple(range(rank, part.ndim))
