@@ -226,6 +226,36 @@ def test_a_rule_for_jvp_is_the_one_that_counts():
     np.testing.assert_allclose(got, [10 * x[0], 0, 0, 0], 1e-5)
 
 
+def test_the_branch_not_taken_has_no_say():
+    x = jnp.array([-1.0, 2.0, 0.5])
+    f = lambda _, x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), x**3))  # the root has no slope below zero
+    np.testing.assert_allclose(nested.laplacian(f)(None, x), -6 - 0.25 * (2.0**-1.5 + 0.5**-1.5), 1e-6)
+
+
+@jax.custom_jvp
+def _inner(x):
+    return jax.nn.relu(x) * x
+
+
+_inner.defjvp(lambda primals, tangents: (_inner(*primals), 2 * _inner(*primals) * tangents[0]))
+
+
+@jax.custom_jvp
+def _outer(x):
+    return _inner(x)
+
+
+_outer.defjvp(lambda primals, tangents: (_outer(*primals), _outer(*primals) * tangents[0]))
+
+
+def test_rules_that_call_other_rules():
+    x = jnp.array([-1.0, 2.0, 0.5])
+    for f in (_outer, lambda x: jax.scipy.special.entr(jnp.abs(x)), lambda x: jax.scipy.special.kl_div(x**2, x**2 + 1)):
+        total = lambda _, x, f=f: jnp.sum(f(x))
+        want = jnp.trace(jax.hessian(total, 1)(None, x))
+        np.testing.assert_allclose(jax.jit(nested.laplacian(total))(None, x), want, 1e-5)
+
+
 def test_a_rule_that_is_not_elementwise_as_its_function_is():
     x = jnp.asarray(X, jnp.float32)
     _, jacobian, got = nested.laplacian(_of(_flipped_rule), full=True)(None, x)

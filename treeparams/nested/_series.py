@@ -176,6 +176,8 @@ def is_pointwise(eqn: Any, depends: Sequence[Any]) -> bool:
     shapes = {var.aval.shape for var in eqn.outvars} | {operand.value.shape for operand in depends}
     if len(shapes) != 1 or len(eqn.outvars) != 1 or _is_complex(eqn):
         return False
+    if eqn.primitive.name in CALLS and len(depends) > 1:
+        return False  # a choice between two operands, as `jnp.where` is, does not look at the slope of the other one
     if eqn.primitive.name == CUSTOM or eqn.primitive.name in CALLS:
         return _is_within(eqn, shapes.pop())
     return eqn.primitive.name in _POINTWISE
@@ -189,7 +191,7 @@ def _is_within(eqn: Any, shape: tuple[int, ...], rules: int = 2) -> bool:
         return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)
     if eqn.primitive.name == CUSTOM:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
-        programs = [inner(eqn)] + ([_derivative(eqn)] if rules else [])
+        programs = [inner(eqn)] + ([_derivative(eqn)] if rules > 0 else [])
         return all(_is_within(each, shape, rules - 1) for program in programs for each in program.jaxpr.eqns)
     return eqn.primitive.name in _POINTWISE
 
