@@ -100,7 +100,7 @@ def clip_state(state: PyTree) -> ClipState:
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
     >>> model = {"a": jnp.array([3.0, 4.0])}
-    >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)))
     >>> model, state = optim.step(tx, model, tx.init(model), model)
     >>> optim.clip_state(state).norm
     Array(5., dtype=float32)

@@ -173,7 +173,7 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> tx = optim.trainable(optim.groups({"a": optax.sgd(1.0)}, default=optax.adam(1.0)), "[ab]")
+    >>> tx = optim.trainable(optim.groups({"a": optax.sgd(1.0)}, default=optax.sgd(0.1)), "[ab]")
     >>> model = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
     >>> state = tx.update(model, tx.init(model), model)[1]
     >>> print(optim.report(tx, model, optim.set_trainable(tx, state, model)))

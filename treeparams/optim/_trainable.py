@@ -39,7 +39,7 @@ def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
     >>> mlp = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))  # with functions and integers in it
-    >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adamw(1e-3)), "layers.1")
+    >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), "layers.1")
     >>> state = tx.init(mlp)
     >>> grads = tp.grad(lambda mlp: mlp(jnp.ones(2)) ** 2, state.layout)(mlp)
     >>> trained, state = optim.step(tx, grads, state, mlp)
