@@ -78,6 +78,22 @@ def test_a_partial_tree_has_zeros_where_it_has_nothing():
     np.testing.assert_allclose(tp.ravel(model)[1].ravel(got), want, 1e-6)
 
 
+def test_a_tangent_in_the_form_of_the_model_counts_a_tie_once():
+    shared = ramp(2, 3)
+    model = {"a": shared, "b": shared, "c": ramp(3, 2), "d": ramp(2)}
+    layout = tp.layout(model, ties={"c": ("a", jnp.transpose)})
+    vector, restructure = tp.ravel(tp.tie(model, layout), layout)
+    cubes = lambda m: jnp.sum(m["a"] ** 3) + jnp.sum(m["b"] ** 2 * m["d"][0]) + jnp.sum(m["c"] ** 4)
+    tangent = jnp.cos(vector)
+    for product in (
+        lambda v: nested.hvp(cubes, model, v, trainable=layout),
+        nested.hessian_operator(cubes, model, trainable=layout),
+    ):
+        want = product(tangent)
+        for tree in (restructure(tangent), tp.partition(restructure(tangent), layout)[0]):
+            np.testing.assert_allclose(restructure.ravel(product(tree)), want, 1e-6)
+
+
 def test_what_is_frozen_costs_nothing():
     mlp = eqx.nn.MLP(16, 4, 64, 4, key=jax.random.key(0))
     x = jnp.ones((32, 16))
@@ -262,6 +278,8 @@ def test_errors():
     model["w"] = ramp(2)
     with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
         nested.hvp(loss, model, {"x": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"expected a vector of 3 elements, .* got an array of shape \(5,\)"):
+        nested.hvp(loss, model, jnp.ones(5))
     with pytest.raises(ValueError, match=r"expected float32\[2\] at 'w', got float32\[3\]"):
         nested.hessian_operator(loss, model)({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="an estimate needs both key= and samples="):

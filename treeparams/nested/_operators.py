@@ -31,7 +31,7 @@ def hvp(loss: Callable[..., Array], model: PyTree, tangent: PyTree, *args: Any, 
         loss: called as `loss(model, *args)`, returns a scalar.
         model: any pytree.
         tangent: a vector, as of `tp.ravel`, or a tree with entries at paths of the model, where what is missing counts
-            as zero and the entries of a tie are summed, as in a gradient.
+            as zero. It is a value of the parameters: at a tie the slot's own entry counts.
         *args: passed on.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
@@ -39,7 +39,8 @@ def hvp(loss: Callable[..., Array], model: PyTree, tangent: PyTree, *args: Any, 
         The product, in the form of the tangent: a vector of the layout's dtype, or a canonical tree.
 
     Raises:
-        ValueError: the tangent has an entry of another shape, or where the model has no leaf; as `tp.layout`.
+        ValueError: the tangent is a vector of another length, has an entry of another shape, or where the model has no
+            leaf; as `tp.layout`.
         TypeError: a trained parameter is complex; the loss is no real scalar; as `tp.layout`.
     """
     parts = parts_of(model, trainable)

@@ -5,13 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._forms import vector_of
 from .._index import is_complex
 from .._layout import Layout, index_of
-from .._match import slot_gradients
+from .._match import per_slot
 from .._parts import Parts, take_apart
+from .._structure import is_array
 
 
 def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
@@ -49,13 +51,27 @@ def is_vector(layout: Layout, tangent: Any) -> bool:
 def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
     """A tangent, vector or tree, as one array per slot in the slot's dtype; what a tree has not is zero.
 
+    A tangent is a value of the parameters, so at a tie the slot's own entry counts, and not a sum of several.
+
     Raises:
-        ValueError: an entry of another shape, or where the model has no leaf.
+        ValueError: a vector of another length, an entry of another shape, or where the model has no leaf.
         TypeError: an entry is no array.
     """
     if is_vector(layout, tangent):
         return tuple(vector_of(layout).cut(tangent))
-    return tuple(slot_gradients(index_of(layout), tangent, "zeros"))
+    index = index_of(layout)
+    if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
+        raise ValueError(
+            f"expected a vector of {layout.size} elements, one per trained parameter, or a tree of the model's "
+            f"structure, got an array of shape {jnp.shape(tangent)}"
+        )
+    values = per_slot(index, tangent, "first", exact_shapes=True)
+    return tuple(map(_as_slot, values, index.shapes, index.dtypes))
+
+
+def _as_slot(value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    array = jnp.zeros(shape, dtype) if value is None else jnp.asarray(value)
+    return (array.real if jnp.iscomplexobj(array) and not is_complex(dtype) else array).astype(dtype)
 
 
 def given_back(layout: Layout, slots: Sequence[Any], tangent: Any) -> Any:
