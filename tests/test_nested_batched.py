@@ -100,6 +100,16 @@ def test_what_mixes_samples_is_found_out(f):
             derivative(X)
 
 
+def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
+    large = jnp.array([1e5, 1.0, 1.0, 1.0]).reshape(4, 1)
+    slightly = lambda x: large * x + jnp.array([0.0, 0.02, 0.0, 0.0]).reshape(4, 1) * x[2:3]
+    with pytest.raises(ValueError, match="sample 1 with others"):
+        nested.batched_jacobian(slightly, check=True)(jnp.ones((4, 3)))
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        mlp = eqx.nn.MLP(3, 2, 64, 3, jnp.tanh, key=jax.random.key(0), dtype=dtype)
+        nested.batched_jacobian(jax.vmap(mlp), check=True)(jax.random.normal(jax.random.key(1), (33, 3), dtype))
+
+
 def test_errors_of_batches():
     with pytest.raises(ValueError, match=r"expected f to return \(7, ...\), one output per sample, got shape \(\)"):
         nested.batched_jacobian(jnp.sum)(X)
