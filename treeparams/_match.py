@@ -196,9 +196,15 @@ def project(
 
 
 def slot_gradients(
-    index: Index, grads: PyTree, missing: Literal["zeros"] | None, dtype: Any = None, *, wide: bool = False
+    index: Index,
+    grads: PyTree,
+    missing: Literal["zeros"] | None,
+    dtype: Any = None,
+    *,
+    wide: bool = False,
+    tied: Tied = "sum",
 ) -> list[Any]:
-    """The projected gradient of each slot, real where the slot is.
+    """The projected gradient, or tangent, of each slot, real where the slot is.
 
     Args:
         index: of the model.
@@ -206,8 +212,9 @@ def slot_gradients(
         missing: what a slot without a gradient gets.
         dtype: of all; `None`: each has its slot's.
         wide: whether a gradient of another dtype than that keeps at least single precision.
+        tied: what several entries at one tie mean; of a tangent, which is a value, `"first"`.
     """
-    found = per_slot(index, grads, "sum", exact_shapes=True)
+    found = per_slot(index, grads, tied, exact_shapes=True)
     if dtype is None and _are_of(index.dtypes, found):
         return found
     for i, (value, own) in enumerate(zip(found, index.dtypes, strict=True)):

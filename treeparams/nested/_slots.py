@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .._forms import vector_of
 from .._index import is_complex
 from .._layout import Layout, index_of
-from .._match import per_slot
+from .._match import slot_gradients
 from .._parts import Parts, take_apart
 from .._structure import is_array
 
@@ -65,13 +65,7 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
             f"expected a vector of {layout.size} elements, one per trained parameter, or a tree of the model's "
             f"structure, got an array of shape {jnp.shape(tangent)}"
         )
-    values = per_slot(index, tangent, "first", exact_shapes=True)
-    return tuple(map(_as_slot, values, index.shapes, index.dtypes))
-
-
-def _as_slot(value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    array = jnp.zeros(shape, dtype) if value is None else jnp.asarray(value)
-    return (array.real if jnp.iscomplexobj(array) and not is_complex(dtype) else array).astype(dtype)
+    return tuple(slot_gradients(index, tangent, "zeros", tied="first"))
 
 
 def given_back(layout: Layout, slots: Sequence[Any], tangent: Any) -> Any:

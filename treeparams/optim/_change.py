@@ -140,10 +140,11 @@ def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]
 def _with_rates(rule: Any, fresh: PyTree, histories: Sequence[History], model: PyTree) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
     width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
-    history = max(histories, key=lambda history: width(rates_in(history.state)), default=None)
-    if history is None or not width(rates_in(history.state)):
+    known = [(rates_in(history.state), history.layout) for history in histories]
+    now, layout = max(known, key=lambda pair: width(pair[0]), default=([], None))
+    if not width(now):
         return fresh
-    made, now = (rates_in(state) for state in (rule.fresh(take_apart(model, history.layout)), history.state))
+    made = rates_in(rule.fresh(take_apart(model, layout)))
 
     def restore(_: Any, node: Any) -> Any:
         before, rates = made.pop(0), now.pop(0)

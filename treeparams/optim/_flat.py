@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .._layout import Trainable
 from ._shown import Vector, settled, steady
-from ._state import ModelTransformation, Plain, extended, nodes_of
+from ._state import ModelTransformation, Plain, is_staged, nodes_of
 from ._trainable import Rule
 
 
@@ -51,7 +51,7 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
         ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
         TypeError: as `optim.trainable`.
     """
-    rule = Rule(tx, Vector(extended(tx)), trainable)
+    rule = Rule(tx, Vector, trainable)
     plain: Any = rule.tx
     tried: list[bool] = []
 
@@ -117,8 +117,7 @@ def _differences(tx: Any, extra: dict[str, Any]) -> list[float]:
         return [0.0]  # there are no values to compare
     begin, both = (jax.jit(f, compiler_options=_QUICK) for f in (begin, both))
     worst = [0.0] * len(_SHAPES)
-    is_traced = isinstance(jnp.zeros(()), Tracer)  # `init` is called within jit
-    with jax.ensure_compile_time_eval() if is_traced else contextlib.nullcontext():
+    with jax.ensure_compile_time_eval() if is_staged() else contextlib.nullcontext():  # `init` is called within jit
         for scale in map(np.float32, _SCALES):
             carries, calls, moved = begin(), 0, 0
             while calls < _CALLS and moved < _UPDATES:

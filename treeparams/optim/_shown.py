@@ -4,6 +4,7 @@ Optax does not say which part of a state belongs to which parameter. It is found
 evaluated for shapes alone, has another state, and the paths in it (or, of a vector, the axes that grow) tell.
 """
 
+import abc
 import dataclasses
 import functools
 import operator
@@ -40,12 +41,47 @@ class History:
         return dict(jtu.tree_flatten_with_path(self.state)[0])
 
 
-class Tree:
-    """The canonical tree."""
+class Shown(abc.ABC):
+    """What a rule is shown of a model, and how its state is divided by leaves."""
 
     def __init__(self, tx: Any) -> None:
         self._tx = tx
-        self._fresh: dict[Layout, History] = {}
+        self._fresh: dict[tuple[Layout, int], History] = {}
+
+    def fresh(self, layout: Layout, longer: int = 0) -> History:
+        """A fresh state, as shapes; of a vector, one for a vector that is longer by so many elements."""
+        if (layout, longer) not in self._fresh:
+            if len(self._fresh) >= 64:
+                self._fresh.clear()
+            state = jax.eval_shape(self._tx.init, self._like(layout, longer))
+            self._fresh[layout, longer] = History(layout, state)
+        return self._fresh[layout, longer]
+
+    def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
+        """The state of the slots of `to`: each one's own part as it is, and what is shared that of the first history.
+
+        Raises:
+            ValueError: the state is not kept leaf by leaf, or is of L-BFGS.
+        """
+        if histories[0].layout == to:
+            return histories[0].state
+        check_no_memory(histories)
+        return self._regrouped(histories, to)
+
+    @abc.abstractmethod
+    def _like(self, layout: Layout, longer: int) -> PyTree:
+        """What the rule is shown of such a model, as shapes."""
+
+    @abc.abstractmethod
+    def _regrouped(self, histories: Sequence[History], to: Layout) -> PyTree:
+        """As `regroup`, of other slots than the first history's."""
+
+
+class Tree(Shown):
+    """The canonical tree."""
+
+    def __init__(self, tx: Any) -> None:
+        super().__init__(tx)
         self._is_by_leaf: bool | None = None
 
     def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
@@ -60,26 +96,12 @@ class Tree:
         """One value per slot, `None` where the tree has none."""
         return per_slot(parts.index, shown, "first", exact_shapes=True)
 
-    def fresh(self, layout: Layout) -> History:
-        """A fresh state, as shapes."""
-        if layout not in self._fresh:
-            if len(self._fresh) >= 64:
-                self._fresh.clear()
-            index = index_of(layout)
-            shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
-            state = jax.eval_shape(self._tx.init, index.canonical(shapes, index.structure.treedef))
-            self._fresh[layout] = History(layout, state)
-        return self._fresh[layout]
+    def _like(self, layout: Layout, longer: int) -> PyTree:
+        index = index_of(layout)
+        shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+        return index.canonical(shapes, index.structure.treedef)
 
-    def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
-        """The state of the slots of `to`: each one's own part as it is, and what is shared that of the first history.
-
-        Raises:
-            ValueError: the state is not kept leaf by leaf.
-        """
-        if histories[0].layout == to:
-            return histories[0].state
-        check_no_memory(histories)
+    def _regrouped(self, histories: Sequence[History], to: Layout) -> PyTree:
         known: dict[Any, Any] = {}
         for each in reversed(histories):
             known |= each.by_path
@@ -102,11 +124,8 @@ class Tree:
         return self._is_by_leaf
 
 
-class Vector:
+class Vector(Shown):
     """One vector."""
-
-    def __init__(self, tx: Any) -> None:
-        self._tx = tx
 
     def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot, in its dtype or single precision, zeros where there is none."""
@@ -124,16 +143,10 @@ class Vector:
         """One value per slot, in the slot's dtype."""
         return vector_of(parts.layout).cut(shown)
 
-    def fresh(self, layout: Layout, longer: int = 0) -> History:
-        """A fresh state, as shapes."""
-        vector = jax.ShapeDtypeStruct((layout.size + longer,), layout.dtype)
-        return History(layout, jax.eval_shape(self._tx.init, vector))
+    def _like(self, layout: Layout, longer: int) -> PyTree:
+        return jax.ShapeDtypeStruct((layout.size + longer,), layout.dtype)
 
-    def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
-        """The state of the slots of `to`, cut out of the vectors in the states and joined again."""
-        if histories[0].layout == to:
-            return histories[0].state
-        check_no_memory(histories)
+    def _regrouped(self, histories: Sequence[History], to: Layout) -> PyTree:
         # Which history has each slot, and where.
         places = {slot.path: (n, slot) for n, each in reversed([*enumerate(histories)]) for slot in each.layout.slots}
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._layout import Layout
@@ -76,6 +77,11 @@ jtu.register_dataclass(TrainableState, ["runs", "held", "counts"], ["roles"])
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
     """The nodes of a class in a tree."""
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
+
+
+def is_staged() -> bool:
+    """Whether this runs within `jax.jit` or the like, where even constants are traced."""
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:

@@ -28,6 +28,7 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
+    is_staged,
     nodes_of,
     rates_in,
 )
@@ -89,7 +90,7 @@ def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
             gives, as `tp.layout`; `update`: there is no model, it does not fit the state, the gradients are updates of
             another transformation over models, or as `tp.project`.
     """
-    rule = Rule(tx, Tree(extended(tx)), trainable)
+    rule = Rule(tx, Tree, trainable)
     return ModelTransformation(rule.init, rule.update)
 
 
@@ -106,11 +107,11 @@ _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictiona
 class Rule:
     """An Optax transformation, what it is shown of a model, and which leaves it trains."""
 
-    def __init__(self, tx: Any, form: Tree | Vector, trainable: Trainable) -> None:
+    def __init__(self, tx: Any, form: type[Tree | Vector], trainable: Trainable) -> None:
         if isinstance(tx, ModelTransformation):
             raise ValueError(ONE)
         self.tx = extended(tx)
-        self.form = form
+        self.form = form(self.tx)
         self.trainable = trainable
         self._warned: set[int] = set()  # of layouts, by hash
 
@@ -186,7 +187,7 @@ class Rule:
         layouts = [layout] if len(state.runs) == 1 else [trained_at(layout, each) for each in state.roles.running]
         histories = list(map(History, layouts, state.runs))
         update = lambda before: self.tx.update(shown[0], before, shown[1], **further)
-        if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):
+        if len(histories) > 1 and is_staged():
             update = jax.jit(update)  # within jit, so that the rule is traced once and not for each history
         steps, runs, counts = [None] * len(gradients), list(state.runs), list(state.counts[: len(state.runs)])
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
