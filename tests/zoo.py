@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.
 
 def ramp(*shape: int, dtype: Any = jnp.float32, start: float = 0.5) -> jax.Array:
     """Distinct values, so that a mixed-up leaf shows."""
-    size = int(np.prod(shape))
-    return jnp.asarray(np.linspace(start, start + 1, size).reshape(shape), dtype)
+    # NumPy makes and casts them: JAX would compile a program for each shape.
+    return jnp.asarray(np.linspace(start, start + 1, math.prod(shape)).reshape(shape).astype(dtype))
 
 
 class Norm(eqx.Module):
@@ -111,8 +112,13 @@ def inexact_leaves(tree: Any) -> list[Any]:
 
 def loss(model: Any) -> jax.Array:
     """A smooth function of all floating leaves, different in each place, frozen ones coupled in."""
+    return _loss(inexact_leaves(model))
+
+
+@jax.jit
+def _loss(leaves: list[jax.Array]) -> jax.Array:
     total = jnp.float32(1)
-    for place, leaf in enumerate(inexact_leaves(model)):
+    for place, leaf in enumerate(leaves):
         parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
         for part in parts:
             total = total + (place + 1) * jnp.sum(jnp.sin(jnp.asarray(part, jnp.float32) + place)) * jnp.tanh(total)
@@ -140,7 +146,7 @@ def assert_same(got: Any, want: Any, *, identity: bool = True) -> int:
             assert a is b or (type(a) is type(b) and a == b)
             continue
         a, b = as_data(a), as_data(b)
-        assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
+        assert jax.dtypes.canonicalize_dtype(a.dtype) == jax.dtypes.canonicalize_dtype(b.dtype)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     if identity:
         assert pattern(ours) == pattern(theirs)
