@@ -1,10 +1,9 @@
 """A summary says what trains, how large it is and what is tied to what; a picture shows the same."""
 
 import html
+import importlib
 import io
-import itertools
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -13,41 +12,32 @@ import jax
 import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
-import optax
 import pytest
 import rich.console
 
 import treeparams as tp
-from treeparams import optim, plot
+from treeparams import plot
 
 from .zoo import ZOO
 
 
-class Model(eqx.Module):
-    mean: jax.Array = tp.field(trainable=False)
-    embed: jax.Array
-    layers: tuple[eqx.nn.Linear, ...]
-    head: jax.Array
-    steps: jax.Array
-    key: jax.Array
-    act: Any
-    rate: float = 0.1
+def model() -> Any:
+    embed, steps, weights = np.ones((10, 4), np.float32), jnp.array(0), {"<b>": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    return {"act": jnp.tanh, "embed": embed, "head": embed, "layers": {"[red]": weights}, "steps": [steps, steps]}
 
 
-def model() -> Model:
-    embed = jnp.ones((10, 4))
-    layers = tuple(eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(3))
-    return Model(jnp.zeros(4), embed, layers, embed, jnp.array(0), jax.random.key(1), jnp.tanh)
+TRAINED = ("embed", "head", "**.bias")
+TEXT = """\
+path                 shape  dtype    elements  bytes  role     tied to
+embed                10,4   float32        40  160 B  trained  head
+layers."[red]".<b>   4,4    float32        16   64 B  frozen
+layers."[red]".bias  4      float32         4   16 B  trained
+steps.0              ()     int32           1    4 B  other
 
-
-GROUPS = {"layers": optax.sgd(1.0), "**": optax.adam(1.0)}
-
-
-def _nbytes(leaf: Any) -> int:
-    return leaf.nbytes if isinstance(leaf, jax.Array) else jnp.asarray(leaf).nbytes  # int64 of NumPy is int32 here
-
-
-# -- The table
+trained    44 elements in 2 arrays, 176 B
+frozen     16 elements in 1 array, 64 B
+other      1 element in 1 array, 4 B
+no arrays  act (function)"""
 
 
 @pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
@@ -55,147 +45,65 @@ def test_totals_count_every_array_once(specimen):
     tree = specimen.make()
     layout = specimen.layout(tree)
     summary = tp.summary(tree, layout)
-    assert summary.totals["trained"] == (len(layout.slots), layout.size, layout.nbytes)
+    assert [row.path for row in summary.rows if row.role == "trained"] == list(layout.paths)
+    assert summary.totals["trained"][3:6] == (len(layout.slots), layout.size, layout.nbytes)
     computed = tree["decoder"] if specimen is ZOO["transposed tie"] else None
-    arrays = {
-        id(leaf): leaf
-        for leaf in jax.tree.leaves(tree)
-        if eqx.is_array_like(leaf) and hasattr(leaf, "dtype") and leaf is not computed
-    }
-    assert sum(total.arrays for total in summary.totals.values()) == len(arrays) == len(summary.rows)
-    assert sum(total.elements for total in summary.totals.values()) == sum(leaf.size for leaf in arrays.values())
-    assert sum(total.nbytes for total in summary.totals.values()) == sum(map(_nbytes, arrays.values()))
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, (jax.Array, np.ndarray))]
+    arrays = {id(leaf): jnp.asarray(leaf) for leaf in leaves if leaf is not computed}
+    want = [(1, array.size, array.nbytes) for array in arrays.values()]
+    assert [row[3:6] for row in summary.rows] == want
+    assert [sum(total[i] for total in summary.totals.values()) for i in (3, 4, 5)] == np.sum(want, 0).tolist()
+    assert repr(tp.summary(eqx.filter_eval_shape(lambda: tree), layout)) == repr(summary)  # of an abstract model, too
 
 
-def test_an_abstract_model_has_the_same_summary():
-    tree = eqx.tree_at(lambda m: m.head, model(), jnp.ones((4, 10)))  # identity does not outlive abstraction
-    ties = {"head": ("embed", jnp.transpose)}
-    concrete = repr(tp.summary(tree, tp.layout(tree, ties=ties)))
-    abstract = eqx.filter_eval_shape(lambda: tree)
-    assert repr(tp.summary(abstract, tp.layout(abstract, ties=ties))) == concrete
-    assert "head (transpose)" in concrete
-
-
-def test_what_is_shown_of_each_array():
-    rows = {row.path: row for row in tp.summary(model(), ("embed", "head")).rows}
-    assert list(rows) == [
-        "mean", "embed", *(f"layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")), "steps", "key"
-    ]  # fmt: skip
-    assert rows["embed"] == ("embed", (10, 4), "float32", 1, 40, 160, "trained", "head", "")
-    assert rows["steps"] == ("steps", (), "int32", 1, 1, 4, "other", "", "")
-    assert [rows[path].role for path in ("mean", "layers.0.bias", "key")] == ["frozen", "frozen", "other"]
-
-
-def test_what_is_no_array_is_named():
-    assert repr(tp.summary(model())).splitlines()[-1] == "no arrays  act (function), rate (float)"
+def test_every_form_is_the_text_and_rich_colours_what_trains():
+    summary = tp.summary(model(), TRAINED)
+    assert repr(summary) == TEXT
+    assert summary._repr_html_() == f"<pre>{html.escape(TEXT)}</pre>"
+    console = rich.console.Console(file=io.StringIO(), width=120, color_system="standard", force_terminal=True)
+    console.print(summary)
+    printed = console.file.getvalue()
+    assert re.sub(r"\x1b\[\d+m", "", printed) == TEXT + "\n"
+    assert re.findall(r"\x1b\[32m(\S+)", printed) == ["embed", 'layers."[red]".bias', "trained"]
 
 
 def test_depth_folds_what_lies_deeper_and_keeps_the_totals():
-    whole, folded = tp.summary(model(), "layers.*.bias"), tp.summary(model(), "layers.*.bias", depth=1)
-    assert folded.totals == whole.totals
-    lines = repr(folded).splitlines()
-    assert [line.split("  ")[0] for line in lines[1 : lines.index("")]] == [
-        "mean", "embed", "layers", "steps", "key"
-    ]  # fmt: skip
-    assert re.search(r"^layers +6 arrays +float32 +60 +240 B +3 of 6 trained$", "\n".join(lines), re.M)
-    assert repr(tp.summary(model(), depth=9)) == repr(tp.summary(model()))
-
-
-def test_groups_come_from_a_report():
-    tx = optim.trainable(optim.groups(GROUPS))
-    summary = tp.summary(model(), groups=optim.report(tx, model()).groups)
-    assert summary.totals["group layers"] == (6, 60, 240)
-    assert summary.totals["group **"] == (1, 40, 160)
-    assert {row.path: row.group for row in summary.rows}["mean"] == ""
-    assert "tied to  group" in repr(summary)
-
-
-def test_the_first_group_that_matches_counts_and_an_alias_stands_for_its_parameter():
-    groups = {"head": "by its alias", "**": "the rest"}
-    assert {row.path: row.group for row in tp.summary(model(), groups=groups).rows}["embed"] == "by its alias"
-
-
-@pytest.mark.usefixtures("without_type_checks")
-def test_bad_input_is_refused():
+    whole, folded = tp.summary(model(), TRAINED), tp.summary(model(), TRAINED, depth=1)
+    assert (folded.totals, folded.rows) == (whole.totals, whole.rows)
+    assert repr(folded).splitlines()[2] == "layers   2 arrays  float32        20   80 B  1 of 2 trained"
+    assert repr(tp.summary(model(), TRAINED, depth=9)) == TEXT
     with pytest.raises(ValueError, match="depth must be a whole number of entries, at least 1, got 0"):
         tp.summary(model(), depth=0)
-    with pytest.raises(ValueError, match="'heads' selects nothing; nearest: 'head'"):
-        tp.summary(model(), groups={"heads": "x"})
-    with pytest.raises(TypeError, match="groups is a dictionary from a `where` to a name, got 0 for 'head'"):
-        tp.summary(model(), groups={"head": 0})
     with pytest.raises(TypeError, match=r"a summary is of a model, got a Layout; write tp.summary\(model, layout\)"):
         tp.summary(tp.layout(model()))
 
 
-def test_an_array_that_is_no_parameter_is_shown_once_with_its_other_paths():
-    counter = jnp.array(3)
-    (row,) = tp.summary({"a": counter, "b": [counter]}).rows
-    assert (row.path, row.tied_to, row.elements) == ("a", "b.0", 1)
+def test_of_many_rows_the_middle_is_left_out_but_not_of_the_totals():
+    summary = tp.summary({f"w{i:03}": np.ones(2) for i in range(60)})
+    assert re.findall(r"^w\d+|^\.\.\..*", repr(summary), re.M)[18:22] == ["w018", "w019", "... 20 more", "w040"]
+    assert "120 elements in 60 arrays, 480 B" in repr(summary)
+    rich.console.Console(file=io.StringIO()).print(summary)
 
 
-def test_of_many_rows_the_middle_is_left_out_of_every_form_but_not_of_the_totals():
-    tree = {f"w{i:03}": jnp.ones(2) for i in range(60)}
-    summary = tp.summary(tree)
-    for text in (repr(summary), summary._repr_html_(), _by_rich(summary)):
-        assert "... 20 more" in text
-        assert "w019" in text
-        assert "w020" not in text
-        assert "120 elements in 60 arrays, 480 B" in text
+def test_the_picture_asks_for_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delitem(sys.modules, "treeparams.plot")
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'treeparams\[plot\]'"):
+        importlib.import_module("treeparams.plot")
 
 
-def _by_rich(value: Any) -> str:
-    console = rich.console.Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(value)
-    return console.file.getvalue()
-
-
-def test_html_and_rich_show_the_same_cells_as_the_text():
-    tree = {"<b>": {"w": jnp.ones(2)}, "[red]": jnp.ones(3)}
-    tree["alias"] = tree["[red]"]
-    summary = tp.summary(tree)
-    markup = summary._repr_html_()
-    assert html.unescape(markup.removeprefix("<pre>").removesuffix("</pre>")) == repr(summary)
-    assert "<b>" not in markup
-    cells = {cell for line in repr(summary).split("\n\n")[0].splitlines() for cell in re.split(r"  +", line)}
-    assert {"<b>.w", '"[red]"', "alias"} <= cells
-    assert all(cell in _by_rich(summary) for cell in cells)
-
-
-def test_rich_and_matplotlib_are_needed_only_where_they_are_used():
-    code = """
-import sys
-sys.modules["rich"] = sys.modules["matplotlib"] = None
-import jax.numpy as jnp, treeparams as tp
-print(tp.summary({"w": jnp.ones(2)}))
-try:
-    import treeparams.plot
-except ModuleNotFoundError as error:
-    print(error)
-"""
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "trained  2 elements in 1 array, 8 B" in printed
-    assert "treeparams.plot needs matplotlib: pip install 'treeparams[plot]'" in printed.replace(".pyplot", "")
-
-
-# -- The picture
-
-
-def _axes() -> Any:
-    return matplotlib.figure.Figure(figsize=(10, 3)).add_subplot()
-
-
-def _boxes(ax: Any) -> list[tuple[float, float]]:
-    filled = [patch for patch in ax.patches if patch.get_fill() and patch.get_hatch() is None]
-    return [(patch.get_x(), patch.get_width()) for patch in filled]
+def _picture(*args: Any) -> tuple[Any, list[str], list[Any]]:
+    """The axes, all texts in them, and the names below strips."""
+    ax = plot.layout(*args, ax=matplotlib.figure.Figure(figsize=(10, 3)).add_subplot())
+    return ax, [text.get_text() for text in ax.texts], [text for text in ax.texts if text.get_rotation()]
 
 
 @pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
 def test_every_parameter_has_a_box_of_its_share(specimen):
-    tree = specimen.make()
-    layout = specimen.layout(tree)
-    rows = tp.summary(tree, layout).rows
-    frozen = [row for row in rows if row.role == "frozen"]
-    boxes = _boxes(plot.layout(layout, ax=_axes()))
+    layout = specimen.layout(specimen.make())
+    frozen = [row for row in tp.summary(specimen.make(), layout).rows if row.role == "frozen"]
+    patches = _picture(layout)[0].patches
+    boxes = [(each.get_x(), each.get_width()) for each in patches if each.get_fill() and each.get_hatch() is None]
     assert len(boxes) == 1 + len(layout.slots) + bool(frozen) + len(frozen)
     assert boxes[0] == (0, 1)  # the strip itself, then what lies in it
     want = [(slot.offset / max(layout.size, 1), slot.size / max(layout.size, 1)) for slot in layout.slots]
@@ -203,36 +111,20 @@ def test_every_parameter_has_a_box_of_its_share(specimen):
 
 
 def test_ties_are_hatched_and_named_and_what_is_frozen_is_set_apart():
-    ax = plot.layout(model(), ax=_axes())
-    texts = [text.get_text() for text in ax.texts]
-    assert texts[0] == "the vector: 100 float32, 400 B"
-    assert "embed = head" in texts
-    assert texts[texts.index("frozen, in no vector: 4 elements, 16 B") + 1] == "mean"
+    ax, texts, _ = _picture(model() | {"c$d$": np.ones(2)}, TRAINED)
+    assert texts[0] == "the vector: 44 float32, 176 B"
+    assert {"embed = head", "frozen, in no vector: 18 elements, 72 B", "c$d$"} < set(texts)
+    assert {text.get_parse_math() for text in ax.texts} == {False}  # names are no mathematics
     assert sum(patch.get_hatch() is not None for patch in ax.patches) == 1
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["tied: at several paths", "frozen"]
+    with pytest.raises(TypeError, match="the first argument is a Layout, which says what is trained; drop `trainable`"):
+        plot.layout(tp.layout(model()), "embed")
 
 
 def test_names_keep_apart_and_many_neighbours_share_one():
-    mlp = eqx.nn.MLP(30, 10, 64, 20, key=jax.random.key(0))
-    ax = plot.layout(mlp, ax=_axes())
-    names = [text for text in ax.texts if text.get_rotation()]
-    assert [text.get_text() for text in names] == [f"layers.{i}" for i in range(21)]
-    places = [text.get_position()[0] for text in names]
-    assert min(b - a for a, b in itertools.pairwise(places)) > 0.04
+    names = _picture({"params": {f"Block_{i:02}": {"w": np.ones(64), "b": np.ones(8)} for i in range(24)}})[2]
+    assert [text.get_text() for text in names] == [f"params.Block_{i:02}" for i in range(0, 24, 2)]
+    places = [text.get_position()[0] for text in _picture({f"w{i:03}": np.ones(1) for i in range(200)})[2]]
+    assert len(places) == 20
+    assert np.diff(places).min() > 0.04
     assert places[-1] <= 1
-    flat = plot.layout({f"w{i:03}": jnp.ones(1) for i in range(200)}, ax=_axes())
-    assert len([text for text in flat.texts if text.get_rotation()]) == 20
-    block = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
-    wrapped = plot.layout({"params": {f"Block_{i:02}": tp.copy(block) for i in range(24)}}, ax=_axes())
-    assert [text.get_text() for text in wrapped.texts][1:3] == ["params.Block_00", "params.Block_02"]
-
-
-def test_names_are_no_mathematics():
-    ax = plot.layout({"$\\frac{$": jnp.ones(2), "c$d$": jnp.ones(2)}, ax=_axes())
-    ax.figure.canvas.draw()
-    assert {text.get_parse_math() for text in ax.texts} == {False}
-
-
-def test_a_layout_takes_no_second_choice():
-    with pytest.raises(TypeError, match="the first argument is a Layout, which says what is trained; drop `trainable`"):
-        plot.layout(tp.layout(model()), "embed")

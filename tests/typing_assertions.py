@@ -110,7 +110,7 @@ def layouts() -> None:
     assert_type(layout.block(jnp.ones((7, 7)), "encoder", "scale"), jax.Array)
     assert_type(layout.block(np.ones((7, 7)), "encoder", "scale"), np.ndarray)
     assert_type(eqx.partition(model, layout.mask), tuple[Any, Any])
-    assert_type(tp.summary(model, depth=1, groups={"encoder": "matrices"}), tp.Summary)
+    assert_type(tp.summary(model, depth=1), tp.Summary)
     if TYPE_CHECKING:
         tp.layout(model, freeze=3)  # type: ignore
         layout[0]  # type: ignore

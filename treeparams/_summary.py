@@ -3,27 +3,24 @@
 import html
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from ._index import Index
 from ._layout import Layout, Trainable
-from ._paths import join_path
+from ._paths import join_path, split_path
 from ._recognise import structure_of
 from ._resolve import look_up
-from ._structure import Structure
 from ._text import count_of, first_few, in_columns, without_middle
-from ._where import select
 
-_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to", "group")
-_NUMBERS, _ROLE = (3, 4), 5  # columns; those of numbers are aligned to the right
-_COLOURS = {"trained": "green", "frozen": "blue"}
+_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to")
+_NUMBERS = (3, 4)  # columns that are aligned to the right
+_ROLES = {"trained": "green", "frozen": "blue", "other": ""}  # and their colours
 
 
 class Row(NamedTuple):
-    """One array of a model, ties once; or, below the depth asked for, the arrays of one node."""
+    """One array of a model, ties once; or several as one: those below a node, or those of a role."""
 
     path: str
     shape: tuple[int, ...] | None  # none of several arrays
@@ -33,87 +30,55 @@ class Row(NamedTuple):
     nbytes: int
     role: str  # "trained", "frozen", or "other" for what is no parameter
     tied_to: str
-    group: str
 
     def cells(self) -> list[str]:
         """The row as text, in the order of the header."""
         shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
-        sizes = [f"{self.elements:,}", in_bytes(self.nbytes)]
-        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.tied_to, self.group]
-
-
-class Total(NamedTuple):
-    """Counts of arrays, elements and bytes, ties once."""
-
-    arrays: int
-    elements: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        """In words."""
-        arrays = "1 array" if self.arrays == 1 else f"{self.arrays:,} arrays"
-        elements = "1 element" if self.elements == 1 else f"{self.elements:,} elements"
-        return f"{elements} in {arrays}, {in_bytes(self.nbytes)}"
+        sizes = f"{self.elements:,}", in_bytes(self.nbytes)
+        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.tied_to]
 
 
 class Summary:
-    """A table of a model's arrays: plain text, in colours by `rich.print`, HTML in a notebook.
-
-    Made by `tp.summary`.
+    """A table of a model's arrays, made by `tp.summary`: text, in a notebook too, and in colours by `rich.print`.
 
     Attributes:
         rows: one per array, ties once, in tree order.
-        totals: `{role: Total}`, with `.arrays`, `.elements` and `.nbytes`, of the roles `"trained"`, `"frozen"` and
-            `"other"`; then of each group, as `"group NAME"`.
+        totals: one for each role, `"trained"`, `"frozen"`, `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
     def __init__(self, rows: Sequence[Row], shown: Sequence[Row], values: Sequence[str]) -> None:
         """For this library's own use; users write `tp.summary(model)`."""
         self.rows = tuple(rows)
-        self.totals = {role: _total(row for row in rows if row.role == role) for role in ("trained", "frozen", "other")}
-        for group in dict.fromkeys(row.group for row in rows if row.group):
-            self.totals[f"group {group}"] = _total(row for row in rows if row.group == group)
-        cells = [row.cells() for row in shown]
-        self._columns = [i for i in range(len(_HEADER)) if i <= _ROLE or any(row[i] for row in cells)]
-        self._shown = [[row[i] for i in self._columns] for row in cells]
-        self._values = first_few(values)
-
-    def _header(self) -> list[str]:
-        return [_HEADER[i] for i in self._columns]
-
-    def _below(self) -> list[list[str]]:
-        # What the model has none of is not worth a line, unless nothing is trained: that is.
-        lines = [[name, str(total)] for name, total in self.totals.items() if total.arrays or name == "trained"]
-        return [*lines, ["no arrays", self._values]] if self._values else lines
+        self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
+        # What the model has none of is worth no column and no line, unless nothing is trained: that is.
+        width = len(_HEADER) if any(row.tied_to for row in shown) else len(_HEADER) - 1
+        table = in_columns(_HEADER[:width], [row.cells()[:width] for row in shown], right=_NUMBERS)
+        below = []
+        for role, total in self.totals.items():
+            if total.arrays or role == "trained":
+                counts = ((total.elements, "element"), (total.arrays, "array"))
+                words = " in ".join(f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in counts)
+                below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
+        if values:
+            below.append(["no arrays", first_few(values)])
+        roles = [role for (role,) in without_middle([[row.role] for row in shown], 1)]
+        self._lines = [*table, "", *in_columns(below[0], below[1:])]
+        self._styles = [_ROLES.get(role, "") for role in ("", *roles, "", *(name for name, _ in below))]
 
     def __repr__(self) -> str:
-        table = in_columns(self._header(), self._shown, right=_NUMBERS)
-        first, *below = self._below()
-        return "\n".join([*table, "", *in_columns(first, below)])
+        return "\n".join(self._lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
     def __rich__(self) -> Any:
-        # Only Rich calls this, so it is installed.
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+        from rich.text import Text  # only Rich calls this, so it is installed
 
-        table, below = Table(), Table.grid(padding=(0, 2))
-        for i, name in enumerate(self._header()):
-            table.add_column(name, justify="right" if i in _NUMBERS else "left", overflow="fold")
-        for row in without_middle(self._shown, len(self._columns)):
-            table.add_row(*map(Text, row), style=_COLOURS.get(row[_ROLE]))
-        for name, text in self._below():
-            below.add_row(Text(name, style=_COLOURS.get(name, "")), Text(text))
-        return Group(table, below)
+        return Text("\n").join(Text(line, style) for line, style in zip(self._lines, self._styles, strict=True))
 
 
-def summary(
-    model: PyTree, trainable: Trainable = None, *, depth: int | None = None, groups: Mapping[Any, str] | None = None
-) -> Summary:
-    """Lists what trains in a model, how large it is, what is tied to what, and which group it belongs to.
+def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:
+    """Lists what trains in a model, how large it is, and what is tied to what.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> embed = jnp.ones((10, 4))
@@ -129,52 +94,65 @@ def summary(
     other      1 element in 1 array, 4 B
     no arrays  act (function)
 
-    A model too large to make is described as well, since only shapes are looked at. `depth` puts what lies deeper into
-    one row per node:
+    A model too large to make will do, since only shapes are looked at; `depth=1` makes one row of each of its entries:
 
     >>> make = lambda key: eqx.nn.MLP(512, 512, 8192, depth=8, key=key)
-    >>> tp.summary(eqx.filter_eval_shape(make, jax.random.key(0)), "layers.8", depth=2)  # doctest: +ELLIPSIS
-    path      shape     dtype      elements     bytes  role
-    layers.0  2 arrays  float32   4,202,496   16.8 MB  frozen
-    layers.1  2 arrays  float32  67,117,056  268.5 MB  frozen
-    ...
-    layers.8  2 arrays  float32   4,194,816   16.8 MB  trained
+    >>> tp.summary(eqx.filter_eval_shape(make, jax.random.key(0)), "layers.8", depth=1)
+    path    shape      dtype       elements   bytes  role
+    layers  18 arrays  float32  478,216,704  1.9 GB  2 of 18 trained
     <BLANKLINE>
     trained    4,194,816 elements in 2 arrays, 16.8 MB
     frozen     474,021,888 elements in 16 arrays, 1.9 GB
     no arrays  activation (function), final_activation (function)
 
-    The groups of an optimiser are those of its report: `tp.summary(model, groups=optim.report(tx, model).groups)`.
-    With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` shows the table in colours.
+    With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` prints it in colours. Which group of
+    an optimiser has which parameter, `optim.report` tells.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s.
         trainable: as for `tp.layout`; what comes of it stands under "role". "other" are the arrays that are no
             parameters: ints, bools, keys.
-        depth: how many entries of a path are shown; several arrays that lie deeper below one node are one row. `None`:
-            every array.
-        groups: `{where: name}`, the first that matches counts; trained parameters only.
+        depth: how many entries of a path are shown; what lies deeper below one node is one row. `None`: every array.
 
     Returns:
         A `Summary`. It prints as a table; totals count ties once. 1 kB is 1000 B.
 
     Raises:
-        ValueError: `depth` is no count; a group selects nothing; as `tp.layout`.
-        TypeError: `model` is a `Layout`; a group's name is no text; as `tp.layout`.
+        ValueError: `depth` is no count; as `tp.layout`.
+        TypeError: `model` is a `Layout`; as `tp.layout`.
     """
     if isinstance(model, Layout):
         raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
     leaves, _, structure = structure_of(model)
     _, index = look_up(structure, trainable, leaves)
-    parameters = set(structure.parameters)
-    others = [i for i, spec in enumerate(structure.specs) if spec and structure.first[i] == i and i not in parameters]
-    names, arrays = _groups(index, groups or {}), sorted([*index.distinct, *others])
-    tied = index.tied_to | _same(structure, others)
-    rows = [_row(index, i, tied, names.get(i, "")) for i in arrays]
-    shown = rows if depth is None else _folded([structure.entries[i] for i in arrays], rows, depth)
-    without = [i for i, spec in enumerate(structure.specs) if spec is None]
-    values = [f"{structure.paths[i] or repr('')} ({_kind(leaves[i])})" for i in without]
+    rows, values = [], []
+    for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
+        if spec is None:
+            kind = "function" if callable(leaves[i]) else type(leaves[i]).__name__
+            values.append(f"{path or repr('')} ({kind})")
+        elif i not in index.sources if spec.parameter else structure.first[i] == i:
+            sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
+            role = "trained" if i in index.by_leaf else "frozen" if spec.parameter else "other"
+            rows.append(Row(path, spec.shape, str(spec.dtype), *sizes, role, index.tied_to.get(path, "")))
+    shown = rows
+    if depth is not None:
+        count_of("depth", depth, "entries")
+        node = lambda row: join_path(split_path(row.path)[:depth])
+        shown = [_joined(path, list(members)) for path, members in itertools.groupby(rows, node)]
     return Summary(rows, shown, values)
+
+
+def _joined(path: str, rows: Sequence[Row]) -> Row:
+    """Several rows as one; one as it is."""
+    if len(rows) == 1:
+        return rows[0]
+    roles = [row.role for row in rows]
+    role = roles[0] if len(set(roles)) == 1 else f"{roles.count('trained')} of {len(rows)} trained"
+    dtypes = dict.fromkeys(row.dtype for row in rows)
+    arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
+    nbytes = sum(row.nbytes for row in rows)
+    ties = first_few([row.tied_to for row in rows if row.tied_to])
+    return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, ties)
 
 
 def in_bytes(count: int) -> str:
@@ -183,69 +161,10 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
     ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
     """
-    if count < 1000:
-        return f"{count} B"
-    scaled, units = count / 1000, list("kMGTP")
+    scaled, units = count / 1000, "kMGTP"
     while scaled >= 999.95 and len(units) > 1:
         scaled, units = scaled / 1000, units[1:]
-    return f"{scaled:,.1f} {units[0]}B"
-
-
-def _row(index: Index, leaf: int, tied: Mapping[str, str], group: str) -> Row:
-    path, spec = index.structure.paths[leaf], index.structure.spec(leaf)
-    size = math.prod(spec.shape)
-    role = "trained" if leaf in index.by_leaf else "frozen" if spec.parameter else "other"
-    return Row(path, spec.shape, str(spec.dtype), 1, size, size * spec.dtype.itemsize, role, tied.get(path, ""), group)
-
-
-def _same(structure: Structure, others: Sequence[int]) -> dict[str, str]:
-    """The further places of arrays that have no ties, as they are no parameters, but stand in several all the same."""
-    places: dict[int, list[str]] = {i: [] for i in others}
-    for i, first in enumerate(structure.first):
-        if first in places and i != first:
-            places[first].append(structure.paths[i])
-    return {structure.paths[i]: ", ".join(paths) for i, paths in places.items()}
-
-
-def _kind(leaf: Any) -> str:
-    return "function" if callable(leaf) else type(leaf).__name__
-
-
-def _groups(index: Index, groups: Mapping[Any, str]) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for where, name in groups.items():
-        if not isinstance(name, str):
-            raise TypeError(f"groups is a dictionary from a `where` to a name, got {name!r} for {where!r}")
-        for leaf in select(index.structure, where):
-            source = index.sources.get(leaf, leaf)
-            if source in index.by_leaf:
-                found.setdefault(source, name)
-    return found
-
-
-def _folded(entries: Sequence[Sequence[str]], rows: Sequence[Row], depth: int) -> list[Row]:
-    count_of("depth", depth, "entries")
-    heads = [join_path(each[:depth]) for each in entries]
-    pairs = itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0])
-    return [_fold(head, [row for _, row in members]) for head, members in pairs]
-
-
-def _fold(path: str, rows: Sequence[Row]) -> Row:
-    if len(rows) == 1:
-        return rows[0]
-    dtypes, roles, ties, groups = (
-        list(dict.fromkeys(each for each in column if each))
-        for column in zip(*((row.dtype, row.role, row.tied_to, row.group) for row in rows), strict=True)
-    )
-    trained = sum(row.role == "trained" for row in rows)
-    role = roles[0] if len(roles) == 1 else f"{trained} of {len(rows)} trained"
-    total = _total(rows)
-    return Row(path, None, ", ".join(dtypes), *total, role, first_few(ties), first_few(groups))
-
-
-def _total(rows: Iterable[Row]) -> Total:
-    rows = list(rows)
-    return Total(*(sum(getattr(row, name) for row in rows) for name in Total._fields))
+    return f"{count} B" if count < 1000 else f"{scaled:,.1f} {units[0]}B"
 
 
 Summary.__module__ = "treeparams"
