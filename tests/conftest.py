@@ -1,10 +1,20 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
-import collections
 import os
+import subprocess
+import sys
 
 # Four CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+# Most of the time would go into code for programs that run once, on little data: this halves it. Costs that are counted
+# (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same. XLA aborts at flags it does not have.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    quick = os.environ["XLA_FLAGS"] + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    start = [sys.executable, "-c", "import jax; jax.devices()"]
+    if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
+        os.environ["XLA_FLAGS"] = quick
 
 import jaxtyping
 
@@ -19,25 +29,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--every", type=int, default=1, metavar="N", help="of each test, run every N-th case (default: all)"
-    )
-
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Tests of one run of an example stay with one worker, or each would run it."""
     for item in items:
         for run in {"outcomes", "finetuned", "minima", "imputed"} & set(item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(run))
-    cases, kept, left_out = collections.Counter(), [], []
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        (left_out if cases[name] % config.getoption("every") else kept).append(item)
-        cases[name] += 1
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
 
 
 _compiled: list[str] = []  # since the last time that they were forgotten
