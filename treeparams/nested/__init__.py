@@ -1,29 +1,26 @@
 """Derivatives within losses, curvature of trained parameters, and derivatives sample by sample.
 
 What is differentiated of a model are its trained parameters, ties once; what is frozen costs nothing. Tangents are
-vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent. `gradient`, `jacobian`,
-`vjp`, `jvp` and `laplacian` are of a model's output in its input.
+vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent. `gradient`, `jacobian`
+and `laplacian` are of a model's output in its input.
 
 The files, from the ground up:
 
     _slots        a loss as a function of the trained parameters; tangents in either form
-    _mapped       all at once or some at a time
-    _orders       products with a Jacobian, differentiated in a chosen order
-    _inputs       gradient, jacobian, vjp, jvp
+    _inputs       gradient, jacobian; a map over all values or some at a time
     _equations    a program, equation by equation
     _series       what the forward Laplacian carries, through one equation
     _forward      the same through a program
     _laplacian    laplacian
     _operators    hvp, hessian_operator, ggn_operator
     _dense        hessian, hessian_diagonal
-    _sweeps       many directions, the same for all samples of a batch
     _batched      batched_gradient, batched_jacobian
-    _per_example  per_example_gradients, per_example_norms
+    _per_example  per_example_gradients
 """
 
 from ._batched import batched_gradient as batched_gradient, batched_jacobian as batched_jacobian
 from ._dense import hessian as hessian, hessian_diagonal as hessian_diagonal
-from ._inputs import gradient as gradient, jacobian as jacobian, jvp as jvp, vjp as vjp
+from ._inputs import gradient as gradient, jacobian as jacobian
 from ._laplacian import laplacian as laplacian
 from ._operators import (
     Operator as Operator,
@@ -31,7 +28,4 @@ from ._operators import (
     hessian_operator as hessian_operator,
     hvp as hvp,
 )
-from ._per_example import (
-    per_example_gradients as per_example_gradients,
-    per_example_norms as per_example_norms,
-)
+from ._per_example import per_example_gradients as per_example_gradients

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from ._inputs import basis
-from ._mapped import in_chunks
-from ._sweeps import swept
+from ._inputs import basis, mapped
 
 _ROUNDING = 16  # of what a sample's output may differ by, in units of its dtype; in most programs by nothing
 
@@ -51,13 +49,7 @@ def batched_gradient(f: Callable[..., Array], *, check: bool = False) -> Callabl
     return gradient
 
 
-def batched_jacobian(
-    f: Callable[..., Array],
-    *,
-    chunk: int | None = None,
-    mode: Literal["auto", "forward", "reverse"] = "auto",
-    check: bool = False,
-) -> Callable[..., Array]:
+def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check: bool = False) -> Callable[..., Array]:
     """The Jacobian of each sample's output in its own input, in as few sweeps over the batch as one sample needs.
 
     >>> import jax.numpy as jnp
@@ -68,15 +60,14 @@ def batched_jacobian(
            [0., 8.]], dtype=float32)
 
     The Jacobian over the whole batch has a block per pair of samples, of which all but the diagonal ones are zero where
-    samples do not mix. So one direction serves all samples at once. Where f is written for one sample,
+    samples do not mix. So one direction serves all samples at once: forward, one for each entry of a sample's input,
+    or backward, one for each entry of its output, whichever are fewer. Where f is written for one sample,
     `jax.vmap(jax.jacfwd(f))` is the same; this is for functions that are only at hand for a batch.
 
     Args:
         f: called as `f(x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must depend on
             the input of its own sample alone (no normalisation over the batch).
         chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
-        mode: `"forward"`: one sweep per entry of a sample's input; `"reverse"`: one per entry of its output; `"auto"`:
-            the fewer.
         check: whether to find out, with one random direction, if f mixes samples; of each sample by itself. It needs
             values, so not inside of a trace.
 
@@ -84,27 +75,22 @@ def batched_jacobian(
         A function of `(x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
 
     Raises:
-        ValueError: `mode` or `chunk` is none of these; when called: x or the output has no batch axis, or another batch
-            size; `check=True` and f mixes samples.
+        ValueError: `chunk` is no count; when called: x or the output has no batch axis, or another batch size;
+            `check=True` and f mixes samples.
         TypeError: when called: x or the output is not real and floating; `check=True` inside of a trace.
     """
-    if mode not in ("auto", "forward", "reverse"):
-        raise ValueError(f'mode must be "auto", "forward" or "reverse", got {mode!r}')
 
     def jacobian(x: Any, *args: Any) -> jax.Array:
         x, of_x = _batch(x), lambda x: f(x, *args)
-        out = jax.eval_shape(of_x, x)
-        _check_output(x, out)
+        y, push = jax.linearize(of_x, x)
+        _check_output(x, y)
         if check:
             _check_independence(of_x, x)
-        forward = mode == "forward" or (mode == "auto" and _size(x) <= _size(out))
-        if forward:
-            _, sweep = jax.linearize(of_x, x)
-            columns = in_chunks(lambda each: swept(sweep, each, len(x)), _directions(x), chunk, "sweeps")
-            return jnp.moveaxis(columns, 0, -1).reshape(*out.shape, *x.shape[1:])
-        _, pull = jax.vjp(of_x, x)
-        rows = in_chunks(lambda each: swept(lambda y: pull(y)[0], each, len(x)), _directions(out), chunk, "sweeps")
-        return jnp.moveaxis(rows, 0, 1).reshape(*out.shape, *x.shape[1:])
+        if math.prod(x.shape[1:]) <= math.prod(y.shape[1:]):
+            columns = _swept(push, x, chunk)
+            return jnp.moveaxis(columns, 0, -1).reshape(*y.shape, *x.shape[1:])
+        rows = _swept(lambda direction: jax.linear_transpose(push, x)(direction)[0], y, chunk)
+        return jnp.moveaxis(rows, 0, 1).reshape(*y.shape, *x.shape[1:])
 
     return jacobian
 
@@ -126,13 +112,10 @@ def _check_output(x: Any, y: Any) -> None:
         raise TypeError(f"expected f to return real floating numbers, got {y.dtype}")
 
 
-def _size(of: Any) -> int:
-    return math.prod(of.shape[1:])
-
-
-def _directions(of: Any) -> jax.Array:
-    """Those of one sample."""
-    return basis(jax.ShapeDtypeStruct(of.shape[1:], of.dtype))
+def _swept(f: Callable[[Any], Any], of: jax.Array, chunk: int | None) -> jax.Array:
+    """A linear function of the directions of one sample, each of them for all samples, in the first axis."""
+    zeros, sample = jnp.zeros_like(of), jnp.zeros(of.shape[1:], of.dtype)
+    return mapped(lambda direction: f(zeros + direction[None]), basis(sample), chunk, "sweeps")
 
 
 def _check_independence(f: Callable[[Any], Any], x: jax.Array) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .._forms import vector_of
 from .._layout import Layout, Trainable
 from .._text import count_of
-from ._mapped import mapped
+from ._inputs import mapped
 from ._slots import of_slots, parts_of
 
 
