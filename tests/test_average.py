@@ -1,6 +1,5 @@
 """Copies and averages."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +10,8 @@ import treeparams as tp
 from .zoo import ZOO, Norm, as_data, assert_same, enable_x64, pattern, ramp
 
 
-def leaves_of(tree):
-    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+def ids(tree):
+    return {id(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")}
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -20,43 +19,43 @@ def test_a_copy_is_equal_and_shares_nothing(name):
     model = ZOO[name].make()
     got = tp.copy(model)
     assert_same(got, model)
-    assert not {id(leaf) for leaf in leaves_of(got)} & {id(leaf) for leaf in leaves_of(model)}
-    for ours, theirs in zip(leaves_of(got), leaves_of(model), strict=True):
+    assert not ids(got) & ids(model)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(model), strict=True):
         if isinstance(ours, jax.Array) and ours.size:
             assert as_data(ours).unsafe_buffer_pointer() != as_data(theirs).unsafe_buffer_pointer()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64])
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 1.0, jnp.float32(0.9), np.float64(0.9)])
-def test_one_step(dtype, decay):
+TOLERANCE = {np.float32: 1e-6, jnp.bfloat16: 1e-2, np.float16: 1e-3, np.complex64: 1e-6}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_one_step(dtype):
     average, model = {"w": ramp(4, dtype=dtype)}, {"w": ramp(4, dtype=dtype, start=3.0)}
-    for got in (
-        tp.ema(average, model, decay=decay),
-        jax.jit(lambda a, m, d: tp.ema(a, m, decay=d))(average, model, decay),
-    ):
-        assert got["w"].dtype == dtype
-        wide = [np.asarray(each["w"]).astype(np.complex128) for each in (average, model)]
-        want = wide[0] + (1 - float(decay)) * (wide[1] - wide[0])
-        digits = 1e-2 if dtype == jnp.bfloat16 else 1e-3 if dtype == jnp.float16 else 1e-6
-        np.testing.assert_allclose(np.asarray(got["w"]).astype(np.complex128), want, digits)
+    old, new = (np.asarray(each["w"]).astype(np.complex128) for each in (average, model))
+    jitted = jax.jit(lambda a, m, d: tp.ema(a, m, decay=d))
+    for decay in (0.0, 0.9, 1.0, jnp.float32(0.9), np.float64(0.9)):
+        for got in (tp.ema(average, model, decay=decay), jitted(average, model, decay)):
+            assert got["w"].dtype == dtype
+            want = old + (1 - float(decay)) * (new - old)
+            np.testing.assert_allclose(np.asarray(got["w"]).astype(np.complex128), want, TOLERANCE[dtype])
 
 
 def test_ties_and_declarations_are_those_of_the_average():
     shared = ramp(2)
     average = {"a": shared, "b": shared, "norm": Norm(ramp(1), ramp(1))}
-    model = {"a": 3 * shared, "b": 5 * shared, "norm": Norm(ramp(1, start=2), ramp(1, start=7))}
+    model = {"a": 3 * shared, "b": 5 * shared, "norm": {"scale": ramp(1, start=2), "mean": ramp(1, start=7)}}
     got = tp.ema(average, model, decay=0.5)
     assert got["a"] is got["b"]
     np.testing.assert_allclose(got["a"], 2 * shared, 1e-6)  # the value at the slot's own path
-    np.testing.assert_array_equal(got["norm"].mean, model["norm"].mean)
+    np.testing.assert_array_equal(got["norm"].mean, model["norm"]["mean"])
 
 
 def buffers_model(scale):
     return {
         "w": ramp(1) * scale,
         "norm": Norm(ramp(1), ramp(2) * scale),
-        "n": jnp.arange(2) * scale,
-        "flag": jnp.array([scale > 1]),
+        "n": np.arange(2) * scale,
+        "flag": np.array([scale > 1]),
         "key": jax.random.key(scale),
         "f": jnp.tanh,
         "p": 0.5 * scale,
@@ -67,12 +66,10 @@ def buffers_model(scale):
 @pytest.mark.parametrize("jitted", [False, True])
 def test_policies_for_what_is_not_trained(policy, jitted):
     average, model = buffers_model(1), buffers_model(3)
-    step = tp.jit(tp.ema) if jitted else tp.ema
-    got = step(average, model, decay=0.5, buffers=policy)
+    got = (tp.jit(tp.ema) if jitted else tp.ema)(average, model, decay=0.5, buffers=policy)
     source = average if policy == "keep" else model
     for name in ("n", "flag", "key"):
         np.testing.assert_array_equal(as_data(got[name]), as_data(source[name]))
-        assert got[name].dtype == source[name].dtype
         assert got[name] is not model[name]
     mean = average["norm"].mean * 2 if policy == "average" else source["norm"].mean
     np.testing.assert_allclose(got["norm"].mean, mean, 1e-6)
@@ -86,38 +83,40 @@ def test_policies_by_where():
     np.testing.assert_allclose(got["norm"].mean, 2 * average["norm"].mean, 1e-6)
     np.testing.assert_array_equal(got["n"], model["n"])
     np.testing.assert_array_equal(got["flag"], average["flag"])
-    with pytest.raises(ValueError, match="'m' selects nothing"):
-        tp.ema(average, model, decay=0.5, buffers={"m": "keep"})
-    with pytest.raises(ValueError, match="'w' selects no frozen or integer array, only 'w'"):
-        tp.ema(average, model, decay=0.5, buffers={"w": "keep"})
+
+
+def test_buffers_keep_the_dtypes_of_the_average():
+    average = {"w": ramp(2), "c": ramp(2), "n": jnp.array(3)}
+    narrow = {"w": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, dtype=jnp.bfloat16), "n": 4}
+    got = tp.ema(average, narrow, decay=0.5, trainable="w")
+    assert (got["c"].dtype, got["n"].dtype, int(got["n"])) == (jnp.float32, jnp.int32, 4)
+    of_ema = jax.eval_shape(lambda e: e.update(narrow).average, tp.Ema(average, 0.9, trainable="w"))
+    assert (of_ema["c"].dtype, of_ema["n"].dtype) == (jnp.float32, jnp.int32)
 
 
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
         ({}, {"decay": 1.5}, "decay must be between 0 and 1, got 1.5"),
-        ({}, {"decay": jnp.ones(2)}, r"decay must be a scalar, got shape \(2,\)"),
-        ({"w": jnp.ones(5)}, {"decay": 0.5}, r"expected float32\[1\] at 'w', got float32\[5\]"),
-        ({"w": None}, {"decay": 0.5}, "1 trained parameters|trained parameters, found none for 'w'"),
-        ({"n": None}, {"decay": 0.5}, r"average has at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
-        ({"n": jnp.arange(3)}, {"decay": 0.5}, r"at 'n' \(shape \(2,\); shape \(3,\)\)"),
-        ({}, {"decay": 0.5, "buffers": "mean"}, 'buffers must be "copy", "keep" or "average"'),
-        ({"extra": jnp.ones(2)}, {"decay": 0.5}, "entry at 'extra', where the model has no leaf"),
+        ({}, {"decay": np.ones(2)}, r"decay must be a scalar, got shape \(2,\)"),
+        ({"w": np.ones(5, "f")}, {}, r"expected float32\[1\] at 'w', got float32\[5\]"),
+        ({"w": None}, {}, "trained parameters, found none for 'w'"),
+        ({"n": None}, {}, r"average has at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
+        ({"n": np.arange(3)}, {}, r"at 'n' \(shape \(2,\); shape \(3,\)\)"),
+        ({"extra": np.ones(2)}, {}, "entry at 'extra', where the model has no leaf"),
+        ({}, {"buffers": "mean"}, 'buffers must be "copy", "keep" or "average"'),
+        ({}, {"buffers": {"m": "keep"}}, "'m' selects nothing"),
+        ({}, {"buffers": {"w": "keep"}}, "'w' selects no frozen or integer array, only 'w'"),
     ],
 )
 def test_bad_input(change, options, message, without_type_checks):
     with pytest.raises(ValueError, match=message):
-        tp.ema(buffers_model(1), {**buffers_model(3), **change}, **options)
+        tp.ema(buffers_model(1), {**buffers_model(3), **change}, **{"decay": 0.5} | options)
 
 
 def test_complex_into_real_is_refused():
     with pytest.raises(TypeError, match=r"expected a real float32 at 'w', got complex64\[2\]"):
-        tp.ema({"w": ramp(2)}, {"w": ramp(2).astype(complex)}, decay=0.5)
-
-
-def test_a_model_of_another_type_is_read_by_path():
-    got = tp.ema(Norm(ramp(2), ramp(1)), {"scale": 3 * ramp(2), "mean": ramp(1)}, decay=0.5)
-    np.testing.assert_allclose(got.scale, 2 * ramp(2), 1e-6)
+        tp.ema({"w": ramp(2)}, {"w": ramp(2, dtype=np.complex64)}, decay=0.5)
 
 
 def test_donating_the_model_leaves_the_average_alive():
@@ -125,65 +124,57 @@ def test_donating_the_model_leaves_the_average_alive():
     model = {"a": shared, "b": shared, "n": jnp.arange(3)}
     average = tp.copy(model)
     step = tp.jit(lambda m, a: (tp.maptrainable(lambda x: x + 1, m), tp.ema(a, m, decay=0.5)), donate="all")
-    model, average = step(model, average)
-    model, average = step(model, average)
+    model, average = step(*step(model, average))
     assert model["a"] is model["b"]
     assert average["a"] is average["b"]
     np.testing.assert_allclose(average["a"], ramp(8) + 0.5, 1e-6)
-    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
-        np.asarray(shared)
+    assert shared.is_deleted()
 
 
 # -- Ema ---------------------------------------------------------------------------------------------------------------
 
 
 def test_bfloat16_averages_do_not_stick():
-    start, ones = {"w": jnp.zeros(2, jnp.bfloat16)}, {"w": jnp.ones(2, jnp.bfloat16)}
-    plain, carried = start, tp.Ema(start, 0.999)
+    start, ones = {"w": np.zeros(2, jnp.bfloat16)}, {"w": np.ones(2, jnp.bfloat16)}
 
     def step(carry, _):
         plain, carried = carry
         return (tp.ema(plain, ones, decay=0.999), carried.update(ones)), None
 
-    (plain, carried), _ = jax.lax.scan(step, (plain, carried), None, length=5000)
+    (plain, carried), _ = jax.lax.scan(step, (start, tp.Ema(start, 0.999)), None, length=5000)
     assert float(plain["w"][0]) < 0.6
     want = 1 - 0.999**5000
     np.testing.assert_allclose(carried.shadow[0], want, 1e-4)
     assert carried.average["w"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(carried.average["w"].astype(jnp.float32), want, 1e-2)
-
-
-def series(count):
-    return [{"w": ramp(3, start=float(i**2 % 7)), "n": jnp.array(i), "f": jnp.tanh} for i in range(count)]
+    np.testing.assert_allclose(np.asarray(carried.average["w"], np.float32), want, 1e-2)
 
 
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("decay", [0.9, lambda count: 1 - 1 / (2.0 + jnp.asarray(count, jnp.float32))])
 def test_the_average_is_that_of_its_definition(debias, warmup, decay):
-    first, *models = series(6)
+    first, *models = [{"w": ramp(3, start=float(i**2 % 7)), "n": np.array(i), "f": jnp.tanh} for i in range(5)]
     ema = tp.Ema(first, decay, debias=debias, warmup=warmup)
     shadow = np.zeros(3) if debias else np.asarray(first["w"], np.float64)
     weight = 0.0
     for count, model in enumerate(models):
         ema = ema.update(model)
-        d = decay(count) if callable(decay) else decay
+        d = float(decay(count)) if callable(decay) else decay
         d = min(d, (1 + count) / (10 + count)) if warmup else d
         shadow = d * shadow + (1 - d) * np.asarray(model["w"], np.float64)
         weight = d * weight + (1 - d)
-        want = shadow / weight if debias else shadow
-        np.testing.assert_allclose(ema.average["w"], want, 1e-5)
+        np.testing.assert_allclose(ema.average["w"], shadow / weight if debias else shadow, 1e-5)
         np.testing.assert_allclose(ema.weight, weight, 1e-5)
         assert ema.average["n"] == model["n"]
         assert int(ema.count) == count + 1
 
 
-def test_before_the_first_update_the_average_is_the_model():
+@pytest.mark.parametrize("debias", [False, True])
+def test_before_the_first_update_the_average_is_the_model(debias):
     model = ZOO["same array twice"].make()
-    for debias in (False, True):
-        average = tp.Ema(model, 0.9, debias=debias).average
-        assert_same(average, model)
-        assert not {id(leaf) for leaf in leaves_of(average)} & {id(leaf) for leaf in leaves_of(model)}
+    average = tp.Ema(model, 0.9, debias=debias).average
+    assert_same(average, model)
+    assert not ids(average) & ids(model)
 
 
 @pytest.mark.parametrize(
@@ -197,51 +188,29 @@ def test_one_structure_in_scan_and_jit(name):
     jitted = jax.jit(lambda ema: ema.update(model), donate_argnums=0)(ema.update(model))
     for other in (scanned, jitted):
         assert jax.tree.structure(other) == jax.tree.structure(ema)
-        assert_same(jax.tree.map(jnp.shape, other.shadow), jax.tree.map(jnp.shape, ema.shadow), identity=False)
         assert pattern(jax.tree.leaves(other.average)) == pattern(jax.tree.leaves(eager.average))
         for a, b in zip(other.shadow, eager.shadow, strict=True):
             np.testing.assert_allclose(a, b, 1e-5)
-    assert [leaf.dtype for leaf in ema.shadow] == [
-        jnp.complex64 if "complex" in str(s.dtype) else jnp.float32 for s in ema.rest.layout.slots
-    ]
+    kinds = ["complex64" if "complex" in str(slot.dtype) else "float32" for slot in ema.rest.layout.slots]
+    assert [str(leaf.dtype) for leaf in ema.shadow] == kinds
 
 
 def test_ema_of_a_float64_leaf():
     with enable_x64(True):
-        ema = tp.Ema({"w": jnp.ones(2, jnp.float64)}, 0.9).update({"w": jnp.zeros(2, jnp.float64)})
+        ema = tp.Ema({"w": np.ones(2)}, 0.9).update({"w": np.zeros(2)})
         assert ema.shadow[0].dtype == ema.average["w"].dtype == jnp.float64
         np.testing.assert_allclose(ema.average["w"], 0.9, 1e-15)
 
 
-def test_ema_refuses_what_ema_refuses():
+def test_ema_refuses_what_ema_refuses(without_type_checks):
     with pytest.raises(ValueError, match="decay must be between 0 and 1, got -1"):
         tp.Ema({"w": ramp(2)}, -1.0)
-    ema = tp.Ema({"w": ramp(2)}, 0.5)
     with pytest.raises(ValueError, match="at 'w', got float32"):
-        ema.update({"w": ramp(3)})
-
-
-def test_running_statistics_are_no_parameters():
-    model = ZOO["batch norm"].make()
-    assert tp.layout(model).paths == ("norm.weight", "norm.bias")
-    assert tp.layout(eqx.nn.BatchNorm(3, "batch", mode="batch")).paths == ("weight", "bias")
+        tp.Ema({"w": ramp(2)}, jnp.float32(0.5)).update({"w": ramp(3)})
+    with pytest.raises(TypeError, match="decay of an Ema is static; pass a function of the count"):
+        jax.jit(lambda d: tp.Ema({"w": ramp(2)}, d).count)(0.5)
 
 
 def test_an_average_is_not_trained():
     model = {"w": ramp(2)}
     assert tp.layout({"model": model, "ema": tp.Ema(model, 0.9)}).paths == ("model.w",)
-
-
-def test_buffers_keep_the_dtypes_of_the_average():
-    average = {"w": ramp(2), "c": ramp(2), "n": jnp.array(3)}
-    narrow = {"w": ramp(2, dtype=jnp.bfloat16), "c": ramp(2, dtype=jnp.bfloat16), "n": 4}
-    got = tp.ema(average, narrow, decay=0.5, trainable="w")
-    assert (got["c"].dtype, got["n"].dtype, int(got["n"])) == (jnp.float32, jnp.int32, 4)
-    ema, _ = jax.lax.scan(lambda e, _: (e.update(narrow), None), tp.Ema(average, 0.9, trainable="w"), None, length=2)
-    assert ema.average["c"].dtype == jnp.float32
-
-
-def test_the_decay_of_ema_may_be_an_array_but_not_traced(without_type_checks):
-    assert tp.Ema({"w": ramp(2)}, jnp.float32(0.5)).decay == 0.5
-    with pytest.raises(TypeError, match="decay of an Ema is static; pass a function of the count"):
-        jax.jit(lambda d: tp.Ema({"w": ramp(2)}, d).count)(0.5)
