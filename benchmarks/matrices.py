@@ -1,7 +1,7 @@
 """Matrices made of parameters next to one array: a product with a batch of 256, and its gradient.
 
 The product is that of a layer, `jax.vmap(lambda x: weight @ x)`; the gradient is in the parameters and in the batch, of
-the sum of squares. `lineax` has the same matrices as operators where it has them, `quax` the same change of low rank.
+the sum of squares. `lineax` and `quax` have the same change of low rank.
 Reflections and layers of rotations are per factor of the decomposition.
 """
 
@@ -60,7 +60,6 @@ def _weights(n: int) -> dict[str, tuple[Product, Any]]:
     """What is multiplied, and how."""
     key = jax.random.key(0)
     w = jax.random.normal(key, (n, n)) / n**0.5
-    v, short = w[0], w[: n // 8, : n // 8]
     low_rank = matrices.LowRank.random(w, _RANK, key=key)
     a, b = low_rank.a, low_rank.b
     return {
@@ -70,20 +69,11 @@ def _weights(n: int) -> dict[str, tuple[Product, Any]]:
         "LowRank": (_low_rank, (w, a, b)),
         "lineax, low rank": (_lineax_low_rank, (w, a, b)),
         "quax, low rank": (_quax_low_rank, (w, a, b)),
-        "Diagonal": (_layer, matrices.Diagonal(v)),
-        "lineax, diagonal": (_operator, lineax.DiagonalLinearOperator(v)),
-        "Circulant": (_layer, matrices.Circulant(v)),
-        "Toeplitz": (_layer, matrices.Toeplitz(v, v)),
-        "Kronecker, 8 x n/8": (_layer, matrices.Kronecker(w[:8, :8], short)),
     }
 
 
 def _layer(weight: Any, x: jax.Array) -> jax.Array:
     return jax.vmap(lambda x: weight @ x)(x)
-
-
-def _operator(operator: Any, x: jax.Array) -> jax.Array:
-    return jax.vmap(operator.mv)(x)
 
 
 # The base takes no gradient in any of the three.
@@ -96,7 +86,7 @@ def _low_rank(arrays: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
 
 def _lineax_low_rank(arrays: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     base, a, b = map(lineax.MatrixLinearOperator, (jax.lax.stop_gradient(arrays[0]), *arrays[1:]))
-    return _operator(base + a @ b, x)
+    return jax.vmap((base + a @ b).mv)(x)
 
 
 def _quax_low_rank(arrays: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:

@@ -1,14 +1,16 @@
-"""Every kind of matrix of `treeparams.matrices`, in any shape it can have."""
+"""Every kind of matrix of `treeparams.matrices`, and one of a user's own, in any shape that it can have."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from treeparams import matrices
+
+from .blocks import blocks
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -16,18 +18,41 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-def svd(seed: int, m: int, n: int, factors: int | None = None, kind: str = "householder") -> matrices.SVD:
+def put(*numbers: Any) -> jax.Array:
+    return jax.device_put(np.asarray(numbers, np.float32))
+
+
+def svd(seed: int, m: int, n: int) -> matrices.SVD:
     """As `SVD.random`, with other singular values than one."""
     least = min(m, n)
-    of_u, of_v = (least, least) if factors is None else (factors, factors)
-    d = 2 + jnp.cos(normal(seed, least))
-    if kind == "givens":
-        return matrices.SVD(
-            matrices.Givens(normal(seed + 1, of_u, m // 2), m), d, matrices.Givens(normal(seed + 2, of_v, n // 2), n)
-        )
-    return matrices.SVD(
-        matrices.Orthogonal(normal(seed + 1, of_u, m)), d, matrices.Orthogonal(normal(seed + 2, of_v, n))
-    )
+    u, v = (matrices.Orthogonal(normal(seed + i, least, size)) for i, size in enumerate((m, n)))
+    return matrices.SVD(u, put(*(2 + np.cos(np.arange(least)))), v)
+
+
+def rotations(seed: int, m: int, n: int) -> matrices.SVD:
+    u, v = (matrices.Givens(normal(seed + i, 3, size // 2), size) for i, size in enumerate((m, n)))
+    return matrices.SVD(u, put(*(2 + np.cos(np.arange(min(m, n))))), v)
+
+
+def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
+    return matrices.LowRank(normal(seed, m, n), normal(seed + 1, m, 2), normal(seed + 2, 2, n), 0.5)
+
+
+def composed(seed: int, m: int, n: int) -> Any:
+    product = low_rank(seed, m, 2) @ low_rank(seed + 3, 2, n)
+    return product - 2 * low_rank(seed + 6, n, m).T / put(3)[0]
+
+
+def circulant() -> Any:
+    """The class that the documentation shows how to write."""
+    page = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to" / "own-matrix.md"
+    code, names = blocks(page.read_text())[0].code, {"__name__": "own_matrix"}
+    assert code[code.index("class") :].count("\n") <= 25
+    exec(code, names)
+    return names["Circulant"]
+
+
+Circulant = circulant()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,54 +61,14 @@ class Kind:
     is_square: bool = False
 
 
-def _spread(seed: int, n: int) -> jax.Array:
-    """Symmetric, with eigenvalues of at least one half."""
-    a = normal(seed, n, n) / max(n, 1) ** 0.5
-    return a @ a.T + jnp.eye(n) / 2
-
-
-def _factor(size: int) -> int:
-    return next(factor for factor in (2, 3, 5, 1) if size % factor == 0)
-
-
-def _rest(size: int) -> int:
-    return size // _factor(size)
-
-
-def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
-    return matrices.LowRank(normal(seed, m, n), normal(seed + 1, m, 2), normal(seed + 2, 2, n), 0.5)
-
-
 MATRICES = {
     "svd": Kind(lambda m, n: svd(0, m, n)),
-    "svd of few reflections": Kind(lambda m, n: svd(1, m, n, 1)),
-    "svd of rotations": Kind(lambda m, n: svd(2, m, n, 3, "givens")),
-    "inverse of an svd": Kind(lambda m, n: svd(3, m, n).inv(), is_square=True),
-    "orthogonal": Kind(lambda m, n: matrices.Orthogonal(normal(5, 3, n)), is_square=True),
+    "svd of rotations": Kind(lambda m, n: rotations(2, m, n)),
+    "inverse of an svd": Kind(lambda m, n: svd(3, n, n).inv(), is_square=True),
+    "orthogonal": Kind(lambda m, n: matrices.Orthogonal(normal(5, 2, n)), is_square=True),
     "low rank": Kind(lambda m, n: low_rank(7, m, n)),
-    "transposed": Kind(lambda m, n: low_rank(7, n, m).T),
     "pre-imputing": Kind(lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n))),
     "post-imputing": Kind(lambda m, n: matrices.PostImputing(normal(12, m, n), normal(13, m))),
-    "diagonal": Kind(lambda m, n: matrices.Diagonal(normal(14, n)), is_square=True),
-    "inverse of a diagonal": Kind(lambda m, n: matrices.Diagonal(2 + jnp.cos(normal(15, n))).inv(), is_square=True),
-    "circulant": Kind(lambda m, n: matrices.Circulant(normal(16, n)), is_square=True),
-    "inverse of a circulant": Kind(
-        lambda m, n: matrices.Circulant(0.2 * jnp.sin(normal(17, n)) + 2 * jnp.eye(1, n)[0]).inv(), is_square=True
-    ),
-    "toeplitz": Kind(lambda m, n: matrices.Toeplitz(normal(18, m), normal(19, n))),
-    "kronecker": Kind(
-        lambda m, n: matrices.Kronecker(normal(20, *map(_rest, (m, n))), normal(21, *map(_factor, (m, n))))
-    ),
-    "permuted": Kind(
-        lambda m, n: matrices.Permuted(
-            matrices.Toeplitz(normal(22, m), normal(24, n)), jnp.arange(m)[::-1], jnp.roll(jnp.arange(n), 1)
-        )
-    ),
-    "selection": Kind(lambda m, n: matrices.Permuted(normal(23, 3, 2), jnp.arange(m) % 2 * 2, jnp.arange(n) % 2 - 1)),
-    "symmetric positive": Kind(lambda m, n: matrices.SymmetricPositive(_spread(24, n)), is_square=True),
-    "inverse of a symmetric positive": Kind(
-        lambda m, n: matrices.SymmetricPositive(_spread(25, n)).inv(), is_square=True
-    ),
-    "product": Kind(lambda m, n: low_rank(30, m, 3) @ low_rank(40, 3, n)),
-    "sum": Kind(lambda m, n: low_rank(30, m, n) - 2 * low_rank(40, m, n) / jnp.array(3.0)),
+    "composed": Kind(lambda m, n: composed(30, m, n)),
+    "of a user's own": Kind(lambda m, n: Circulant(normal(16, n)), is_square=True),
 }

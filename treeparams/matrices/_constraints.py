@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._constrained import AbstractConstrained, concrete, refuse
-from ._orthogonal import as_real
-from ._weights import wide
+from ._nodes import as_real, least_positive, scaled, wide
 
 
 class Positive(AbstractConstrained):
@@ -25,7 +24,7 @@ class Positive(AbstractConstrained):
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import matrices
     >>> scale = matrices.Positive(jnp.array([1.0, 10.0]))
-    >>> scale * jnp.ones(2), tp.layout({"scale": scale}).paths
+    >>> matrices.materialise(scale), tp.layout({"scale": scale}).paths
     (Array([ 1., 10.], dtype=float32), ('scale.raw',))
 
     A step in `raw` changes a small value by a factor, as with an exponential, and a large one by a summand, so that no
@@ -51,7 +50,7 @@ class Positive(AbstractConstrained):
         self.raw = inverse_softplus(wide(w)).astype(w.dtype)
 
     def to_dense(self) -> Array:
-        return softplus(wide(self.raw), least_positive(self.dtype)).astype(self.dtype)
+        return softplus(wide(self.raw), least_positive(self.raw.dtype)).astype(self.raw.dtype)
 
 
 class Bounded(AbstractConstrained):
@@ -61,8 +60,8 @@ class Bounded(AbstractConstrained):
     >>> from treeparams import matrices
     >>> angle = matrices.Bounded(jnp.array([0.0, 1.0]), low=-2, high=2)
     >>> angle
-    Bounded(shape=(2,), raw=f32[2], low=-2.0, high=2.0)
-    >>> jnp.round(angle + 0, 6)
+    Bounded(raw=f32[2], low=-2.0, high=2.0)
+    >>> jnp.round(matrices.materialise(angle), 6)
     Array([0., 1.], dtype=float32)
 
     The bounds themselves are the values of an infinite `raw`, so they cannot be given; by rounding they are reached,
@@ -106,8 +105,8 @@ class Bounded(AbstractConstrained):
         # From the nearer end, so that it is precise at both. A weighted mean of the ends would be so too, but not its
         # derivative, where they are far from zero.
         x = jnp.where(raw < 0, self.low + span * jax.nn.sigmoid(raw), self.high - span * jax.nn.sigmoid(-raw))
-        least, most = _inward(self.low, self.high, self.dtype)
-        return _clamped(x, least, most).astype(self.dtype)
+        least, most = _inward(self.low, self.high, self.raw.dtype)
+        return _clamped(x, least, most).astype(self.raw.dtype)
 
 
 class UnitNorm(AbstractConstrained):
@@ -116,8 +115,9 @@ class UnitNorm(AbstractConstrained):
     >>> import jax.numpy as jnp
     >>> from treeparams import matrices
     >>> rows = matrices.UnitNorm.normalise(jnp.array([[2.0, 2.0, 2.0, 2.0], [0.0, 3.0, 0.0, 0.0]]))
-    >>> rows @ jnp.ones(4)
-    Array([2., 1.], dtype=float32)
+    >>> matrices.materialise(rows)
+    Array([[0.5, 0.5, 0.5, 0.5],
+           [0. , 1. , 0. , 0. ]], dtype=float32)
 
     The length of `raw` does not matter. Where `raw` is zero the value is `(1, 0, 0, ...)`, with a gradient of zero.
 
@@ -140,7 +140,7 @@ class UnitNorm(AbstractConstrained):
         if (entries := concrete(self.raw)) is not None:
             norms = np.linalg.norm(entries, axis=self.axis)
             expected = f"vectors of norm 1 along axis {axis}"
-            refuse(self, norms, _is_one(norms, self.dtype), expected, f"UnitNorm.normalise(w, axis={axis})")
+            refuse(self, norms, _is_one(norms, self.raw.dtype), expected, f"UnitNorm.normalise(w, axis={axis})")
 
     @classmethod
     def normalise(cls, w: Array | np.ndarray, axis: int = -1) -> "UnitNorm":
@@ -166,8 +166,8 @@ class Simplex(AbstractConstrained):
 
     >>> import jax.numpy as jnp
     >>> from treeparams import matrices
-    >>> matrices.Simplex(jnp.array([0.5, 0.25, 0.25])) @ jnp.array([1.0, 2.0, 2.0])
-    Array(1.5, dtype=float32)
+    >>> matrices.materialise(matrices.Simplex(jnp.array([0.5, 0.25, 0.25])))
+    Array([0.5 , 0.25, 0.25], dtype=float32)
 
     A number added to all of `raw` along the axis changes nothing.
 
@@ -197,12 +197,7 @@ class Simplex(AbstractConstrained):
     def to_dense(self) -> Array:
         # By rounding the least would be zeros, of which a logarithm has no gradient.
         x = jax.nn.softmax(wide(self.raw), axis=self.axis)
-        return jnp.maximum(x, least_positive(self.dtype)).astype(self.dtype)
-
-
-def least_positive(dtype: Any) -> float:
-    """The least normal number: smaller ones are zero on most devices."""
-    return float(jnp.finfo(dtype).tiny)
+        return jnp.maximum(x, least_positive(self.raw.dtype)).astype(self.raw.dtype)
 
 
 def softplus(x: Array, least: float) -> Array:
@@ -237,20 +232,15 @@ def _clamped(x: Array, least: float, most: float) -> Array:
 
 
 @_clamped.defjvp
-def _(least: float, most: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _clamped_jvp(least: float, most: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return _clamped(*primals, least, most), tangents[0]
 
 
 def _unit(x: Array, axis: int) -> Array:
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(wide(x)), axis, keepdims=True))
-    is_zero = largest < least_positive(x.dtype)
-    one_at_first = jnp.arange(x.shape[axis]) == 0
-    first = one_at_first.astype(largest.dtype).reshape(-1, *[1] * (-axis - 1))
-    # The scale has no influence on the result, so that its gradient is not missed. With it the squares neither overflow
-    # nor vanish. It is divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
-    root = jnp.sqrt(jnp.where(is_zero, 1, largest))
-    scaled = jnp.where(is_zero, jnp.broadcast_to(first, x.shape), wide(x) / root / root)
-    return (scaled / jnp.linalg.norm(scaled, axis=axis, keepdims=True)).astype(x.dtype)
+    vectors, is_zero = scaled(wide(x), axis)
+    first = (jnp.arange(x.shape[axis]) == 0).astype(vectors.dtype).reshape(-1, *[1] * (-axis - 1))
+    vectors = jnp.where(is_zero, jnp.broadcast_to(first, x.shape), vectors)
+    return (vectors / jnp.linalg.norm(vectors, axis=axis, keepdims=True)).astype(x.dtype)
 
 
 def _from_the_end(axis: int, shape: tuple[int, ...]) -> int:

@@ -17,8 +17,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact
 
-from ._matrix import AbstractMatrix, is_array
-from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense
+from ._lineax import as_weight
+from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, to_dense
+from ._nodes import as_parameter, as_row, is_array
 
 
 class AbstractImputing(AbstractMatrix):
@@ -27,11 +28,9 @@ class AbstractImputing(AbstractMatrix):
     matrix: Weight = eqx.field(converter=as_weight)
     psi: Inexact[Array, " entries"] = eqx.field(converter=as_parameter)
 
-    ranks = {"matrix": 2, "psi": 1}
     is_of_samples: ClassVar[bool]  # missing as a whole, so that psi has one entry per output; else one per input
 
     def __check_init__(self) -> None:
-        self._check_rank()
         size, one_per = (self.shape[0], "output") if self.is_of_samples else (self.shape[1], "input")
         if self.psi.shape != (size,):
             raise ValueError(
@@ -40,8 +39,8 @@ class AbstractImputing(AbstractMatrix):
             )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return shape_of(self.matrix)
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
 
     def apply(self, x: Array) -> Array:
         return self._imputed(x, jnp.isnan(x))
@@ -55,7 +54,6 @@ class AbstractImputing(AbstractMatrix):
 
     def to_dense(self) -> Array:
         """The entries of the matrix alone, with which what is not missing is multiplied."""
-        self._check_rank()
         return to_dense(self.matrix).astype(self.dtype)
 
     def matmul(self, x: Array | np.ndarray, *, missing: ArrayLike | None = None) -> Array:
@@ -88,16 +86,13 @@ class AbstractImputing(AbstractMatrix):
             raise TypeError(f"expected an array, got {type(x).__name__}")
         if missing is None:
             return self @ x
-        x, axis = jnp.asarray(x), -1 if x.ndim == 1 else -2
-        self._check_rank()
-        self._check_operand(x, axis, False)
-        missing = jnp.moveaxis(self._as_mask(missing, x.shape, axis), axis, -1)
-        dtype = jnp.result_type(self.dtype, x)
-        x = jnp.moveaxis(x, axis, -1).astype(dtype)
+        axis, shape = -1 if x.ndim == 1 else -2, x.shape
+        x = self._operand(x, axis)
+        missing = jnp.moveaxis(self._as_mask(missing, shape, axis), axis, -1)
         nan = jnp.isnan(x) & ~missing
         y = self._imputed(jnp.where(nan, 0, x), missing)
         refusal = f"{type(self).__name__}.matmul: {{}} have NaN where the mask says that nothing is missing"
-        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis).astype(dtype)
+        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis)
 
     def _as_mask(self, missing: Any, shape: tuple[int, ...], axis: int) -> Array:
         """The mask, with an axis of 1 in place of `in` where it is of whole samples."""
@@ -136,7 +131,8 @@ class PreImputing(AbstractImputing):
     With psi at zero and inputs that are centred it starts as mean imputation does. No NaN of x reaches a gradient, of
     any order: missing entries of x get zero, and so does psi where nothing is missing.
 
-    Take a `LowRank` or an `SVD` as the matrix in it, not it as the base of a `LowRank`, whose other term would see NaN.
+    Take a `LowRank` or an `SVD` as the matrix in it; as the base of a `LowRank`, whose other term would see NaN, it is
+    refused.
     Source: Mandlik et al. 2021, "Mill.jl and JsonGrinder.jl: automated differentiable feature extraction for learning
     from raw JSON data".
 
@@ -152,7 +148,7 @@ class PreImputing(AbstractImputing):
     is_of_samples = False
 
     def _imputed(self, x: Array, missing: Array) -> Array:
-        return apply(self.matrix, jnp.where(missing, jnp.broadcast_to(self.psi.astype(x.dtype), x.shape), x))
+        return apply(self.matrix, jnp.where(missing, as_row(self.psi, x), x))
 
 
 class PostImputing(AbstractImputing):
@@ -191,7 +187,7 @@ class PostImputing(AbstractImputing):
         some, every = jnp.any(missing, axis=-1), jnp.all(missing, axis=-1)
         whole = some & every  # every one of no entries is missing, and yet nothing is
         y = apply(self.matrix, jnp.where(some[..., None], 0, x))
-        y = jnp.where(whole[..., None], jnp.broadcast_to(self.psi.astype(y.dtype), y.shape), y)
+        y = jnp.where(whole[..., None], as_row(self.psi, y), y)
         refusal = "{} are missing in part, but PostImputing is for whole ones: PreImputing takes single missing entries"
         return _nan_where(some & ~every, y, refusal)
 

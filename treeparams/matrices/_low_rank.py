@@ -16,9 +16,10 @@ from .._structure import Structure
 from .._ties import find_ties
 from .._where import Where, declared_frozen, select
 from ._constrained import constrained_kinds
-from ._matrix import AbstractMatrix
-from ._replace import replace
-from ._weights import Weight, apply, apply_transposed, as_parameter, as_weight, shape_of, to_dense, wide
+from ._imputing import AbstractImputing
+from ._lineax import as_weight
+from ._matrix import AbstractMatrix, Weight, apply, apply_transposed, to_dense
+from ._nodes import as_parameter, replace, wide
 
 
 class LowRank(AbstractMatrix):
@@ -40,8 +41,8 @@ class LowRank(AbstractMatrix):
         scale: a number, no parameter.
 
     Raises:
-        TypeError: a factor is no floating array.
-        ValueError: the shapes do not fit.
+        TypeError: a factor is no floating array, or complex where the base is real.
+        ValueError: the shapes do not fit, or the base imputes missing data.
     """
 
     base: Weight = field(converter=as_weight, trainable=False)
@@ -49,11 +50,9 @@ class LowRank(AbstractMatrix):
     b: Inexact[Array, "rank n"] = eqx.field(converter=as_parameter)
     scale: float = eqx.field(static=True, default=1.0)
 
-    ranks = {"base": 2, "a": 2, "b": 2}
-
     def __check_init__(self) -> None:
-        self._check_rank()
-        (m, n), rank = self.shape, self.a.shape[1]
+        m, n = self.base.shape
+        rank = self.a.shape[-1]
         if self.a.shape != (m, rank) or self.b.shape != (rank, n):
             raise ValueError(
                 f"expected factors of shapes ({m}, rank) and (rank, {n}) for a base of shape ({m}, {n}), "
@@ -62,6 +61,13 @@ class LowRank(AbstractMatrix):
         is_complex = lambda dtype: jnp.issubdtype(dtype, jnp.complexfloating)
         if is_complex(jnp.result_type(self.a, self.b)) and not is_complex(self.dtype):
             raise TypeError(f"the factors are complex, but the base is {self.dtype}: imaginary parts would be lost")
+        imputes = lambda node: isinstance(node, AbstractImputing)
+        for node in filter(imputes, jax.tree.leaves(self.base, is_leaf=imputes)):
+            name = type(node).__name__
+            raise ValueError(
+                f"a LowRank cannot have a {name} in its base: the change would multiply the NaN of missing data. Put "
+                f"the change within it: {name}(LowRank(matrix, a, b), psi)"
+            )
 
     @classmethod
     def random(
@@ -82,15 +88,15 @@ class LowRank(AbstractMatrix):
         if rank < 1:
             raise ValueError(f"the rank of a change is at least 1, got {rank}")
         base = as_weight(base)
-        m, n = shape_of(base)
+        m, n = base.shape
         dtype = base.dtype if dtype is None else dtype
         return cls(
             base, jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5, jnp.zeros((rank, n), dtype), scale
         )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return shape_of(self.base)
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -104,7 +110,6 @@ class LowRank(AbstractMatrix):
         return apply_transposed(self.base, x) + self.scale * change
 
     def to_dense(self) -> Array:
-        self._check_rank()
         base = to_dense(self.base)
         return _changed(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
 
@@ -116,7 +121,7 @@ def _changed(base: Array, change: Array) -> Array:
 
 
 @_changed.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _changed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return _changed(*primals), tangents[0] + tangents[1]
 
 
@@ -124,6 +129,9 @@ def lora(
     model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
 ) -> PyTree:
     """The model with low-rank changes of what `where` selects, which alone is frozen.
+
+    Frozen for this library: differentiate with `tp.grad`, or split with `tp.partition`. A plain loop of Equinox, with
+    `eqx.filter_grad` and Optax over all arrays, knows nothing of it and moves the base as well.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> from treeparams import matrices
@@ -200,20 +208,28 @@ def _bases(structure: Structure, where: Where) -> list[int]:
     for i in chosen:
         if len(structure.spec(i).shape) > 2:
             raise ValueError(
-                f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}; "
-                "of an ensemble, call lora within equinox.filter_vmap"
+                f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}. Leave out "
+                "what is none, such as the kernel of a convolution: select with tp.leaves(lambda path, leaf: leaf.ndim "
+                "== 2). Of an ensemble, call lora within equinox.filter_vmap"
             )
         if i in frozen:
             raise ValueError(f"{paths[i]!r} is declared frozen, and so would the factors be that stand there")
-    kinds = (AbstractMatrix, *constrained_kinds())
     for node in structure.nodes:
-        inside = [i for i in chosen if node.start <= i < node.stop]
-        if inside and issubclass(node.cls, kinds):
+        inside = [paths[i] for i in chosen if node.start <= i < node.stop]
+        if not inside or not issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
+            continue
+        what, change = f"{inside[0]!r} is a part of {node.path!r}, a {node.cls.__name__}", "matrices.LowRank.random"
+        if issubclass(node.cls, AbstractImputing):
             raise ValueError(
-                f"{paths[inside[0]]!r} is a part of {node.path!r}, a {node.cls.__name__}; to change that at "
-                "low rank, put matrices.LowRank.random(matrix, rank, key=key) in its place by equinox.tree_at, or in "
-                "that of a part of it which may be a matrix"
+                f"{what}; to change its matrix at low rank, put {change}(model.matrix, rank, key=key) in place of "
+                f"'{node.path}.matrix' by equinox.tree_at, and leave it out here"
             )
+        if issubclass(node.cls, AbstractMatrix):
+            raise ValueError(
+                f"{what}; to change that at low rank, put {change}(matrix, rank, key=key) in its place by "
+                "equinox.tree_at, and leave it out here"
+            )
+        raise ValueError(f"{what}, which a low-rank change would take off its set: leave it out")
     return chosen
 
 

@@ -8,9 +8,9 @@ There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M
 """
 
 import abc
+import dataclasses
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,17 +19,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact
 
-from ._printing import pdoc
+from ._nodes import NotAnArray, is_array
 
 
-def _refused(operation: str) -> Callable[..., Any]:
-    def refuse(self: "AbstractMatrix", *_: Any) -> Any:
-        raise TypeError(f"{operation} needs all entries of a {type(self).__name__}: take M.to_dense() first")
-
-    return refuse
-
-
-class AbstractMatrix(eqx.Module):
+class AbstractMatrix(NotAnArray, eqx.Module):
     """A matrix made of parameters; subclasses say of which, and how a vector is multiplied.
 
     >>> import equinox as eqx, jax.numpy as jnp
@@ -59,14 +52,12 @@ class AbstractMatrix(eqx.Module):
     all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raises a `TypeError` that says `to_dense()`.
     """
 
-    __array_ufunc__ = None  # so that NumPy leaves `x @ M` to us
-
-    ranks: ClassVar[Mapping[str, int]] = {}  # of the fields that are arrays, so that an ensemble is told from a matrix
+    instead = "M.to_dense()"
 
     @property
     @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns; from the last axes of arrays, so that it holds for an ensemble too."""
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns; of an ensemble made by `equinox.filter_vmap` with further axes before them."""
 
     @abc.abstractmethod
     def apply(self, x: Inexact[Array, "*batch columns"]) -> Inexact[Array, "*batch rows"]:
@@ -78,9 +69,7 @@ class AbstractMatrix(eqx.Module):
 
     def to_dense(self) -> Inexact[Array, "rows columns"]:
         """All entries, as an array."""
-        self._check_rank()
-        identity = jnp.eye(self.shape[1], dtype=self.dtype)
-        return jnp.swapaxes(self.apply(identity), -1, -2).astype(self.dtype)
+        return self @ jnp.eye(self.shape[-1], dtype=self.dtype)
 
     @property
     def dtype(self) -> np.dtype:
@@ -92,8 +81,8 @@ class AbstractMatrix(eqx.Module):
 
     @property
     def ndim(self) -> int:
-        """Always 2."""
-        return 2
+        """2, and more of an ensemble."""
+        return len(self.shape)
 
     @property
     def T(self) -> "AbstractMatrix":  # noqa: N802 - as of an array
@@ -107,79 +96,61 @@ class AbstractMatrix(eqx.Module):
             return Product(self, other)
         if not is_array(other):
             return NotImplemented
-        return self._product(other, -1 if np.ndim(other) == 1 else -2, False)
+        axis = -1 if np.ndim(other) == 1 else -2
+        x = self._operand(other, axis)
+        return jnp.moveaxis(self.apply(x).astype(x.dtype), -1, axis)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return self._product(other, -1, True) if is_array(other) else NotImplemented
+        if not is_array(other):
+            return NotImplemented
+        x = self._operand(other, -1, transposed=True)
+        return self.apply_transposed(x).astype(x.dtype)
 
-    def _product(self, x: Any, axis: int, transposed: bool) -> Array:
-        x = jnp.asarray(x)
-        self._check_rank()
-        self._check_operand(x, axis, transposed)
-        dtype = jnp.result_type(self.dtype, x)
-        x = jnp.moveaxis(x, axis, -1).astype(dtype)
-        y = self.apply_transposed(x) if transposed else self.apply(x)
-        return jnp.moveaxis(y, -1, axis).astype(dtype)
-
-    def _check_operand(self, x: Array, axis: int, transposed: bool) -> None:
-        size = self.shape[0 if transposed else 1]
-        if x.ndim == 0 or x.shape[axis] != size:
-            operation = "x @ M" if transposed else "M @ x"
-            shapes = f"({size},) or (..., {size}, batch)" if not transposed else f"({size},) or (..., {size})"
+    def _operand(self, x: Any, axis: int, transposed: bool = False) -> Array:
+        """In the dtype of the product, with the axis that is multiplied as the last."""
+        x, size = jnp.asarray(x), self.shape[-2 if transposed else -1]
+        # Without these two an array that JAX can broadcast would give numbers that mean nothing.
+        if self.ndim != 2:
             raise ValueError(
-                f"{operation}: M is a {type(self).__name__} of shape {self.shape}, so x must have shape {shapes}, "
-                f"got {x.shape}"
+                f"this {type(self).__name__} of shape {self.shape} is an ensemble of matrices: take each by jax.vmap "
+                "or equinox.filter_vmap"
             )
-
-    def _check_rank(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, AbstractMatrix):
-                value._check_rank()
-            elif name in self.ranks and getattr(value, "ndim", self.ranks[name]) != self.ranks[name]:
-                raise ValueError(
-                    f"{type(self).__name__}.{name} has shape {value.shape}, but one matrix has {self.ranks[name]} axes "
-                    "there. Of an ensemble, take each by jax.vmap or equinox.filter_vmap"
-                )
+        if x.ndim == 0 or x.shape[axis] != size:
+            operation, batch = ("x @ M", f"(..., {size})") if transposed else ("M @ x", f"(..., {size}, batch)")
+            raise ValueError(
+                f"{operation}: M is a {type(self).__name__} of shape {self.shape}, so x must have shape ({size},) or "
+                f"{batch}, got {x.shape}"
+            )
+        return jnp.moveaxis(x, axis, -1).astype(jnp.result_type(self.dtype, x))
 
     # -- Sums and multiples
 
     def __add__(self, other: Any) -> "AbstractMatrix":
-        return Sum(self, other) if isinstance(other, AbstractMatrix) else _refused("M + x")(self)
+        return Sum(self, other) if isinstance(other, AbstractMatrix) else super().__add__(other)
 
     def __sub__(self, other: Any) -> "AbstractMatrix":
-        return Sum(self, -other) if isinstance(other, AbstractMatrix) else _refused("M - x")(self)
+        return Sum(self, -other) if isinstance(other, AbstractMatrix) else super().__sub__(other)
 
     def __mul__(self, other: Any) -> "AbstractMatrix":
-        return Scaled(self, other) if _is_scalar(other) else _refused("M * x")(self)
+        return Scaled(self, other) if _is_scalar(other) else super().__mul__(other)
 
     def __truediv__(self, other: Any) -> "AbstractMatrix":
-        return Scaled(self, 1 / other) if _is_scalar(other) else _refused("M / x")(self)
+        return Scaled(self, 1 / other) if _is_scalar(other) else super().__truediv__(other)
 
     def __neg__(self) -> "AbstractMatrix":
         return Scaled(self, -1)
 
     __rmul__ = __mul__
-    __radd__ = _refused("x + M")
-    __rsub__ = _refused("x - M")
-    __rtruediv__ = _refused("x / M")
-    __pow__ = __rpow__ = _refused("**")
-    __mod__ = __rmod__ = _refused("%")
-    __floordiv__ = __rfloordiv__ = _refused("//")
-    __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
-    __abs__ = _refused("abs")
-    __getitem__ = _refused("indexing")
-    __iter__ = _refused("iteration")
-    __array__ = _refused("conversion to an array")
 
-    # -- To look at
+    def __pdoc__(self, **kwargs: Any) -> Any:
+        """With the shape that it stands for, then what it holds: `Class(shape=(3, 3), field=f32[2,3])`."""
+        import wadler_lindig as wl  # what Equinox prints by; it calls this, so it is there
 
-    __pdoc__ = pdoc
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is an array of JAX or of NumPy."""
-    return isinstance(value, jax.Array | np.ndarray)
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr]
+        # There is no shape where a tree of other things has the structure of a model, such as a mask.
+        docs = wl.named_objs([("shape", getattr(self, "shape", None)), *fields], **kwargs)
+        name = wl.TextDoc(f"{type(self).__name__}(")
+        return wl.bracketed(name, docs, wl.comma, wl.TextDoc(")"), kwargs["indent"])
 
 
 def _is_scalar(value: Any) -> bool:
@@ -193,7 +164,7 @@ Weight = Array | np.ndarray | AbstractMatrix
 
 def apply(weight: Weight, x: Array) -> Array:
     """As `AbstractMatrix.apply`."""
-    return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.T.astype(x.dtype)
+    return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.swapaxes(-1, -2).astype(x.dtype)
 
 
 def apply_transposed(weight: Weight, x: Array) -> Array:
@@ -206,12 +177,6 @@ def to_dense(weight: Weight) -> Array:
     return weight.to_dense() if isinstance(weight, AbstractMatrix) else jnp.asarray(weight)
 
 
-def shape_of(weight: Weight) -> tuple[int, int]:
-    """Rows and columns."""
-    rows, columns = weight.shape[-2:]
-    return rows, columns
-
-
 # -- Made of other matrices, which `merge` may have made arrays
 
 
@@ -220,12 +185,10 @@ class Transposed(AbstractMatrix):
 
     matrix: Weight
 
-    ranks = {"matrix": 2}
-
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = shape_of(self.matrix)
-        return columns, rows
+    def shape(self) -> tuple[int, ...]:
+        *members, rows, columns = self.matrix.shape
+        return *members, columns, rows
 
     def apply(self, x: Array) -> Array:
         return apply_transposed(self.matrix, x)
@@ -247,15 +210,13 @@ class Product(AbstractMatrix):
     left: Weight
     right: Weight
 
-    ranks = {"left": 2, "right": 2}
-
     def __check_init__(self) -> None:
-        if shape_of(self.left)[1] != shape_of(self.right)[0]:
-            raise ValueError(f"M @ N: the shapes {shape_of(self.left)} and {shape_of(self.right)} do not fit")
+        if self.left.shape[-1] != self.right.shape[-2]:
+            raise ValueError(f"M @ N: the shapes {self.left.shape} and {self.right.shape} do not fit")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return shape_of(self.left)[0], shape_of(self.right)[1]
+    def shape(self) -> tuple[int, ...]:
+        return *self.left.shape[:-1], self.right.shape[-1]
 
     def apply(self, x: Array) -> Array:
         return apply(self.left, apply(self.right, x))
@@ -270,24 +231,19 @@ class Sum(AbstractMatrix):
     left: Weight
     right: Weight
 
-    ranks = {"left": 2, "right": 2}
-
     def __check_init__(self) -> None:
-        if shape_of(self.left) != shape_of(self.right):
-            raise ValueError(f"M + N: the shapes {shape_of(self.left)} and {shape_of(self.right)} differ")
+        if self.left.shape != self.right.shape:
+            raise ValueError(f"M + N: the shapes {self.left.shape} and {self.right.shape} differ")
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return shape_of(self.left)
+    def shape(self) -> tuple[int, ...]:
+        return self.left.shape
 
     def apply(self, x: Array) -> Array:
         return apply(self.left, x) + apply(self.right, x)
 
     def apply_transposed(self, x: Array) -> Array:
         return apply_transposed(self.left, x) + apply_transposed(self.right, x)
-
-    def to_dense(self) -> Array:
-        return to_dense(self.left) + to_dense(self.right)
 
 
 class Scaled(AbstractMatrix):
@@ -297,16 +253,14 @@ class Scaled(AbstractMatrix):
     factor: Array | None
     number: Any = eqx.field(static=True)  # no leaf, so that a trace makes no parameter of it
 
-    ranks = {"matrix": 2, "factor": 0}
-
     def __init__(self, matrix: Weight, factor: ArrayLike):
         self.matrix = matrix
         self.factor = jnp.asarray(factor) if is_array(factor) else None
         self.number = 1 if is_array(factor) else (factor.item() if isinstance(factor, np.generic) else factor)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return shape_of(self.matrix)
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -318,11 +272,8 @@ class Scaled(AbstractMatrix):
     def apply_transposed(self, x: Array) -> Array:
         return self._scaled(apply_transposed(self.matrix, x))
 
-    def to_dense(self) -> Array:
-        return self._scaled(to_dense(self.matrix).astype(self.dtype))
-
     def _scaled(self, y: Array) -> Array:
-        return y * jnp.asarray(self.number if self.factor is None else self.factor, y.dtype)
+        return y * jnp.asarray(self.number if self.factor is None else self.factor, y.dtype).reshape(())
 
 
 AbstractMatrix.__module__ = "treeparams.matrices"

@@ -16,42 +16,61 @@ design for universal multiport interferometers").
 
 import abc
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ._invertible import AbstractInvertible
-from ._matrix import AbstractMatrix
-from ._weights import as_parameter, times, wide
+from .._mesh import varying_alike
+from ._matrix import AbstractMatrix, Transposed
+from ._nodes import as_real, as_row, scaled, wide
 
 _BLOCK = 128  # reflections; measured at n = 1024 to 4096: half of it takes as long and three times the memory in AD
 
 
-def as_real(value: Any) -> Array:
-    """What a constructor was given for a real array, checked; for the `converter` of a field."""
-    array = as_parameter(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"expected real numbers, got {array.dtype}")
-    return array
+class AbstractInvertible(AbstractMatrix):
+    """A matrix that has, where it is square, an inverse made of the same arrays and a determinant."""
+
+    @abc.abstractmethod
+    def inv(self) -> AbstractMatrix:
+        """The inverse, made of the same arrays: in one model with the original it is tied to it."""
+
+    @abc.abstractmethod
+    def slogdet(self) -> tuple[Float[Array, "*members"], Float[Array, "*members"]]:
+        """The sign of the determinant and the logarithm of its absolute value; of an ensemble those of each."""
+
+    def solve(self, b: Array | np.ndarray) -> Array:
+        """The x with `M @ x = b`; shapes as of `M @ x`."""
+        return self.inv() @ b
+
+    def logdet(self) -> Float[Array, "*members"]:
+        """The logarithm of the absolute determinant."""
+        return self.slogdet()[1]
 
 
 class AbstractOrthogonal(AbstractInvertible):
     """A square matrix whose transpose is its inverse."""
 
+    @property
+    def T(self) -> AbstractMatrix:  # noqa: N802
+        return TransposedOrthogonal(self)
+
     def inv(self) -> AbstractMatrix:
         """The transpose."""
         return self.T
 
-    def slogdet(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The determinant, one or minus one, and zero."""
-        return self.sign(), jnp.zeros((), self.dtype)
 
-    @abc.abstractmethod
-    def sign(self) -> Float[Array, ""]:
-        """The determinant."""
+class TransposedOrthogonal(Transposed, AbstractOrthogonal):
+    """The transpose of an orthogonal matrix, made of its arrays; `M.T` and `M.inv()` make it."""
+
+    matrix: Any  # an orthogonal one
+
+    def slogdet(self) -> tuple[Array, Array]:
+        return self.matrix.slogdet()
 
 
 class Orthogonal(AbstractOrthogonal):
@@ -66,11 +85,12 @@ class Orthogonal(AbstractOrthogonal):
     True
 
     It is orthogonal whatever the vectors are, so nothing has to be put right after a step. A vector of zeros is the
-    identity, where its gradient is zero.
+    identity, where its gradient is zero. Products with it, and so inverses and whatever is made of it, are asked for
+    in `jax.lax.Precision.HIGHEST`: in the TF32 or bfloat16 that is the default on some devices it would be orthogonal
+    to three digits only.
 
     Args:
-        vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter, as
-            long as the squares are numbers of float32.
+        vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
 
     Raises:
         TypeError: they are no real floating array.
@@ -79,26 +99,33 @@ class Orthogonal(AbstractOrthogonal):
 
     vectors: Float[Array, "reflections n"] = eqx.field(converter=as_real)
 
-    ranks = {"vectors": 2}
-
     def __check_init__(self) -> None:
-        self._check_rank()
+        if self.vectors.ndim != 2:
+            raise ValueError(f"expected vectors of shape (reflections, n), got {self.vectors.shape}")
 
     @classmethod
-    def random(cls, n: int, *, key: Array, reflections: int | None = None) -> "Orthogonal":
+    def random(
+        cls, n: int, *, key: Array, reflections: int | None = None, dtype: DTypeLike | None = None
+    ) -> "Orthogonal":
         """A random one; of all n reflections it is spread evenly over the orthogonal matrices.
 
         Args:
             n: rows and columns.
             key: of `jax.random`.
             reflections: how many; `None`: n.
+            dtype: of the vectors; `None`: JAX's default.
+
+        Raises:
+            ValueError: a size is negative.
         """
-        return cls(jax.random.normal(key, (n if reflections is None else reflections, n)))
+        reflections = n if reflections is None else reflections
+        check_sizes(n=n, reflections=reflections)
+        return cls(jax.random.normal(key, (reflections, n), float if dtype is None else dtype))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        n = self.vectors.shape[-1]
-        return n, n
+    def shape(self) -> tuple[int, ...]:
+        *members, _, n = self.vectors.shape
+        return *members, n, n
 
     def apply(self, x: Array) -> Array:
         return _reflected(self.vectors, x, transposed=False)
@@ -106,10 +133,13 @@ class Orthogonal(AbstractOrthogonal):
     def apply_transposed(self, x: Array) -> Array:
         return _reflected(self.vectors, x, transposed=True)
 
-    def sign(self) -> Float[Array, ""]:
-        self._check_rank()
-        moving = jnp.sum(jnp.sum(wide(self.vectors) ** 2, axis=1) > 0)  # as the product sees it
-        return jnp.asarray(1 - 2 * (moving % 2), self.dtype)
+    def slogdet(self) -> tuple[Array, Array]:
+        *members, _, n = self.shape
+        logarithm = jnp.zeros(members, self.dtype)
+        if n == 0:
+            return logarithm + 1, logarithm
+        is_identity = scaled(wide(self.vectors), -1)[1]  # as the product sees it
+        return jnp.prod(jnp.where(is_identity, 1, -1), axis=(-1, -2)).astype(self.dtype), logarithm
 
 
 class Givens(AbstractOrthogonal):
@@ -137,30 +167,33 @@ class Givens(AbstractOrthogonal):
     angles: Float[Array, "layers pairs"] = eqx.field(converter=as_real)
     n: int = eqx.field(static=True)
 
-    ranks = {"angles": 2}
-
     def __check_init__(self) -> None:
-        self._check_rank()
-        if self.angles.shape[1] != self.n // 2:
+        if self.angles.ndim != 2 or self.angles.shape[1] != self.n // 2:
             raise ValueError(
                 f"expected angles of shape (layers, {self.n // 2}) for n={self.n}, got {self.angles.shape}"
             )
 
     @classmethod
-    def random(cls, n: int, *, key: Array, layers: int | None = None) -> "Givens":
+    def random(cls, n: int, *, key: Array, layers: int | None = None, dtype: DTypeLike | None = None) -> "Givens":
         """One of angles that are spread evenly over the circle.
 
         Args:
             n: rows and columns.
             key: of `jax.random`.
             layers: how many; `None`: n, with which every rotation can be written.
+            dtype: of the angles; `None`: JAX's default.
+
+        Raises:
+            ValueError: a size is negative.
         """
-        shape = (n if layers is None else layers, n // 2)
-        return cls(jax.random.uniform(key, shape, minval=-jnp.pi, maxval=jnp.pi), n)
+        layers = n if layers is None else layers
+        check_sizes(n=n, layers=layers)
+        dtype = float if dtype is None else dtype
+        return cls(jax.random.uniform(key, (layers, n // 2), dtype, minval=-jnp.pi, maxval=jnp.pi), n)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.n, self.n
+    def shape(self) -> tuple[int, ...]:
+        return *self.angles.shape[:-2], self.n, self.n
 
     def apply(self, x: Array) -> Array:
         return _rotated(self.angles, x, transposed=False)
@@ -168,28 +201,22 @@ class Givens(AbstractOrthogonal):
     def apply_transposed(self, x: Array) -> Array:
         return _rotated(self.angles, x, transposed=True)
 
-    def sign(self) -> Float[Array, ""]:
-        return jnp.ones((), self.dtype)
+    def slogdet(self) -> tuple[Array, Array]:
+        return jnp.ones(self.shape[:-2], self.dtype), jnp.zeros(self.shape[:-2], self.dtype)
 
 
-AnyOrthogonal = Orthogonal | Givens
-Kind = Literal["householder", "givens"]
-
-
-def random_orthogonal(n: int, factors: int, kind: Kind, key: Array) -> AnyOrthogonal:
-    """A random one, of so many reflections or layers of rotations."""
-    if kind == "householder":
-        return Orthogonal.random(n, key=key, reflections=factors)
-    if kind == "givens":
-        return Givens.random(n, key=key, layers=factors)
-    raise ValueError(f'kind must be "householder" or "givens", got {kind!r}')
+def check_sizes(**sizes: int) -> None:
+    """Raises unless all can be sizes of arrays."""
+    if any(size < 0 for size in sizes.values()):
+        got = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"a random matrix has sizes of at least 0, got {got}")
 
 
 # -- Reflections
 
-
 # Outside of a trace one program in place of some forty operations; within one nothing is left of it.
 _compiled = functools.partial(jax.jit, static_argnames="transposed", inline=True)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @_compiled
@@ -198,24 +225,26 @@ def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
     if count == 0 or n == 0:
         return x
     dtype, x = x.dtype, wide(x)
-    vectors = vectors.astype(jnp.finfo(x.dtype).dtype)  # real, also where x is complex
+    # Real, also where x is complex; and neither so long nor so short that a square is no number.
+    vectors, _ = scaled(vectors.astype(jnp.finfo(x.dtype).dtype), -1)
     blocks = -(-count // min(_BLOCK, n))  # more than n vectors depend on each other, which a triangle takes badly
     size = -(-count // blocks)
     if blocks == 1:
         return _block(vectors, x, transposed).astype(dtype)
+    x, vectors = varying_alike([x, vectors])  # what a scan carries keeps its type
     stacked = jnp.pad(vectors, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, n)
     each = lambda x, block: (_block(block, x, transposed), None)
     return jax.lax.scan(each, x, stacked, reverse=not transposed)[0].astype(dtype)
 
 
 def _block(vectors: Array, x: Array, transposed: bool) -> Array:
-    gram = vectors @ vectors.T
+    gram = _matmul(vectors, vectors.T)
     squares = jnp.diagonal(gram)
     # With a one on the diagonal a vector of zeros takes no part.
     triangle = jnp.triu(gram, 1) + jnp.diag(jnp.where(squares > 0, squares / 2, 1))
     middle = _triangular_inverse(triangle).astype(x.dtype)
     vectors = vectors.astype(x.dtype)
-    return x - ((x @ vectors.T) @ (middle if transposed else middle.T)) @ vectors
+    return x - _matmul(_matmul(_matmul(x, vectors.T), middle if transposed else middle.T), vectors)
 
 
 @jax.custom_jvp
@@ -234,7 +263,7 @@ def _triangular_inverse(upper: Float[Array, "k k"]) -> Float[Array, "k k"]:
         pairs = upper.reshape(full // (2 * size), 2, size, full // (2 * size), 2, size)[:, 0, :, :, 1, :]
         corners = jnp.einsum("pipj->pij", pairs)
         first, second = inverses[0::2], inverses[1::2]
-        upper_rows = jnp.concatenate([first, -first @ corners @ second], axis=2)
+        upper_rows = jnp.concatenate([first, -_matmul(_matmul(first, corners), second)], axis=2)
         lower_rows = jnp.concatenate([jnp.zeros_like(first), second], axis=2)
         inverses = jnp.concatenate([upper_rows, lower_rows], axis=1)
         size *= 2
@@ -242,9 +271,9 @@ def _triangular_inverse(upper: Float[Array, "k k"]) -> Float[Array, "k k"]:
 
 
 @_triangular_inverse.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _triangular_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     inverse = _triangular_inverse(primals[0])
-    return inverse, -inverse @ tangents[0] @ inverse
+    return inverse, -_matmul(_matmul(inverse, tangents[0]), inverse)
 
 
 # -- Rotations
@@ -256,17 +285,19 @@ def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
         return x
     dtype, x = x.dtype, wide(x)
     angles = angles.astype(jnp.finfo(x.dtype).dtype)
+    x, angles = varying_alike([x, angles])  # what a scan carries keeps its type
     own, other = _coefficients(-angles if transposed else angles, x.shape[-1])
     two_by_two = lambda array: jnp.pad(array, ((0, -len(array) % 2), (0, 0))).reshape(-1, 2, x.shape[-1])
     # A layer of zeros that fills up the last two is to be the identity.
     pairs = two_by_two(own - 1) + 1, two_by_two(other)
-    first = jnp.arange(x.shape[-1]) % 2 == 0
+    # With axes of one where x has batches: a mask of their shape would not lie over a mesh as x does.
+    first = (jnp.arange(x.shape[-1]) % 2 == 0).reshape((1,) * (x.ndim - 1) + (-1,))
 
     def two_layers(x: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
         for odd in (0, 1) if transposed else (1, 0):
-            is_first = jnp.broadcast_to(jnp.roll(first, odd), x.shape)
+            is_first = jnp.roll(first, odd, axis=-1)
             partner = jnp.where(is_first, jnp.roll(x, -1, axis=-1), jnp.roll(x, 1, axis=-1))
-            x = times(x, pair[0][odd]) + times(partner, pair[1][odd])
+            x = x * as_row(pair[0][odd], x) + partner * as_row(pair[1][odd], x)
         return x, None
 
     return jax.lax.scan(two_layers, x, pairs, reverse=not transposed)[0].astype(dtype)

@@ -1,15 +1,20 @@
 """A matrix kept as its singular value decomposition."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ._invertible import AbstractInvertible, of_same_arrays
-from ._orthogonal import AnyOrthogonal, Kind, Orthogonal, as_real, random_orthogonal
-from ._weights import Weight, as_weight, times, to_dense, wide
+from ._lineax import as_weight
+from ._matrix import Weight, to_dense
+from ._nodes import as_real, as_row, wide
+from ._orthogonal import AbstractInvertible, Givens, Orthogonal, check_sizes
+
+Kind = Literal["householder", "givens"]
 
 
 class SVD(AbstractInvertible):
@@ -42,15 +47,12 @@ class SVD(AbstractInvertible):
         ValueError: the sizes do not fit.
     """
 
-    u: AnyOrthogonal
+    u: Orthogonal | Givens
     d: Float[Array, " singular"] = eqx.field(converter=as_real)
-    v: AnyOrthogonal
+    v: Orthogonal | Givens
     inverted: bool = eqx.field(static=True, default=False)
 
-    ranks = {"d": 1}
-
     def __check_init__(self) -> None:
-        self._check_rank()
         size = min(self.u.shape[0], self.v.shape[0])
         if self.d.shape != (size,):
             raise ValueError(
@@ -58,7 +60,10 @@ class SVD(AbstractInvertible):
             )
 
     @classmethod
-    def random(cls, m: int, n: int, *, key: Array, reflections: int | None = None, kind: Kind = "householder") -> "SVD":
+    def random(
+        cls, m: int, n: int, *, key: Array, reflections: int | None = None, kind: Kind = "householder",
+        dtype: DTypeLike | None = None,
+    ) -> "SVD":  # fmt: skip
         """With random U and V, and all singular values one, so that it is orthogonal (where square) at the start.
 
         Args:
@@ -68,15 +73,23 @@ class SVD(AbstractInvertible):
             reflections: how many per factor (of `kind="givens"`: how many layers of rotations); `None`: as many as
                 every matrix of this shape can be written with, `min(m, n)`, or m and n layers of rotations.
             kind: `"householder"` reflections or `"givens"` rotations.
+            dtype: of all three factors; `None`: JAX's default.
 
         Raises:
-            ValueError: `kind` is none of these.
+            ValueError: `kind` is none of these, or a size is negative.
         """
-        u_key, v_key = jax.random.split(key)
-        full = (m, n) if kind == "givens" else (min(m, n),) * 2
-        of_u, of_v = full if reflections is None else (reflections,) * 2
-        u, v = random_orthogonal(m, of_u, kind, u_key), random_orthogonal(n, of_v, kind, v_key)
-        return cls(u, jnp.ones(min(m, n)), v)
+        if kind not in get_args(Kind):
+            raise ValueError(f'kind must be "householder" or "givens", got {kind!r}')
+        check_sizes(m=m, n=n)
+        size = min(m, n)
+
+        def factor(of: int, key: Array) -> Orthogonal | Givens:
+            if kind == "givens":
+                return Givens.random(of, key=key, layers=reflections, dtype=dtype)
+            return Orthogonal.random(of, key=key, reflections=size if reflections is None else reflections, dtype=dtype)
+
+        u, v = map(factor, (m, n), jax.random.split(key))
+        return cls(u, jnp.ones(size, dtype), v)
 
     @classmethod
     def from_dense(cls, w: Weight | Any) -> "SVD":
@@ -97,27 +110,24 @@ class SVD(AbstractInvertible):
         )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        m, n = self.u.shape[0], self.v.shape[0]
-        return (n, m) if self.inverted else (m, n)
+    def shape(self) -> tuple[int, ...]:
+        m, n = self.u.shape[-1], self.v.shape[-1]
+        return *self.u.shape[:-2], *((n, m) if self.inverted else (m, n))
 
     def apply(self, x: Array) -> Array:
-        return self._between(self.u, self.v, x) if self.inverted else self._between(self.v, self.u, x)
+        source, target = (self.u, self.v) if self.inverted else (self.v, self.u)
+        size = min(self.u.shape[-1], self.v.shape[-1])
+        d = self.d.astype(jnp.finfo(x.dtype).dtype)
+        y = source.apply_transposed(x)[..., :size]
+        y = y * as_row(1 / d if self.inverted else d, y)
+        return target.apply(jnp.pad(y, [(0, 0)] * (y.ndim - 1) + [(0, target.shape[0] - size)]))
 
     def apply_transposed(self, x: Array) -> Array:
-        return self._between(self.v, self.u, x) if self.inverted else self._between(self.u, self.v, x)
-
-    def _between(self, source: AnyOrthogonal, target: AnyOrthogonal, x: Array) -> Array:
-        """Target diag(d) source^T x."""
-        size = self.d.shape[0]
-        d = self.d.astype(jnp.finfo(x.dtype).dtype)
-        y = times(source.apply_transposed(x)[..., :size], 1 / d if self.inverted else d)
-        padding = [(0, 0)] * (y.ndim - 1) + [(0, target.shape[0] - size)]
-        return target.apply(jnp.pad(y, padding))
+        return self.T.apply(x)
 
     @property
     def T(self) -> "SVD":  # noqa: N802
-        return of_same_arrays(self, u=self.v, v=self.u)
+        return self._changed(u=self.v, v=self.u)
 
     def inv(self) -> "SVD":
         """The inverse, made of the same arrays: in one model with the original it is tied to it.
@@ -126,22 +136,28 @@ class SVD(AbstractInvertible):
             ValueError: the matrix is not square.
         """
         self._check_square("an inverse")
-        return of_same_arrays(self, inverted=not self.inverted)
+        return self._changed(inverted=not self.inverted)
 
-    def slogdet(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def slogdet(self) -> tuple[Float[Array, "*members"], Float[Array, "*members"]]:
         """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`.
 
         Raises:
             ValueError: the matrix is not square.
         """
         self._check_square("a determinant")
-        logarithm = jnp.sum(jnp.log(jnp.abs(wide(self.d)))).astype(self.dtype)
-        sign = self.u.sign() * jnp.prod(jnp.sign(self.d)) * self.v.sign()
+        logarithm = jnp.sum(jnp.log(jnp.abs(wide(self.d))), axis=-1).astype(self.dtype)
+        sign = self.u.slogdet()[0] * jnp.prod(jnp.sign(self.d), axis=-1) * self.v.slogdet()[0]
         return sign, -logarithm if self.inverted else logarithm
 
+    def _changed(self, **changes: Any) -> "SVD":
+        """With other fields. The constructor would convert arrays of NumPy, and new arrays are tied to nothing."""
+        other = object.__new__(SVD)
+        for field in dataclasses.fields(self):
+            object.__setattr__(other, field.name, changes.get(field.name, getattr(self, field.name)))
+        return other
+
     def _check_square(self, what: str) -> None:
-        self._check_rank()
-        if self.shape[0] != self.shape[1]:
+        if self.u.shape[-1] != self.v.shape[-1]:
             raise ValueError(f"only a square matrix has {what}, and this SVD has shape {self.shape}")
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._constrained import AbstractConstrained, concrete, refuse
-from ._constraints import inverse_softplus, least_positive, softplus
-from ._orthogonal import as_real
-from ._weights import wide
+from ._constraints import inverse_softplus, softplus
+from ._nodes import as_real, least_positive, wide
 
 
 class LowerTriangular(AbstractConstrained):
@@ -24,9 +23,9 @@ class LowerTriangular(AbstractConstrained):
     >>> from treeparams import matrices
     >>> factor = matrices.LowerTriangular(jnp.eye(3), positive_diagonal=True)
     >>> factor
-    LowerTriangular(shape=(3, 3), raw=f32[6], positive_diagonal=True)
-    >>> factor @ jnp.ones(3)
-    Array([1., 1., 1.], dtype=float32)
+    LowerTriangular(raw=f32[6], positive_diagonal=True)
+    >>> matrices.materialise(factor)[0]
+    Array([1., 0., 0.], dtype=float32)
 
     Args:
         w: square in its last two axes, zero above the diagonal.
@@ -54,17 +53,13 @@ class LowerTriangular(AbstractConstrained):
             w = jnp.where(jnp.eye(w.shape[-1], dtype=bool), raw[..., None, :], w)
         self.raw = _packed(w)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _unpacked_shape(self.raw.shape)
-
     def to_dense(self) -> Array:
         dense = jnp.tril(_unpacked(self.raw))
         if not self.positive_diagonal:
             return dense
-        diagonal = softplus(wide(jnp.diagonal(dense, axis1=-2, axis2=-1)), least_positive(self.dtype))
+        diagonal = softplus(wide(jnp.diagonal(dense, axis1=-2, axis2=-1)), least_positive(self.raw.dtype))
         is_diagonal = jnp.broadcast_to(jnp.eye(dense.shape[-1], dtype=bool), dense.shape)
-        return jnp.where(is_diagonal, diagonal.astype(self.dtype)[..., None, :], dense)
+        return jnp.where(is_diagonal, diagonal.astype(self.raw.dtype)[..., None, :], dense)
 
 
 class Symmetric(AbstractConstrained):
@@ -92,10 +87,6 @@ class Symmetric(AbstractConstrained):
             refuse(self, difference, difference == 0, "w - w.T of zeros", "Symmetric((w + w.T) / 2)")
         self.raw = _packed(w)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return _unpacked_shape(self.raw.shape)
-
     def to_dense(self) -> Array:
         return _unpacked(self.raw)
 
@@ -107,18 +98,13 @@ def _square(node: Any, w: Any) -> Array:
     return w
 
 
-def _unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    n = (math.isqrt(8 * shape[-1] + 1) - 1) // 2  # there are n (n + 1) / 2 packed entries
-    return *shape[:-1], n, n
-
-
 def _packed(w: Float[Array, "... n n"]) -> Float[Array, "... packed"]:
     return w[..., *np.tril_indices(w.shape[-1])]
 
 
 def _unpacked(raw: Float[Array, "... packed"]) -> Float[Array, "... n n"]:
     """Both triangles."""
-    i = jnp.arange(_unpacked_shape(raw.shape)[-1])
+    i = jnp.arange((math.isqrt(8 * raw.shape[-1] + 1) - 1) // 2)  # there are n (n + 1) / 2 packed entries
     # A gather: as fast as a scatter of the triangle, where it is with computed indices, which are no constants of the
     # program. A scatter with constant ones of n = 1024 takes four seconds to compile.
     row, column = jnp.maximum(i[:, None], i[None]), jnp.minimum(i[:, None], i[None])

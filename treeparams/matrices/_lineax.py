@@ -1,23 +1,14 @@
-"""Matrices made of other matrices take these as arrays, as matrices of this module, or as lineax operators."""
+"""lineax operators as matrices, matrices as lineax operators, and so what a constructor takes for a matrix."""
 
 import math
 import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
-from ._matrix import (
-    AbstractMatrix,
-    Weight as Weight,
-    apply as apply,
-    apply_transposed as apply_transposed,
-    is_array,
-    shape_of as shape_of,
-    to_dense as to_dense,
-)
+from ._matrix import AbstractMatrix
+from ._nodes import as_parameter
 
 
 class Lineax(AbstractMatrix):
@@ -37,6 +28,11 @@ class Lineax(AbstractMatrix):
 
     def to_dense(self) -> Array:
         return self.operator.as_matrix()
+
+
+def _each(f: Any, x: Array) -> Array:
+    y = jax.vmap(f)(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def from_lineax(operator: Any) -> AbstractMatrix:
@@ -60,7 +56,7 @@ def from_lineax(operator: Any) -> AbstractMatrix:
     Raises:
         TypeError: it is no lineax operator, or one between other trees than vectors.
     """
-    if not is_operator(operator):
+    if not _is_operator(operator):
         raise TypeError(f"expected a lineax operator, got {type(operator).__name__}")
     for structure, what in ((operator.in_structure(), "takes"), (operator.out_structure(), "gives")):
         if not isinstance(structure, jax.ShapeDtypeStruct) or len(structure.shape) != 1:
@@ -73,9 +69,9 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
 
     >>> import jax.numpy as jnp, lineax
     >>> from treeparams import matrices
-    >>> weight = matrices.Diagonal(jnp.array([1.0, 2.0]))
-    >>> lineax.linear_solve(matrices.to_lineax(weight), jnp.ones(2), lineax.GMRES(1e-5, 1e-5)).value
-    Array([1. , 0.5], dtype=float32)
+    >>> weight = matrices.LowRank(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)))
+    >>> lineax.linear_solve(matrices.to_lineax(weight), jnp.ones(2), lineax.GMRES(1e-5, 1e-5)).value.round(4)
+    Array([0.3333, 0.3333], dtype=float32)
 
     Args:
         matrix: any matrix of this module.
@@ -96,7 +92,7 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
     )
 
 
-def is_operator(value: Any) -> bool:
+def _is_operator(value: Any) -> bool:
     """Whether it is a lineax operator; where lineax has not been imported, nothing is."""
     lineax = sys.modules.get("lineax")
     return lineax is not None and isinstance(value, lineax.AbstractLinearOperator)
@@ -104,37 +100,9 @@ def is_operator(value: Any) -> bool:
 
 def as_weight(value: Any) -> Any:
     """What a constructor was given for a matrix, checked; for the `converter` of a field."""
-    if isinstance(value, AbstractMatrix):
-        return value
-    if is_operator(value):
+    if _is_operator(value):
         return from_lineax(value)
-    array = as_parameter(value)
-    if array.ndim != 2:
-        raise ValueError(f"expected a matrix, got an array of shape {array.shape}")
-    return array
-
-
-def as_parameter(value: Any) -> Array:
-    """What a constructor was given for a floating array, checked; for the `converter` of a field."""
-    if not is_array(value):
-        raise TypeError(f"expected an array, got {type(value).__name__}")
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        raise TypeError(f"a parameter is floating or complex, got {array.dtype}: convert it with x.astype(float)")
-    return array
-
-
-def wide(x: Array | np.ndarray) -> Array:
-    """In at least float32: what is computed in several steps loses too much in less."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
-
-
-def times(x: Array, vector: Array) -> Array:
-    """Each vector along the last axis of x, times this one, entry by entry."""
-    return x * vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + vector.shape)
-
-
-def _each(f: Any, x: Array) -> Array:
-    y = jax.vmap(f)(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    weight = value if isinstance(value, AbstractMatrix) else as_parameter(value)
+    if weight.ndim != 2:
+        raise ValueError(f"expected a matrix, got an array of shape {weight.shape}")
+    return weight

@@ -1,0 +1,119 @@
+"""What matrices and constrained arrays share: nodes of a model that stand where an array stood, and are none."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .._structure import same_treedef
+
+
+def refused(operation: str) -> Callable[..., Any]:
+    """For a class body: a method that says how to get an array."""
+
+    def refuse(self: "NotAnArray", *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{operation} needs an array, and a {type(self).__name__} is none: take {self.instead} first")
+
+    return refuse
+
+
+class NotAnArray:
+    """A base of nodes. What only an array can do is an error that says how to get one."""
+
+    instead: ClassVar[str]  # how to get one
+
+    __array_ufunc__ = None  # so that NumPy leaves `x @ M` to us
+    __array__ = refused("NumPy")
+    __add__ = __radd__ = __sub__ = __rsub__ = refused("a sum")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refused("a product entry by entry")
+    __matmul__ = __rmatmul__ = refused("@")
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = refused("arithmetic")
+    __neg__ = __pos__ = __abs__ = __float__ = refused("arithmetic")
+    __lt__ = __le__ = __gt__ = __ge__ = refused("a comparison")
+    __getitem__ = refused("indexing")
+    __iter__ = refused("iteration")
+
+
+def replace(model: PyTree, cls: Any, dense: Callable[[Any], Any]) -> PyTree:
+    """The model with every node of a class, or of one in a tuple, replaced by what `dense` makes of it.
+
+    Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that are made of the very
+    same arrays in the very same way, as those of a tie are, become one object.
+    """
+    found: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, cls):
+            return node
+        leaves, treedef = jtu.tree_flatten(node)
+        same_leaves = found.setdefault(tuple(map(id, leaves)), [])
+        for known, replaced in same_leaves:
+            if same_treedef(known, treedef):
+                return replaced
+        below = jtu.tree_map(visit, node, is_leaf=lambda each: each is not node and isinstance(each, cls))
+        same_leaves.append((treedef, dense(below)))
+        return same_leaves[-1][1]
+
+    return jtu.tree_map(visit, model, is_leaf=lambda node: isinstance(node, cls))
+
+
+# -- What constructors take
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of JAX or of NumPy."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def as_parameter(value: Any) -> Array:
+    """What a constructor was given for a floating array, checked; for the `converter` of a field."""
+    if not is_array(value):
+        raise TypeError(f"expected an array, got {type(value).__name__}")
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(f"a parameter is floating or complex, got {array.dtype}: convert it with x.astype(float)")
+    return array
+
+
+def as_real(value: Any) -> Array:
+    """What a constructor was given for a real array, checked; for the `converter` of a field."""
+    array = as_parameter(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"expected real numbers, got {array.dtype}")
+    return array
+
+
+# -- Numbers
+
+
+def wide(x: Array | np.ndarray) -> Array:
+    """In at least float32: what is computed in several steps loses too much in less."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def least_positive(dtype: Any) -> float:
+    """The least normal number: smaller ones are zero on most devices."""
+    return float(jnp.finfo(dtype).tiny)
+
+
+def as_row(vector: Array, x: Array) -> Array:
+    """A vector in the dtype of x and with its number of axes, to meet its last one."""
+    return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (x.shape[-1],))
+
+
+def scaled(x: Array, axis: int) -> tuple[Array, Array]:
+    """Vectors along an axis divided by their largest entry, and which are zero; these stay as they are.
+
+    So no square of them overflows or vanishes. It is for functions of their directions alone: the scale has no
+    influence on these, so that its gradient is not missed.
+    """
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True))
+    is_zero = largest < least_positive(x.dtype)
+    # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
+    root = jnp.sqrt(jnp.where(is_zero, 1, largest))
+    return x / root / root, is_zero
