@@ -21,12 +21,12 @@ import pytest
 import treeparams as tp
 
 
-def leaf(size: int = 2) -> jax.Array:
-    return jnp.arange(float(size))
+def leaf(size: int = 2) -> np.ndarray:
+    return np.arange(float(size), dtype=np.float32)
 
 
-def linear(seed: int = 0, **options: Any) -> eqx.nn.Linear:
-    return eqx.nn.Linear(2, 3, key=jax.random.key(seed), **options)
+def pair() -> dict[str, np.ndarray]:
+    return {"bias": leaf(3), "weight": leaf()}
 
 
 class Norm(eqx.Module):
@@ -72,7 +72,6 @@ class Written(eqx.Module):
         (lambda: Norm(leaf(), leaf()), ("weight",)),
         (lambda: Child(leaf(), leaf(), leaf()), ("weight", "bias")),
         (lambda: Thawing(leaf(), leaf()), ("weight", "mean")),
-        (Options, ("rate",)),
         (lambda: Options(rate=1.0, plain=[leaf()]), ("rate", "plain.0")),
         (lambda: Holder(Thawing(leaf(), leaf()), [leaf()]), ("free.0",)),
         (lambda: Holder({"a": [leaf(), 1, None]}, None), ()),
@@ -91,57 +90,49 @@ def test_a_field_is_a_field_of_equinox():
     metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
     assert (metadata["unit"], metadata["trainable"]) == ("m", False)
     assert "trainable" not in tp.field().metadata
+    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
+        tp.field(trainable=True, static=True)
 
 
 def test_a_frozen_part_of_a_trained_list_can_be_thawed():
-    model = [linear(0), Holder([linear(1), linear(2)]), linear(3)]
+    model = [pair(), Holder([pair(), pair()])]
     layout = tp.layout(model)
-    outer = ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert layout.paths == outer
-    assert layout.thaw("1.frozen.1.bias").paths == (*outer[:2], "1.frozen.1.bias", *outer[2:])
-    assert tp.layout(model, thaw="**.frozen.0").paths == (
-        *outer[:2],
-        "1.frozen.0.weight",
-        "1.frozen.0.bias",
-        *outer[2:],
-    )
-    assert tp.layout(model, "2", thaw="1.frozen.1.bias").paths == ("1.frozen.1.bias", "2.weight", "2.bias")
+    assert layout.paths == ("0.bias", "0.weight")
+    assert layout.thaw("1.frozen.1.bias").paths == (*layout.paths, "1.frozen.1.bias")
+    assert tp.layout(model, thaw="**.frozen.0").paths == (*layout.paths, "1.frozen.0.bias", "1.frozen.0.weight")
+    assert tp.layout(model, "0.bias", thaw="1.frozen.1.bias").paths == ("0.bias", "1.frozen.1.bias")
 
 
 @pytest.mark.parametrize(
-    ("value", "holds"),
+    ("value", "path", "holds"),
     [
-        (0.5, "a Python"),
-        (np.float32(0.5), "."),
-        (jnp.arange(3), r"int32 of shape \(3,\)"),
-        (jax.random.key(0), r"key<fry> of shape \(\)"),
-        (jax.nn.relu, "."),
+        (0.5, "value", "a Python"),
+        (np.arange(3), "value", r"int\d\d of shape \(3,\)"),
+        (jax.random.key(0), "value", r"key<fry> of shape \(\)"),
+        (jax.nn.relu, "value", "."),
+        ([0.1, 0.2], "value.0", "a Python value"),
     ],
 )
-def test_trainable_written_out_on_what_cannot_be_trained(value: Any, holds: str):
-    message = (
-        rf"'0.value' is declared trainable=True, but holds {holds}.*write tp.field\(trainable=True, converter=jnp."
-    )
+def test_trainable_written_out_on_what_cannot_be_trained(value: Any, path: str, holds: str):
+    message = rf"'0.{path}' is declared trainable=True, but holds {holds}"
+    remedy = r".*write tp.field\(trainable=True, converter=jnp." if path == "value" else ""
     for use in (tp.layout, tp.partition, tp.ravel, lambda model: tp.layout(model, freeze="**")):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(TypeError, match=message + remedy):
             use([Written(value), leaf()])
 
 
-@pytest.mark.parametrize("value", [leaf(), np.ones(2), None, [leaf(), 1], [0.5, leaf()], jnp.ones(2, jnp.complex64)])
-def test_trainable_written_out_says_nothing_of_what_is_below(value: Any):
-    inexact = [each for each in jax.tree.leaves(value) if isinstance(each, (jax.Array, np.ndarray))]
-    assert len(tp.layout(Written(value)).paths) == len(inexact)
-
-
-def test_trainable_written_out_on_numbers_alone():
-    with pytest.raises(TypeError, match=r"'value.0' is declared trainable=True, but holds a Python value"):
-        tp.layout(Written([0.1, 0.2]))
-    assert tp.layout(Written(eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0)))).size == 9  # with functions in it
-
-
-def test_a_static_field_cannot_be_trained():
-    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
-        tp.field(trainable=True, static=True)
+@pytest.mark.parametrize(
+    ("value", "parameters"),
+    [
+        (leaf(), 1),
+        (np.ones(2, np.complex64), 1),
+        (None, 0),
+        ([leaf(), 1], 1),
+        (eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0)), 4),  # with functions in it
+    ],
+)
+def test_trainable_written_out_says_nothing_of_what_is_below(value: Any, parameters: int):
+    assert len(tp.layout(Written(value)).paths) == parameters
 
 
 # -- Pytrees that are no Module
@@ -152,7 +143,6 @@ def test_a_static_field_cannot_be_trained():
 class Plain:
     weight: Any
     mean: Any = dataclasses.field(metadata={"trainable": False})
-    size: int = dataclasses.field(default=2, metadata={"static": True})
 
 
 @flax.struct.dataclass
@@ -171,7 +161,7 @@ class Chex:
 def test_metadata_declares_for_any_dataclass(cls: Any):
     model = {"a": cls(weight=leaf(), mean=[leaf(3)])}
     assert tp.layout(model).paths == ("a.weight",)
-    assert tp.layout(model, thaw="a.mean").paths in (("a.weight", "a.mean.0"), ("a.mean.0", "a.weight"))
+    assert set(tp.layout(model, thaw="a.mean").paths) == {"a.weight", "a.mean.0"}
     with pytest.raises(ValueError, match=r"selects only leaves that are declared frozen \('a.mean.0'"):
         tp.layout(model, "a.mean")
 
@@ -205,9 +195,17 @@ def test_declarations_that_cannot_be_read():
 
 
 class Stats(flax.nnx.Module):
-    def __init__(self, rngs: flax.nnx.Rngs) -> None:
+    def __init__(self) -> None:
         sequence = getattr(flax.nnx, "List", list)  # older versions take a list
-        self.layers, self.drop = sequence([flax.nnx.Linear(2, 3, rngs=rngs)]), flax.nnx.Dropout(0.5, rngs=rngs)
+        self.layers = sequence([flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))])
+        self.drop = flax.nnx.Dropout(0.5, rngs=flax.nnx.Rngs(0))
+
+
+class Variables(flax.nnx.Module):
+    def __init__(self) -> None:
+        self.weight, self.lora = flax.nnx.Param(leaf()), flax.nnx.LoRAParam(leaf())
+        self.cache, self.intermediate = flax.nnx.Cache(leaf()), flax.nnx.Intermediate(leaf())
+        self.bare, self.statistic = flax.nnx.Variable(leaf()), flax.nnx.BatchStat(leaf())
 
 
 def test_flax_and_haiku():
@@ -215,26 +213,28 @@ def test_flax_and_haiku():
     assert tp.layout(dense).paths == ("params.bias", "params.kernel")
     mlp = hk.transform(lambda x: hk.nets.MLP([2])(x)).init(jax.random.key(0), leaf())
     assert tp.layout(mlp, "mlp*").paths == ("mlp/~/linear_0.b", "mlp/~/linear_0.w")
-    _, state = flax.nnx.split(Stats(flax.nnx.Rngs(0)))
+    _, state = flax.nnx.split(Stats())
     assert tp.layout(state).paths == ("layers.0.bias", "layers.0.kernel")  # neither `.value` nor keys
     assert tp.layout(state, flax.nnx.Param).paths == tp.layout(state).paths
-    assert tp.layout(state, freeze="**.bias").paths == ("layers.0.kernel",)
+    for model in (flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]):
+        assert tp.layout(model).paths == ("lora", "weight")
+        assert tp.layout(model, thaw="cache").paths == ("cache", "lora", "weight")
 
 
 def test_running_statistics_are_no_parameters():
-    options = {"axis_name": "batch", "mode": "ema"}
-    unmade = eqx.nn.BatchNorm(3, **options)
-    assert any(eqx.is_inexact_array(each) for each in jax.tree.leaves(unmade.ema_state_index))
-    assert tp.layout(unmade).paths == ("weight", "bias")
-    made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
-    assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
+    for mode in ("ema", "batch"):
+        options = {"axis_name": "batch", "mode": mode}
+        unmade = eqx.nn.BatchNorm(3, **options)
+        assert tp.layout(unmade).paths == ("weight", "bias")
+        made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
+        assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
 
 
 def test_non_trainable_of_paramax():
     model = {"a": paramax.NonTrainable({"w": leaf()}), "b": leaf(3)}
     assert tp.layout(model).paths == ("b",)
     assert tp.layout(model, thaw="a").paths == ("a.tree.w", "b")
-    assert tp.layout(paramax.non_trainable({"a": [leaf()], "b": leaf()})).paths == ()
+    assert tp.layout(paramax.non_trainable({"a": [jnp.asarray(leaf())]})).paths == ()
 
 
 # -- tp.declare
@@ -256,18 +256,17 @@ class Point(NamedTuple):
 @pytest.mark.parametrize(
     ("frozen", "paths"),
     [
-        ("bias", ("weight", "layers.0.weight", "layers.0.bias")),
+        ("bias", ("weight", "layers.0.bias", "layers.0.weight")),
         (("bias", "weight", "layers.*.bias"), ("layers.0.weight",)),
-        ("layers.*.weight", ("weight", "bias", "layers.0.bias")),
         ("**.bias", ("weight", "layers.0.weight")),
         ("*", ()),
-        ("layers.7", ("weight", "bias", "layers.0.weight", "layers.0.bias")),
+        ("layers.7", ("weight", "bias", "layers.0.bias", "layers.0.weight")),
     ],
 )
 def test_frozen_globs_are_relative_to_each_instance(frozen: Any, paths: tuple[str, ...]):
     cls = type("Declared", (Foreign,), {})
     tp.declare(cls, frozen=frozen)
-    assert tp.layout([cls(leaf(), leaf(), [linear()])]).paths == tuple(f"0.{path}" for path in paths)
+    assert tp.layout([cls(leaf(), leaf(), [pair()])]).paths == tuple(f"0.{path}" for path in paths)
 
 
 def test_subclasses_inherit_and_declaring_again_replaces():
@@ -287,20 +286,15 @@ def test_subclasses_inherit_and_declaring_again_replaces():
 
 
 def test_classes_that_are_no_dataclass():
-    pair = type("Pair", (Point,), {})
-    tp.declare(pair, frozen="y", ties={"x.1": "x.0"})
-    layout = tp.layout({"p": pair([leaf(), leaf()], leaf()), "q": Point(leaf(), leaf())})
+    cls = type("Pair", (Point,), {})
+    tp.declare(cls, frozen="y", ties={"x.1": "x.0"})
+    layout = tp.layout({"p": cls([leaf(), leaf()], leaf()), "q": Point(leaf(), leaf())})
     assert layout.paths == ("p.x.0", "q.x", "q.y")
     assert layout.ties == {"p.x.0": ("p.x.1",)}
 
 
 @pytest.mark.parametrize(
-    "declaration",
-    [
-        {"frozen": ("bias", "wieght.*")},
-        {"ties": {"bias": "wieght"}},
-        {"ties": {"bias": ("wieght.0", jnp.transpose)}},
-    ],
+    "declaration", [{"frozen": ("bias", "wieght.*")}, {"ties": {"bias": ("wieght.0", jnp.transpose)}}]
 )
 def test_declaring_a_field_that_is_not_there(declaration: Any):
     with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
@@ -308,38 +302,12 @@ def test_declaring_a_field_that_is_not_there(declaration: Any):
     assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")
 
 
-class Variables(flax.nnx.Module):
-    def __init__(self) -> None:
-        self.weight, self.lora = flax.nnx.Param(jnp.ones(2)), flax.nnx.LoRAParam(jnp.ones(1))
-        self.cache, self.intermediate = flax.nnx.Cache(jnp.ones(2)), flax.nnx.Intermediate(jnp.ones(2))
-        self.bare, self.statistic = flax.nnx.Variable(jnp.ones(2)), flax.nnx.BatchStat(jnp.ones(2))
-
-
-def test_of_flax_variables_only_parameters_train():
-    for model in (flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]):
-        assert tp.layout(model).paths == ("lora", "weight")
-        assert tp.layout(model, thaw="cache").paths == ("cache", "lora", "weight")
-
-
-class Collections(dict[str, Any]):
-    """A dictionary of one's own, so that the declaration below says nothing of others in these tests."""
-
-
-jax.tree_util.register_pytree_with_keys(
-    Collections,
-    lambda d: ([(jax.tree_util.DictKey(k), d[k]) for k in sorted(d)], tuple(sorted(d))),
-    lambda keys, values: Collections(zip(keys, values, strict=True)),
-)
-
-
 def test_names_in_dictionaries_can_be_declared_frozen():
-    tp.declare(Collections, frozen="batch_stats")
-    variables = Collections(params={"w": leaf()}, batch_stats={"mean": leaf()})
-    assert tp.layout(variables).paths == ("params.w",)
+    # In a process of its own: what is declared of `dict` would hold for all other tests.
     code = """
-import jax.numpy as jnp, treeparams as tp
+import numpy as np, treeparams as tp
 tp.declare(dict, frozen="batch_stats")
-print(tp.layout({"net": {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}}).paths)
+print(tp.layout({"net": {"params": {"w": np.ones(2)}, "batch_stats": {"mean": np.ones(2)}}}).paths)
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed == "('net.params.w',)\n"

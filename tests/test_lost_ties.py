@@ -1,12 +1,12 @@
 """A tie that a trace has lost is noticed, once, by whatever meets the model there; and not where it is known."""
 
 import concurrent.futures
-import warnings
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,11 +18,15 @@ from .zoo import ramp
 _count = iter(range(10**6))
 
 
-def fresh(ensemble: int | None = None) -> dict[str, Any]:
-    """A tied model of a structure that this process has not met, since the warning is given once per structure."""
-    name = f"w{next(_count)}"
-    shared = ramp(2, 3) if ensemble is None else ramp(ensemble, 2, 3)
-    return {"embed": shared, "head": shared, name: ramp(2) if ensemble is None else ramp(ensemble, 2)}
+def fresh(*batch: int, tied: bool = True) -> dict[str, Any]:
+    """A model of a structure that this process has not met, since the warning is given once per structure."""
+    embed = ramp(*batch, 2, 3)
+    return {"embed": embed, "head": embed if tied else embed + 0, f"w{next(_count)}": ramp(*batch, 2)}
+
+
+def alike(model: dict[str, Any]) -> dict[str, Any]:
+    """A model of the same structure without the tie."""
+    return {name: leaf + 0 for name, leaf in model.items()}
 
 
 def loss(model: Any, x: Any = 1.0) -> jax.Array:
@@ -33,6 +37,7 @@ MESSAGE = (
     r"'embed' and 'head' were one array in a model of this structure that was met before.*known = tp.layout\(model\); "
     r"tp.grad\(loss, known\).*tp.partition.*tp.ravel.*tp.jit.*its own layout"
 )
+noticed = lambda: pytest.warns(UserWarning, match=MESSAGE)
 
 VERBS = {
     "layout": lambda model: tp.layout(model).size,
@@ -48,7 +53,7 @@ VERBS = {
     "project": lambda model: tp.project(model, {"embed": model["embed"]})["embed"],
     "ema": lambda model: tp.ema(model, model, decay=0.5),
     "summary": lambda model: tp.summary(model).totals["trained"].elements,
-    "accumulate": lambda model: tp.accumulate(lambda m, x: loss(m), pieces=2)(model, jnp.ones(4))[0],
+    "accumulate": lambda model: tp.accumulate(lambda m, x: loss(m), pieces=2)(model, np.ones(4))[0],
     "optim": lambda model: jax.tree.leaves(optim.trainable(optax.sgd(1.0)).init(model)),
     "a where": lambda model: tp.trainables(model, "embed"),
 }
@@ -58,36 +63,36 @@ VERBS = {
 def test_every_verb_notices(verb: str):
     model = fresh()
     tp.layout(model)  # met outside
-    with pytest.warns(UserWarning, match=MESSAGE) as caught:
-        jax.jit(VERBS[verb])(model)
+    with noticed() as caught:
+        jax.eval_shape(VERBS[verb], model)
     assert [each.filename for each in caught] == [__file__]  # it points at the caller
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.jit(lambda model: VERBS[verb](model))(model)  # once per structure
+    jax.eval_shape(lambda model: VERBS[verb](model), model)  # once per structure
 
 
-@pytest.mark.parametrize("meet", ["partition", "tie", "combine", "restructure", "tp.jit", "maptrainable"])
+def given(apart: Any) -> tp.Layout:
+    return tp.layout(apart, ties={"head": "embed"})
+
+
+def _restructured(apart: Any) -> Any:
+    vector, restructure = tp.ravel(apart, given(apart))
+    return restructure(vector)
+
+
+MEETS = {
+    "tie": lambda apart: tp.tie(apart, "head", to="embed"),
+    "combine": lambda apart: tp.combine(*tp.partition(apart, given(apart))),
+    "restructure": _restructured,
+    "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=given(apart)),
+    "tp.jit": lambda apart: tp.jit(lambda model: model)({**apart, "head": apart["embed"]}),
+}
+
+
+@pytest.mark.parametrize("meet", MEETS)
 def test_it_is_met_by_any_function_and_by_what_they_return(meet: str):
-    model = fresh()
-    (name,) = set(model) - {"embed", "head"}
-    apart = {"embed": ramp(2, 3), "head": ramp(2, 3), name: ramp(2)}
-    given = lambda: tp.layout(apart, ties={"head": "embed"})
-    if meet == "tie":
-        model = tp.tie(apart, "head", to="embed")
-    elif meet == "combine":
-        model = tp.combine(*tp.partition(apart, given()))
-    elif meet == "restructure":
-        vector, restructure = tp.ravel(apart, given())
-        model = restructure(vector)
-    elif meet == "maptrainable":
-        model = tp.maptrainable(lambda x: x, apart, trainable=given())
-    elif meet == "tp.jit":
-        model = tp.jit(lambda model: model)(model)
-    else:
-        tp.partition(model)
+    model = MEETS[meet](fresh(tied=False))
     assert model["embed"] is model["head"]
-    with pytest.warns(UserWarning, match=MESSAGE):
-        jax.jit(tp.grad(loss))(model)
+    with noticed():
+        jax.eval_shape(tp.grad(loss), model)
 
 
 def test_what_a_plain_jit_returned_does_not_erase_it():
@@ -96,41 +101,58 @@ def test_what_a_plain_jit_returned_does_not_erase_it():
     apart = jax.jit(lambda model: model)(eqx.apply_updates(model, params))
     assert apart["embed"] is not apart["head"]
     assert tp.layout(apart).ties == {}
-    with pytest.warns(UserWarning, match=MESSAGE):
-        jax.jit(tp.grad(loss))(apart)
+    with noticed():
+        jax.eval_shape(tp.grad(loss), apart)
 
 
-def test_in_filter_jit_vmap_and_scan():
+TRACES = {
+    "filter_jit": ((), lambda model: eqx.filter_jit(tp.grad(loss))(model)),
+    "vmap": ((4,), lambda model: jax.vmap(tp.grad(loss))(model)),  # without the axis that is mapped
+    "carry of a scan": (
+        (),
+        lambda model: jax.lax.scan(lambda m, _: (tp.maptrainable(lambda x: 0.5 * x, m), None), model, None, length=2),
+    ),
+    "xs of a scan": ((4,), lambda model: jax.lax.scan(lambda c, each: (c + tp.ravel(each)[0][0], None), 0.0, model)),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_in_filter_jit_vmap_and_scan(trace: str):
+    batch, run = TRACES[trace]
+    model = fresh(*batch)
+    tp.layout(model)
+    with noticed():
+        run(model)
+
+
+def test_a_model_within_something_larger_is_noticed_too():
     model = fresh()
     tp.layout(model)
-    with pytest.warns(UserWarning, match=MESSAGE):
-        eqx.filter_jit(tp.grad(loss))(model)
-    ensemble = fresh(4)
-    tp.layout(ensemble)
-    with pytest.warns(UserWarning, match=MESSAGE):
-        jax.vmap(tp.grad(loss))(ensemble)  # without the axis that is mapped
-    carried = fresh()
-    tp.layout(carried)
-    with pytest.warns(UserWarning, match=MESSAGE):
-        jax.lax.scan(lambda model, _: (tp.maptrainable(lambda x: 0.5 * x, model), None), carried, None, length=2)
-    layers = fresh(4)
-    tp.layout(layers)
-    with pytest.warns(UserWarning, match=MESSAGE):
-        jax.lax.scan(lambda carry, layer: (carry + tp.ravel(layer)[0][0], None), 0.0, layers)
+    with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
+        jax.eval_shape(lambda both: tp.ravel(both)[0], {"net": model, "temperature": ramp(2)})
 
 
-def test_it_is_silent_where_the_ties_are_known():
+# -- Where it is silent: warnings are errors in these tests
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_it_is_silent_where_the_ties_are_known_and_for_copies_that_were_untied(untied: bool):
     model = fresh()
     layout = tp.layout(model)
+    if untied:
+        model = tp.untie(model)
+        layout = tp.layout(model)
     params, rest = tp.partition(model)
     vector, restructure = tp.ravel(model)
-    jax.jit(tp.grad(loss, layout))(model)
-    jax.jit(lambda model: tp.ravel(model, layout)[0])(model)
-    jax.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
-    jax.jit(lambda vector, restructure: tp.grad(loss)(restructure(vector)))(vector, restructure)
+    jax.eval_shape(tp.grad(loss, layout), model)
+    jax.eval_shape(lambda model: tp.ravel(model, layout)[0], model)
+    jax.eval_shape(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)), params, rest)
+    jax.eval_shape(lambda vector, restructure: tp.grad(loss)(restructure(vector)), vector, restructure)
     tp.jit(tp.grad(loss))(model)
-    tp.jit(lambda model: tp.maptrainable(lambda x: 2 * x, model))(model)
-    jax.vmap(lambda x: tp.grad(loss)(model, x))(jnp.ones(3))  # the model is no argument of the `vmap`
+    tp.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
+    tp.jit(lambda average: tp.grad(loss)(average.average))(tp.Ema(model, 0.9))
+    tp.jit(lambda model: tp.grad(loss)(tp.untie(model)))(model)
+    jax.vmap(lambda x: tp.grad(loss)(model, x))(np.ones(3, "f"))  # the model is no argument of the `vmap`
     jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
 
 
@@ -143,50 +165,29 @@ def test_it_is_silent_where_a_class_declares_the_tie():
     model = tp.tie(Declared(ramp(2, 3), ramp(2, 3)))
     assert model.embed is model.head
     tp.layout(model)
-    jax.jit(tp.grad(loss))(model)
+    jax.eval_shape(tp.grad(loss), model)
 
 
-def test_it_is_silent_for_what_is_frozen():
+def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
     model = fresh()
-    (name,) = set(model) - {"embed", "head"}
     tp.layout(model)
-    jax.jit(tp.grad(loss, name))(model)
-
-
-class Residual(eqx.Module):
-    one: eqx.nn.Linear
-    other: eqx.nn.Linear
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.one(x) + self.other(x)
+    jax.eval_shape(tp.grad(loss, "w*"), model)
+    jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
+    jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
+    own = tp.layout(alike(model))
+    assert own.ties == {}
+    jax.eval_shape(tp.grad(loss, own), alike(model))
 
 
 def test_shared_cotangents_teach_no_ties():
-    keys = jax.random.split(jax.random.key(0))
-    model = Residual(eqx.nn.Linear(3, 3, key=keys[0]), eqx.nn.Linear(3, 3, key=keys[1]))
-    of = lambda model: jnp.sum(model(jnp.ones(3)))
+    model = {"one": eqx.nn.Linear(3, 3, key=jax.random.key(0)), "other": eqx.nn.Linear(3, 3, key=jax.random.key(1))}
+    of = lambda model: jnp.sum(model["one"](jnp.ones(3)) + model["other"](jnp.ones(3)))
     grads = tp.grad(of)(model)
-    grads = eqx.tree_at(lambda g: g.other.bias, grads, grads.one.bias)  # one object, as newer JAX has it by itself
+    grads = eqx.tree_at(lambda g: g["other"].bias, grads, grads["one"].bias)  # one object, as newer JAX has it
     tp.trainables(grads)
+    tp.jit(lambda state: state)({"mu": jax.tree.map(lambda _: np.zeros(3, "f"), grads), "nu": grads})
     model = tp.jit(lambda model, grads: tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads))(model, grads)
-    state = {"mu": jax.tree.map(lambda _: jnp.zeros(3), grads), "nu": grads}
-    tp.jit(lambda state: state)(state)
     eqx.filter_jit(tp.grad(of))(model)
-    jax.jit(lambda a, b: tp.ravel((a, b))[0])(jnp.ones(3), jnp.ones(3))
-
-
-def test_it_is_silent_for_copies_that_were_untied():
-    model = fresh()
-    tp.layout(model)
-    apart = tp.untie(model)
-    params, rest = tp.partition(apart)
-    vector, restructure = tp.ravel(apart)
-    jax.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
-    jax.jit(lambda vector, restructure: tp.grad(loss)(restructure(vector)))(vector, restructure)
-    tp.jit(tp.grad(loss))(apart)
-    tp.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
-    tp.jit(lambda average: tp.grad(loss)(average.average))(tp.Ema(apart, 0.9))
-    tp.jit(lambda model: tp.grad(loss)(tp.untie(model)))(model)
 
 
 def test_two_patterns_of_one_kind():
@@ -198,37 +199,10 @@ def test_two_patterns_of_one_kind():
         tp.jit(tp.grad(loss))(model)
 
 
-def test_a_model_within_something_larger_is_noticed_too():
-    model = fresh()
-    tp.layout(model)
-    with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
-        jax.jit(lambda both: tp.ravel(both)[0])({"net": model, "temperature": jnp.ones(2)})
-
-
 def test_threads_do_not_disturb_it():
-    models = [fresh() for _ in range(60)]
-
     def work(model: Any) -> float:
         tp.layout(model)
         return float(tp.jit(lambda model: loss(model))(model))
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(work, models))) == 1
-
-
-def test_it_is_silent_for_what_was_never_tied_and_for_other_shapes():
-    model = fresh()
-    (name,) = set(model) - {"embed", "head"}
-    tp.layout(model)
-    jax.jit(tp.grad(loss))({"embed": ramp(3, 3), "head": ramp(3, 3), name: ramp(2)})
-    jax.jit(tp.grad(loss))({"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
-
-
-def test_its_own_layout_silences_it_for_a_model_that_only_looks_alike():
-    model = fresh()
-    (name,) = set(model) - {"embed", "head"}
-    tp.layout(model)
-    alike = {"embed": ramp(2, 3), "head": ramp(2, 3), name: ramp(2)}
-    own = tp.layout(alike)
-    assert own.ties == {}
-    jax.jit(tp.grad(loss, own))(alike)
+        assert len(set(pool.map(work, [fresh() for _ in range(30)]))) == 1
