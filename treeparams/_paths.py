@@ -86,31 +86,33 @@ def key_text(key: Any) -> str:
     return str(getattr(key, "key", key))
 
 
-def sibling_entries(keys: Sequence[Any]) -> Sequence[str]:
-    """The entries of all children of one node; siblings never share one.
-
-    Keys of different kinds may read alike (an `OrderedDict` with both `1` and `"1"`). Then the text is quoted, and
-    what still collides is numbered, so that a path always names one leaf.
+def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[str]:
+    """The entries of all children of one node.
 
     >>> from jax.tree_util import DictKey
-    >>> sibling_entries([DictKey("a"), DictKey(1), DictKey("1")])
-    ['a', '1', '"1"']
+    >>> sibling_entries([DictKey("a"), DictKey("a.b"), DictKey(1)])
+    ['a', '"a.b"', '1']
+
+    Args:
+        keys: of the children.
+        above: the entries of the node.
+
+    Raises:
+        ValueError: two keys have one text, and a path would stand for two leaves.
     """
     entries = [
         key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(key_text(key))
         for key in keys
     ]
-    if len(set(entries)) == len(entries):
-        return entries
-    unique: dict[str, None] = {}
-    for key, entry in zip(keys, entries, strict=True):
-        if entries.count(entry) > 1 and isinstance(getattr(key, "key", None), str):
-            entry = _json(unquote(entry))
-        number = 2
-        while entry in unique:
-            entry, number = _json(f"{key_text(key)}#{number}"), number + 1
-        unique[entry] = None
-    return list(unique)
+    known = dict(zip(entries, keys, strict=True))
+    if len(known) < len(entries):
+        entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
+        where = f"the node at {join_path(above)!r}" if above else "the root"
+        raise ValueError(
+            f"the keys {one} and {known[entry]} of {where} have one text in a path, {entry!r}; rename one, so that "
+            "each path stands for one leaf"
+        )
+    return entries
 
 
 def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:

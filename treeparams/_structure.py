@@ -233,7 +233,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
         # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
         # does not change when a sibling loses its leaves.
         is_boxed = len(names) == 1 and is_box(kind)
-        for (_, child), entry in zip(children, sibling_entries(names), strict=True):
+        for (_, child), entry in zip(children, sibling_entries(names, above), strict=True):
             path = above if is_boxed else (*above, entry)
             taken = take(child)
             if taken is None:
@@ -377,7 +377,7 @@ def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> 
         return join_path(entries)
     taken = jtu.default_registry.flatten_one_level_with_keys(node)
     children = list(taken[0]) if taken is not None else []
-    for entry, (_, child) in zip(sibling_entries([key for key, _ in children]), children, strict=True):
+    for entry, (_, child) in zip(sibling_entries([key for key, _ in children], entries), children, strict=True):
         found = _find_cycle(child, (*above, node), (*entries, entry))
         if found is not None:
             return found
