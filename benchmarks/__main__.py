@@ -13,12 +13,11 @@ import pathlib
 import pkgutil
 import platform
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 
 import jax
 
-from ._harness import FULL, SMOKE, Scale
+from ._harness import FULL, SMOKE, Table, Verdict
 from ._models import PACKAGES  # before any subject: it says what to install if a peer is missing
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -27,13 +26,17 @@ _SUBJECTS = sorted(module.name for module in pkgutil.iter_modules([str(_FOLDER)]
 _INTRODUCTION = """\
 # What it costs
 
-Written by `python -m benchmarks`. In each table the first column of numbers is the yardstick, in absolute terms, and
-the others are multiples of it: medians of calls that were made in turn (A B C A B C ...) in one process, so that what
-else the machine does falls on all alike. Compiled programs and whole steps are called there and back (A B C C B A ...),
-and the lower of their two medians counts. Garbage collection waits until the calls of a row are done. The growth is the
-exponent of the number of leaves, fitted by least squares to the logarithms: 1 is linear. Fixed costs at the small end
-lower it, so that of the last step, between the two largest sizes, stands below it. A dash was not run; a line below the
-table says why.
+Written by `python -m benchmarks`: first what is claimed and what was found, then the tables. In each table the first
+column of numbers is the yardstick, in absolute terms, and the others are multiples of it: medians of calls that were
+made in turn (A B C A B C ...) in one process, so that what else the machine does falls on all alike.
+"""
+_TABLES = """\
+# Tables
+
+Compiled programs and whole steps are called there and back (A B C C B A ...), and the lower of their two medians
+counts. Garbage collection waits until the calls of a row are done. The growth is the exponent of the number of leaves,
+fitted by least squares to the logarithms: 1 is linear. Fixed costs at the small end lower it, so that of the last step,
+between the two largest sizes, stands below it. A dash was not run; a line below the table says why.
 """
 
 
@@ -45,24 +48,24 @@ def main() -> None:
     unknown = set(arguments.subjects) - set(_SUBJECTS)
     if unknown:
         parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(_SUBJECTS)}")
-    pieces = []
-    for piece in _report(arguments.subjects or _SUBJECTS, SMOKE if arguments.smoke else FULL):
-        print(piece, flush=True)
-        pieces.append(piece)
-    if not arguments.subjects and not arguments.smoke:
-        (_FOLDER / "RESULTS.md").write_text("\n".join(pieces) + "\n", encoding="utf-8")
-
-
-def _report(subjects: list[str], scale: Scale) -> Iterator[str]:
-    yield f"{_INTRODUCTION}\n{_machine()}\n"
-    start = time.perf_counter()
-    for name in subjects:
+    start, claims, sections = time.perf_counter(), [], []
+    print(_INTRODUCTION, _machine(), sep="\n")
+    for name in arguments.subjects or _SUBJECTS:
         module = importlib.import_module(f"{__package__}.{name}")
-        yield f"## {name}\n\n{inspect.getdoc(module)}\n"
-        for table in module.run(scale):
-            yield f"{table.markdown()}\n"
+        sections.append(f"## {name}\n\n{inspect.getdoc(module)}\n")
+        print(f"\n{sections[-1]}")
+        for table in module.run(SMOKE if arguments.smoke else FULL):
+            sections.append(f"{table.markdown()}\n")
+            print(sections[-1], flush=True)
+            verdicts = [line for line in table.lines if isinstance(line, Verdict)]
+            claims += [[name, each.target, each.found, each.word] for each in verdicts]
         jax.clear_caches()
-    yield f"All of it took {time.perf_counter() - start:.0f} s."
+    took = f"All of it took {time.perf_counter() - start:.0f} s."
+    print(took)
+    if not arguments.subjects and not arguments.smoke:
+        found = Table("What is claimed", ["", "claim", "found", ""], claims).markdown()
+        pieces = [_INTRODUCTION, f"{_machine()} {took}\n", f"{found}\n", _TABLES, *sections]
+        (_FOLDER / "RESULTS.md").write_text("\n".join(pieces), encoding="utf-8")
 
 
 def _machine() -> str:

@@ -106,13 +106,28 @@ def _clock(case: Case, repeats: int) -> float:
     return (stop - start) / repeats
 
 
+class Verdict(NamedTuple):
+    """A line that says whether a target was met."""
+
+    target: str
+    is_met: bool
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.target} ({self.found})"
+
+    @property
+    def word(self) -> str:
+        return "met" if self.is_met else "**missed**"
+
+
 class Table(NamedTuple):
     """A table, and the lines below it."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    lines: Sequence[str] = ()
+    lines: Sequence[str | Verdict] = ()
 
     def markdown(self) -> str:
         """Markdown that reads as plain text too."""
@@ -137,15 +152,15 @@ class Sweep:
         self.notes = notes
         self.names = list(timings[min(timings)])  # at larger sizes the slow ones may be missing
 
-    def table(self, title: str, lines: Iterable[str]) -> Table:
+    def table(self, title: str, lines: Iterable[str | Verdict]) -> Table:
         """Ratios to the first case, one row per size, and the growth exponents."""
         return self._table(title, lines, self.names, firsts=False)
 
-    def firsts(self, title: str, lines: Iterable[str], names: Sequence[str]) -> Table:
+    def firsts(self, title: str, lines: Iterable[str | Verdict], names: Sequence[str]) -> Table:
         """The same of the first calls of some cases."""
         return self._table(title, lines, names, firsts=True)
 
-    def _table(self, title: str, lines: Iterable[str], names: Sequence[str], firsts: bool) -> Table:
+    def _table(self, title: str, lines: Iterable[str | Verdict], names: Sequence[str], firsts: bool) -> Table:
         rows = [[str(size), *self._row(size, names, firsts)] for size in self.timings]
         growth = ["growth", *(f"{self.exponent(name, firsts):.2f}" for name in names)]
         last = ["last step", *(f"{self.exponent(name, firsts, last=2):.2f}" for name in names)]
@@ -160,21 +175,21 @@ class Sweep:
         found = [(size, row[name]) for size, row in self.timings.items() if name in row][-last:]
         return fit_exponent({size: timing.first if firsts else timing.median for size, timing in found})
 
-    def ratio_target(self, name: str, of: str, limit: float, sizes: Sequence[int] = ()) -> str:
+    def ratio_target(self, name: str, of: str, limit: float, sizes: Sequence[int] = ()) -> Verdict:
         """Says whether a case kept to a multiple of another at these sizes, or at every one."""
         ratios = self.ratios(name, of)
         asked = {size: ratio for size, ratio in ratios.items() if size in sizes}
         ratios, at = (asked, f" at {_listed(asked)} leaves") if asked else (ratios, "")
         worst = max(ratios, key=lambda size: ratios[size])
         found = ", ".join(f"{ratios[size]:.2f}x at {size} leaves" for size in sorted({worst, max(ratios)}))
-        return verdict(f"{name} <= {limit:g}x {of}{at}", ratios[worst] <= limit, found)
+        return Verdict(f"{name} <= {limit:g}x {of}{at}", ratios[worst] <= limit, found)
 
     def ratios(self, name: str, of: str) -> dict[int, float]:
         """What a case takes as a multiple of another, at the sizes at which both were run."""
         rows = {size: row for size, row in self.timings.items() if name in row and of in row}
         return {size: row[name].median / row[of].median for size, row in rows.items()}
 
-    def growth_target(self, name: str, limit: float = 1.1, *, firsts: bool = False) -> str:
+    def growth_target(self, name: str, limit: float = 1.1, *, firsts: bool = False) -> Verdict:
         """Says whether the cost of a case grows with the number of leaves, and not much faster."""
         found = self.exponent(name, firsts)
         what = f"first call of {name}" if firsts else name
@@ -182,7 +197,7 @@ class Sweep:
         beyond = f", but too slow to be run at {stopped[0]} leaves" if stopped else ""
         last = self.exponent(name, firsts, last=2)
         explained = f"{found:.2f}, in the last step {last:.2f}{beyond}"
-        return verdict(f"growth of {what} <= {limit:g}", found <= limit and not stopped, explained)
+        return Verdict(f"growth of {what} <= {limit:g}", found <= limit and not stopped, explained)
 
 
 def _listed(sizes: Iterable[int]) -> str:
@@ -216,11 +231,6 @@ def fit_exponent(times: Mapping[int, float]) -> float:
     if len(times) < 2:
         return float("nan")
     return float(np.polyfit(np.log(list(times)), np.log(list(times.values())), 1)[0])
-
-
-def verdict(target: str, is_met: bool, found: str) -> str:
-    """A line that says whether a target was met."""
-    return f"{'met' if is_met else '**missed**'}: {target} ({found})"
 
 
 def as_ratios(values: Sequence[float | None], unit: Callable[[float], str]) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 
 import treeparams as tp
 
-from ._harness import Case, Scale, Table, as_ratios, in_time, interleave, sweep, verdict
+from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, interleave, sweep
 from ._models import Net
 from ._programs import Function, Program, built, in_bytes, rows, timed
 from ._steps import Loop, model
@@ -67,7 +67,7 @@ def _targets(programs: Mapping[str, Program], times: Mapping[str, float]) -> Ite
     }
     for what, each in found.items():
         ratio = each[_TP] / each[_BY_HAND]
-        yield verdict(f"{what} of {_TP} <= 1.1x {_BY_HAND}", ratio <= 1.1, f"{ratio:.2f}x")
+        yield Verdict(f"{what} of {_TP} <= 1.1x {_BY_HAND}", ratio <= 1.1, f"{ratio:.2f}x")
 
 
 def _loss(net: Net, x: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ def _in_place(length: int, scale: Scale) -> Table:
         ["bandwidth", *as_ratios(list(rates.values()), lambda rate: f"{in_bytes(rate)}/s")],
     ]
     share = rates[_EMA] / rates[_NUMPY]
-    target = verdict(f"bandwidth of {_EMA} >= 80% of {_NUMPY}", share >= 0.8, f"{share:.0%}")
+    target = Verdict(f"bandwidth of {_EMA} >= 80% of {_NUMPY}", share >= 0.8, f"{share:.0%}")
     return Table(f"Vectors of {in_bytes(total.nbytes)}, in place", ["", *cases], rows, [target])
 
 

@@ -20,7 +20,7 @@ import optax
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Sweep, Table, sweep, verdict
+from ._harness import Scale, Sweep, Table, Verdict, sweep
 from ._models import net
 from ._programs import until_done
 from ._steps import Loop
@@ -85,4 +85,4 @@ def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
 def _speed_target(found: Sweep, of: str, factor: float) -> str:
     ratios = found.ratios(of, _TP)
     size = max(ratios)
-    return verdict(f"{_TP} <= 1/{factor:g} of {of} at {size} leaves", ratios[size] >= factor, f"1/{ratios[size]:.1f}")
+    return Verdict(f"{_TP} <= 1/{factor:g} of {of} at {size} leaves", ratios[size] >= factor, f"1/{ratios[size]:.1f}")

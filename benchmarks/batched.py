@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from treeparams import nested
 
-from ._harness import Scale, Table, verdict
+from ._harness import Scale, Table, Verdict
 from ._programs import Function, build, built, rows, timed
 
 _TP, _REVERSE, _FORWARD, _BLOCKS = "batched_jacobian", "vmap(jacrev)", "vmap(jacfwd)", "diagonal blocks"
@@ -41,8 +41,8 @@ def _jacobians(inputs: int, outputs: int, scale: Scale) -> Table:
     ratio = times[_TP] / min(times[_REVERSE], times[_FORWARD])
     sweeps = programs[_TP].flops / build(whole, params, x).flops
     targets = [
-        verdict(f"run time of {_TP} <= 1.1x the better vmap", ratio <= 1.1, f"{ratio:.2f}x"),
-        verdict(
+        Verdict(f"run time of {_TP} <= 1.1x the better vmap", ratio <= 1.1, f"{ratio:.2f}x"),
+        Verdict(
             f"operations <= {min(inputs, outputs) + 2} forward passes",
             sweeps <= min(inputs, outputs) + 2,
             f"{sweeps:.1f}",

@@ -19,7 +19,7 @@ import optax
 import treeparams as tp
 from treeparams import nested
 
-from ._harness import Case, Scale, Table, as_ratios, in_time, interleave, there_and_back, verdict
+from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, interleave, there_and_back
 from ._models import Attention, Recurrent
 from ._programs import Function, build, built, rows, timed
 
@@ -65,8 +65,8 @@ def _products(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     flops = programs[_TP].flops / programs[_GRADIENT].flops
     ratio = times[_TP] / times[_HAND]
     targets = [
-        verdict(f"operations of {_TP} <= 4 gradients", flops <= 4, f"{flops:.2f}"),
-        verdict(f"run time of {_TP} <= 1.1x {_HAND}", ratio <= 1.1, f"{ratio:.2f}x"),
+        Verdict(f"operations of {_TP} <= 4 gradients", flops <= 4, f"{flops:.2f}"),
+        Verdict(f"run time of {_TP} <= 1.1x {_HAND}", ratio <= 1.1, f"{ratio:.2f}x"),
     ]
     return Table(
         f"One product; {len(vector):,} parameters", ["", *programs], rows(programs.values(), times.values()), targets
@@ -82,7 +82,7 @@ def _solver(scale: Scale) -> Table:
         rows.append([name, *as_ratios(times, in_time), f"{operations:.2f}x"])
         found = f"{ours / fresh:.2f}x; {operations:.2f}x in operations"
         targets.append(
-            verdict(f"{name}: {count} applications <= 0.6x {count} fresh products", ours <= 0.6 * fresh, found)
+            Verdict(f"{name}: {count} applications <= 0.6x {count} fresh products", ours <= 0.6 * fresh, found)
         )
     header = [
         "",

@@ -17,7 +17,7 @@ from flax import nnx
 
 import treeparams as tp
 
-from ._harness import Case, Scale, Table, as_ratios, in_time, interleave, sweep, verdict
+from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, interleave, sweep
 from ._models import Net, is_non_trainable, net, nnx_net
 from ._programs import in_bytes, until_done
 
@@ -62,7 +62,7 @@ def _compiled_table(model: Frozen, x: jax.Array, scale: Scale) -> Table:
         ["run time", *as_ratios([timing.median for timing in times.values()], in_time)],
     ]
     ratio = flops[list(programs).index(_TP)] / flops[0]
-    target = verdict(f"operations of {_TP} <= 1.02x {_HAND}", ratio <= 1.02, f"{ratio:.3f}x")
+    target = Verdict(f"operations of {_TP} <= 1.02x {_HAND}", ratio <= 1.02, f"{ratio:.3f}x")
     return Table(f"A frozen trunk of {len(model.trunk.layers)} layers", ["", *programs], rows, [target])
 
 

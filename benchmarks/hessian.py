@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 from treeparams import nested
 
-from ._harness import Scale, Table, there_and_back, verdict
+from ._harness import Scale, Table, Verdict, there_and_back
 from ._programs import Function, built, rows, until_done
 
 _EQX, _TP, _RAVEL = "eqx.filter_hessian", "restructure", "ravel_pytree"
@@ -40,7 +40,7 @@ def _table(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     times = there_and_back(calls, scale)
     builds = {name: program.build for name, program in programs.items()}
     targets = [
-        verdict(
+        Verdict(
             f"{what} of {name} <= 1/4 of {_EQX}",
             found[name] <= found[_EQX] / 4,
             f"1/{found[_EQX] / found[name]:.1f}; {_PRODUCTS} 1/{found[_EQX] / found[_PRODUCTS]:.1f}",
@@ -49,7 +49,7 @@ def _table(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
         for name in (_TP, _NESTED)
     ]
     ratio = times[_TP] / times[_RAVEL]
-    targets.append(verdict(f"run time of {_TP} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
+    targets.append(Verdict(f"run time of {_TP} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
     shapes = [array.shape for array in jax.tree.leaves(functions[_EQX][1][0])]
     size = sum(map(math.prod, shapes))
     title = f"{len(shapes)} leaves, {size} parameters, {len(x)} example{'s' * (len(x) > 1)}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from treeparams import nested
 
-from ._harness import Scale, Table, verdict
+from ._harness import Scale, Table, Verdict
 from ._programs import Function, built, in_time, rows, timed
 
 _TP, _FOLX, _TRACE = "nested.laplacian", "folx", "trace of jax.hessian"
@@ -41,7 +41,7 @@ def _table(name: str, activation: Callable[..., Any], scale: Scale) -> Table:
     ours = sorted(run[_TP] for run in runs)
     found = f"{in_time(ours[2])}, from {in_time(ours[0])} to {in_time(ours[-1])}; "
     found += f"folx {in_time(theirs[2])}, from {in_time(theirs[0])} to {in_time(theirs[-1])}"
-    target = verdict(f"run time of {_TP} <= {_FOLX} within the spread of five runs", ours[2] <= theirs[-1], found)
+    target = Verdict(f"run time of {_TP} <= {_FOLX} within the spread of five runs", ours[2] <= theirs[-1], found)
     return Table(_title(name, scale), ["", *programs], rows(programs.values(), times.values()), [target])
 
 

@@ -32,7 +32,7 @@ import optax
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Table, as_ratios, in_time, there_and_back, verdict
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
 from ._programs import in_bytes, in_millions
 from ._steps import (
     IN_A_ROW,
@@ -135,7 +135,7 @@ def _steps_table(sizes: tuple[int, ...], patience: float, scale: Scale) -> Table
         ratios = {leaves: of(costs[_TRAINABLE]) / of(costs[_HAND]) for leaves, costs in found.items()}
         worst = max(ratios, key=lambda leaves: ratios[leaves])
         explained = f"{ratios[worst]:.4f}x at {worst} leaves"
-        lines.append(verdict(f"{what} of {_TRAINABLE} <= {_LIMIT}x {_HAND}", ratios[worst] <= _LIMIT, explained))
+        lines.append(Verdict(f"{what} of {_TRAINABLE} <= {_LIMIT}x {_HAND}", ratios[worst] <= _LIMIT, explained))
     lines.append(
         f"XLA counts more for {_FLAT} than is done: with each leaf that is cut out of the vector of updates a "
         "multiplication, by the rate, of that whole vector, of which only the leaf's part is computed."
@@ -212,7 +212,7 @@ def _last_of(layers: int) -> Callable[[Any], Any]:
 def _frozen_table(width: int, patience: float, scale: Scale) -> Table:
     costs = _measured({name: functools.partial(make, width) for name, make in _CLIPPED.items()}, patience, scale)
     ratio = costs[_WITHIN].flops / costs[_HAND].flops
-    line = verdict(f"operations of {_WITHIN} <= {_LIMIT}x {_HAND}", ratio <= _LIMIT, f"{ratio:.4f}x")
+    line = Verdict(f"operations of {_WITHIN} <= {_LIMIT}x {_HAND}", ratio <= _LIMIT, f"{ratio:.4f}x")
     title = f"An MLP of 7 layers, 64 to {width} to 64, on a batch of 128; its last layer trains, with a clip"
     return Table(title, ["", *costs], _rows(costs), [line])
 

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, sweep, verdict
+from ._harness import Scale, Sweep, Table, Verdict, sweep
 from ._models import net
 
 _RAVEL, _TP, _UNRAVEL, _RESTRUCTURE = "ravel_pytree", "tp.ravel", "unravel", "restructure"
@@ -31,7 +31,7 @@ def run(scale: Scale) -> Iterator[Table]:
 def _target(found: Sweep) -> str:
     ratios = found.ratios(_TP, _RAVEL)
     size = max(ratios)
-    return verdict(f"{_TP} <= 1/5 of {_RAVEL} at {size} leaves", ratios[size] <= 1 / 5, f"1/{1 / ratios[size]:.1f}")
+    return Verdict(f"{_TP} <= 1/5 of {_RAVEL} at {size} leaves", ratios[size] <= 1 / 5, f"1/{1 / ratios[size]:.1f}")
 
 
 def _to_vector(leaves: int) -> Mapping[str, Callable]:

@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, Timing, as_ratios, verdict
+from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios
 from ._models import net
 from ._programs import Function, Program, built, in_bytes, in_millions, rows, timed
 
@@ -82,8 +82,8 @@ def _build_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
     of_tree, of_ravel = found.ratios(_TP, _TREE)[size], found.ratios(_TP, _RAVEL)[size]
     tree = f"that of {_TREE} is {found.exponent(_TREE):.2f}, in the last step {found.exponent(_TREE, last=2):.2f}"
     targets = [
-        verdict(f"{_TP} <= 1.6x {_TREE} at {size} leaves", of_tree <= 1.6, f"{of_tree:.2f}x"),
-        verdict(f"{_TP} <= 1/5 of {_RAVEL} at {size} leaves", of_ravel <= 1 / 5, f"1/{1 / of_ravel:.1f}"),
+        Verdict(f"{_TP} <= 1.6x {_TREE} at {size} leaves", of_tree <= 1.6, f"{of_tree:.2f}x"),
+        Verdict(f"{_TP} <= 1/5 of {_RAVEL} at {size} leaves", of_ravel <= 1 / 5, f"1/{1 / of_ravel:.1f}"),
         f"{found.growth_target(_TP)}; {tree}",
     ]
     return found.table("Value and gradient: trace, lower, compile", targets)
@@ -97,7 +97,7 @@ def _run_table(times: Mapping[int, Mapping[str, float]]) -> Table:
     worst = max(ratios, key=lambda size: ratios[size])
     explained = f"{ratios[worst]:.2f}x at {worst} leaves"
     targets = [
-        verdict(f"{_TP} <= 1.1x the fastest of the other vectors", ratios[worst] <= 1.1, explained),
+        Verdict(f"{_TP} <= 1.1x the fastest of the other vectors", ratios[worst] <= 1.1, explained),
         found.ratio_target(_TP, _RAVEL, 1.1),
     ]
     return found.table("Value and gradient: run time", targets)
@@ -119,7 +119,7 @@ def _cost_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
         memory = [in_bytes(row[name].temporary) if name in row else "-" for name in names]
         cells.append([f"temporary memory, {size} leaves", *memory])
     worst = max(row[_TP].flops / row[_TREE].flops for row in programs.values())
-    target = verdict(f"operations of {_TP} <= 1.001x {_TREE}", worst <= 1.001, f"{worst:.6f}x at most")
+    target = Verdict(f"operations of {_TP} <= 1.001x {_TREE}", worst <= 1.001, f"{worst:.6f}x at most")
     explained = "In temporary memory the vectors have the leaves; the gradients of the tree are its result."
     return Table("Value and gradient: operations and memory", ["", *names], cells, [target, explained])
 
@@ -136,7 +136,7 @@ def _derivatives(leaves: int, scale: Scale) -> Table:
         times = timed(programs, functions, scale)
         cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
         ratio = times[_TP] / times[_RAVEL]
-        targets.append(verdict(f"run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
+        targets.append(Verdict(f"run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
     return Table(f"Other derivatives at {leaves} leaves", ["", *losses], cells, targets)
 
 

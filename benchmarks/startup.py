@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from ._harness import Scale, Table, as_ratios, in_time, verdict
+from ._harness import Scale, Table, Verdict, as_ratios, in_time
 
 _CODE = "import time, jax, equinox; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
 _LIMIT = 0.15  # seconds
@@ -21,7 +21,7 @@ def run(scale: Scale) -> Iterator[Table]:
         for name in names:
             samples[name].append(_seconds(name))
     medians = [statistics.median(samples[name]) for name in names]
-    target = verdict(f"import of treeparams <= {_LIMIT:g} s", medians[0] <= _LIMIT, in_time(medians[0]))
+    target = Verdict(f"import of treeparams <= {_LIMIT:g} s", medians[0] <= _LIMIT, in_time(medians[0]))
     yield Table("The import", ["", *names], [["after jax and equinox", *as_ratios(medians, in_time)]], [target])
 
 

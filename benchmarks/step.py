@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Table, as_ratios, in_time, there_and_back, verdict
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
 from ._steps import (
     IN_A_ROW,
     RATE,
@@ -55,7 +55,7 @@ def run(scale: Scale) -> Iterator[Table]:
     limits = (("step", steps, _JAX, 3), ("build", builds, _JAX, 3), ("step", steps, _EQX, 8), ("step", steps, _NNX, 20))
     targets = [_target(*each) for each in limits]
     ratio = steps[_FLAT] / steps[_RAVEL]
-    targets.append(verdict(f"step of {_FLAT} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
+    targets.append(Verdict(f"step of {_FLAT} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
     title = f"Loss, gradient, clipping by global norm, Adam, average; {many} leaves"
     yield _table(title, builds, steps, targets)
 
@@ -76,7 +76,7 @@ def _measure(task: Task, names: Sequence[str], scale: Scale) -> tuple[dict[str, 
 
 def _target(what: str, times: Mapping[str, float], of: str, factor: float) -> str:
     found = times[of] / times[_FLAT]
-    return verdict(f"{what} of {_FLAT} <= 1/{factor:g} of {of}", found >= factor, f"1/{found:.2f}")
+    return Verdict(f"{what} of {_FLAT} <= 1/{factor:g} of {of}", found >= factor, f"1/{found:.2f}")
 
 
 def _table(title: str, builds: Mapping[str, float], steps: Mapping[str, float], targets: list[str]) -> Table:
