@@ -10,6 +10,7 @@ import lineax
 import numpy as np
 import pytest
 import scipy.linalg
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import matrices
@@ -364,3 +365,40 @@ def test_what_is_no_weight():
         matrices.LowRank(put(1, 1, 1), one, one)
     with pytest.raises(TypeError, match=r"a parameter is floating or complex, got int32"):
         matrices.LowRank(one, one.astype(int), one)
+
+
+# -- Over several devices
+
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:  # JAX 0.6
+    from jax.experimental.shard_map import shard_map
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+NAMES = ("svd", "svd of rotations", "low rank", "pre-imputing", "post-imputing", "of a user's own")
+SPREAD = {name: MATRICES[name] for name in NAMES} | {
+    "blocks of reflections": Kind(lambda m, n: matrices.Orthogonal(normal(1, n + 1, n)), is_square=True)
+}
+
+
+@pytest.mark.parametrize("kind", SPREAD.values(), ids=SPREAD.keys())
+def test_a_batch_that_is_spread_over_devices(kind: Kind):
+    """On an explicit mesh, and within `shard_map` as it is by default, where types say what varies."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    matrix, x = make(kind), normal(5, 4, make(kind).shape[1])
+
+    def results(matrix: Any, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(lambda matrix, x: jnp.sum(jnp.sin(x @ matrix.T)), (0, 1))(matrix, x)
+        return x @ matrix.T, gradient[1], value
+
+    want = jax.jit(results)(matrix, x)
+    several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), matrix)
+    with set_mesh(mesh):
+        on_mesh = jax.device_put(matrix, whole)
+        assert_close(jax.jit(results)(on_mesh, jax.device_put(x, split)), want)
+        in_map = shard_map(lambda m, x: results(m, x)[:2], mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+        assert_close(jax.jit(in_map)(on_mesh, jax.device_put(x, split)), want[:2])
+        # Each device has a matrix of its own, and all of the batch.
+        own = lambda several, x: x @ jax.tree.map(lambda leaf: leaf[0], several).T
+        in_map = shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        got = jax.jit(in_map)(jax.device_put(several, split), jax.device_put(x, whole))
+        assert_close(got, np.concatenate([want[0], want[0]]))
