@@ -34,18 +34,15 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
-    cells = [list(header), *([_in_one_line(cell) for cell in row] for row in without_middle(rows, len(header)))]
+    # A dictionary's key may hold a line break or a tab, which would break the row.
+    in_one_line = lambda cell: cell if cell.isprintable() else repr(cell)[1:-1]
+    cells = [list(header), *(list(map(in_one_line, row)) for row in without_middle(rows, len(header)))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     align = ["rjust" if column in right else "ljust" for column in range(len(header))]
     return [
         "  ".join(getattr(cell, how)(width) for cell, how, width in zip(row, align, widths, strict=True)).rstrip()
         for row in cells
     ]
-
-
-def _in_one_line(cell: str) -> str:
-    # A dictionary's key may hold a line break or a tab, which would break the row.
-    return cell if cell.isprintable() else repr(cell)[1:-1]
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -49,7 +49,8 @@ class View(Mapping[str, Any]):
         self._inside = frozenset(self._chosen)
         # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the parts that nobody reads.
-        self._pieces = cut(replicated(vector), _shapes(layout)) if isinstance(vector, Tracer) else None
+        shapes = tuple(slot.shape for slot in layout.slots)
+        self._pieces = cut(replicated(vector), shapes) if isinstance(vector, Tracer) else None
 
     @property
     def at(self) -> "At":
@@ -130,10 +131,6 @@ class View(Mapping[str, Any]):
 
 
 View.__module__ = "treeparams"
-
-
-def _shapes(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return tuple(slot.shape for slot in layout.slots)
 
 
 class At:

@@ -183,16 +183,14 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
         raise ValueError(_other_structure(structure, value, flags, treedef))
     has_its_structure = same_treedef(treedef, structure.treedef)
     is_sequence = jtu.treedef_is_leaf(treedef) or isinstance(value, (list, tuple, set, frozenset))
-    if (has_its_structure or not is_sequence) and any(map(_is_number, flags)):
+    if (has_its_structure or not is_sequence) and any(
+        isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags
+    ):
         if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
             raise TypeError(f"trainable= says which leaves are trained, got a {describe(value)} with arrays in it")
         kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
         raise TypeError(f"a mask holds Python bools, got {kinds}; write jax.tree.map(bool, mask) where these are flags")
     return [] if has_its_structure and not flags else None
-
-
-def _is_number(flag: Any) -> bool:
-    return isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype")
 
 
 def _other_structure(structure: Structure, mask: Any, flags: Sequence[Any], treedef: Any) -> str:
@@ -308,9 +306,7 @@ def _matched(structure: Structure, glob: str) -> Iterator[int]:
             f"{glob!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
             "'layers.0.weight'"
         )
-    # A path stands for itself first, so that `1` and `"1"` select one each where a node has both.
-    literal = [i for i, entries in enumerate(structure.entries) if entries[: len(pattern)] == pattern]
-    yield from literal or (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
+    yield from (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
 
 
 def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
