@@ -1,6 +1,5 @@
 """A tie that a trace has lost is noticed, once, by whatever meets the model there; and not where it is known."""
 
-import concurrent.futures
 from typing import Any
 
 import equinox as eqx
@@ -156,18 +155,6 @@ def test_it_is_silent_where_the_ties_are_known_and_for_copies_that_were_untied(u
     jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
 
 
-class Declared(eqx.Module):
-    embed: jax.Array
-    head: jax.Array = tp.field(tied_to="embed")
-
-
-def test_it_is_silent_where_a_class_declares_the_tie():
-    model = tp.tie(Declared(ramp(2, 3), ramp(2, 3)))
-    assert model.embed is model.head
-    tp.layout(model)
-    jax.eval_shape(tp.grad(loss), model)
-
-
 def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
     model = fresh()
     tp.layout(model)
@@ -188,21 +175,3 @@ def test_shared_cotangents_teach_no_ties():
     tp.jit(lambda state: state)({"mu": jax.tree.map(lambda _: np.zeros(3, "f"), grads), "nu": grads})
     model = tp.jit(lambda model, grads: tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads))(model, grads)
     eqx.filter_jit(tp.grad(of))(model)
-
-
-def test_two_patterns_of_one_kind():
-    a, b = ramp(2), ramp(2)
-    name = f"w{next(_count)}"
-    first, second = {name: a, "b": a, "c": b}, {name: a, "b": b, "c": b}
-    for model in (first, second, first):
-        tp.layout(model)
-        tp.jit(tp.grad(loss))(model)
-
-
-def test_threads_do_not_disturb_it():
-    def work(model: Any) -> float:
-        tp.layout(model)
-        return float(tp.jit(lambda model: loss(model))(model))
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(work, [fresh() for _ in range(30)]))) == 1

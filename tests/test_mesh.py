@@ -1,6 +1,5 @@
 """Vectors over several devices: explicit and automatic axes, `shard_map`, padding."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,16 +197,3 @@ def test_one_leaf_for_all_and_one_for_each_device():
     np.testing.assert_array_equal(vectors, np.concatenate([np.tile(ramp(3), (4, 1)), ramp(4, 2)], 1))
     np.testing.assert_array_equal(of_whole, np.tile(2 * ramp(3), (4, 1)))
     np.testing.assert_array_equal(of_stack, 2 * ramp(4, 2))
-
-
-@axes
-def test_modules_on_a_mesh(kind):
-    mesh = mesh_of(kind, 2)
-    mlp = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
-    arrays, static = eqx.partition(mlp, eqx.is_array)
-    spread = lambda a: put(a, mesh, "x") if a.shape[0] % 2 == 0 else put(a, mesh)
-    model = eqx.combine(jax.tree.map(spread, arrays), static)
-    vector, restructure = tp.ravel(model, pad_to=16)
-    np.testing.assert_array_equal(vector, tp.ravel(mlp, pad_to=16)[0])
-    with set_mesh(mesh):
-        np.testing.assert_array_equal(tp.ravel(restructure(vector))[0], tp.ravel(mlp)[0])

@@ -136,18 +136,12 @@ def test_keys_of_one_text_are_refused():
         (lambda a, b: Nameless(a, Nameless(None, b)), ("0", "1.1")),
         (lambda a, b: {"mlp/~/linear_0": {"w": a, "b": b}}, ("mlp/~/linear_0.b", "mlp/~/linear_0.w")),
         (lambda a, b: [None, a, (), {}, b], ("1", "4")),
+        (lambda a, b: a, ("",)),
         (lambda a, b: Pair(flax.nnx.Param(a), [flax.nnx.Param(b)]), ("left", "right.0")),
     ],
 )
 def test_paths_of_nodes(build: Any, paths: tuple[str, ...]):
     assert tp.layout(build(leaf(), leaf())).paths == paths
-
-
-def test_the_root_is_the_empty_path():
-    layout = tp.layout(leaf())
-    assert layout.paths == ("",)
-    assert layout[""].size == 2
-    assert tp.layout({"": leaf()}).paths == ('""',)
 
 
 # -- Globs
@@ -171,12 +165,11 @@ DEEP_PATHS = {*itertools.product(NAMES, NAMES, NAMES), *itertools.product(NAMES,
 @given(st.lists(st.sampled_from(["**", "*", "a", "ab", "a*", "?", "[ad]", "[!a]", "*b"]), min_size=1, max_size=5))
 def test_globs_are_matched_entry_by_entry(pattern: list[str]):
     want = {".".join(path) for path in DEEP_PATHS if by_recursion(tuple(pattern), path)}
-    try:
-        selected = set(tp.layout(DEEP, ".".join(pattern)).paths)
-    except ValueError as error:
-        assert "selects nothing" in str(error)
-        selected = set()
-    assert selected == want
+    if want:
+        assert set(tp.layout(DEEP, ".".join(pattern)).paths) == want
+    else:
+        with pytest.raises(ValueError, match="selects nothing; nearest: '"):
+            tp.layout(DEEP, ".".join(pattern))
 
 
 @pytest.mark.parametrize(
@@ -198,12 +191,6 @@ def test_globs_are_matched_entry_by_entry(pattern: list[str]):
 def test_globs_and_entries_with_quotes(glob: str, selected: tuple[str, ...]):
     blocks = [("a", [ordered("w", "b"), ordered("w")]), ("a.b", ordered("w")), ("*", ordered("w")), ("w", leaf())]
     assert tp.layout(OrderedDict(blocks), glob).paths == selected
-
-
-@pytest.mark.parametrize("glob", ["a.w", "A", "a*w", '"a.0"', '"a.*"'])
-def test_a_glob_does_not_run_over_dots_nor_ignore_case(glob: str):
-    with pytest.raises(ValueError, match=r"selects nothing; nearest: '"):
-        tp.layout({"a": [ordered("w")], "w": leaf()}, glob)
 
 
 # -- Cycles

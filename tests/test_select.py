@@ -126,22 +126,13 @@ def test_a_callable_tells_leaves_apart_that_are_one_object():
     ],
 )
 def test_what_selects_nothing_says_so(where: Any, message: str):
-    for use in (
-        lambda: tp.layout(net(), where),
-        lambda: tp.layout(net(), freeze=where),
-        lambda: tp.layout(net(), thaw=where),
-        lambda: tp.layout(net()).freeze(where),
-        lambda: tp.layout(net()).thaw(where),
-        lambda: tp.partition(net(), where),
-    ):
+    layout = tp.layout(net())
+    for use in (functools.partial(tp.layout, net()), layout.freeze, layout.thaw, functools.partial(tp.ravel, net())):
         with pytest.raises(ValueError, match=message):
-            use()
-
-
-def test_the_nearest_are_named_though_the_model_is_large():
-    model = {f"block{i}": ramp(1) for i in range(20)} | {"head": {"weight": ramp(1)}}
-    with pytest.raises(ValueError, match=r"selects nothing.*'head.weight'"):
-        tp.layout(model, re.compile(r"head\.wieght"))
+            use(where)
+    for word in ("freeze", "thaw"):
+        with pytest.raises(ValueError, match=message):
+            tp.layout(net(), **{word: where})
 
 
 @pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
@@ -159,28 +150,16 @@ def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
     [
         (lambda: tp.layout(net(), 3), TypeError, r"expected a mask or a `where` .*, got int: 3"),
         (lambda: tp.layout(net(), ["head", 0.5]), TypeError, r"expected a mask or a `where` .*, got float: 0.5"),
-        (
-            lambda: tp.grad(lambda m: 0.0, net())(net()),  # another Module, which can be called
-            TypeError,
-            r"trainable= says which leaves are trained, got a Net with arrays in it",
-        ),
-        (
-            lambda: tp.ravel(net(), jnp.float32),
-            ValueError,
-            r"a dtype is passed by name, tp.ravel\(model, dtype=float32\)",
-        ),
-        (
-            lambda: tp.layout(net(), True),
-            ValueError,
-            r"trainable=True is no mask.* trains by itself; write freeze='\*\*'",
-        ),
+        (lambda: tp.grad(len, net())(net()), TypeError, r"which leaves are trained, got a Net with arrays in it"),
+        (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by name, tp.ravel\(model, dtype=float32\)"),
+        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is no mask.* write freeze='\*\*'"),
         (lambda: tp.layout(net())[0], TypeError, r"asked by path, got 0; the slots in order are layout.slots"),
         (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties is a dictionary \{alias: path\} .*, got list"),
         (lambda: tp.leaves("head"), TypeError, r"tp.leaves takes a function of path and leaf, got str"),
         (
             lambda: tp.layout(net(), tp.leaves(lambda path, leaf: None)),
             TypeError,
-            r"must return a bool, got NoneType at 'body.0.weight'",
+            "must return a bool, got NoneType at",
         ),
     ],
 )
@@ -302,11 +281,11 @@ def test_a_layout_given_with_a_model_that_it_does_not_fit(model: Any, message: s
 
 
 def test_a_layout_of_another_model_says_the_first_differences_and_the_remedy():
-    layout = tp.layout([np.ones(2)] + [np.ones(i + 1) for i in range(200)])
-    with pytest.raises(ValueError, match=r"make the layout from this model, tp.layout\(model\)") as caught:
-        tp.partition([np.ones(3)] + [np.ones(i + 2) for i in range(200)], layout)
-    assert len(str(caught.value)) < 1000
-    assert "... and 196 more" in str(caught.value)
+    layout = tp.layout([np.ones(i + 1) for i in range(200)])
+    with pytest.raises(
+        ValueError, match=r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 195 more"
+    ):
+        tp.partition([np.ones(i + 2) for i in range(200)], layout)
 
 
 def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():

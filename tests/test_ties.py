@@ -140,11 +140,7 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
     grads = jax.jit(tp.grad(loss))(codec(Turned))  # a plain `jit`, and no layout
     np.testing.assert_array_equal(grads.encoder, np.full((2, 3), 5.0))
     assert grads.decoder is None
-
-
-def test_a_canonical_tree_is_a_model_too():
-    params, _ = tp.partition(codec(Turned))  # with nothing at the alias that its class declares
-    assert tp.layout(params).paths == tp.ravel(params)[1].layout.paths == tuple(tp.trainables(params)) == ("encoder",)
+    assert tp.layout(grads).paths == ("encoder",)  # a canonical tree is a model too
 
 
 # -- Transforms
@@ -288,49 +284,24 @@ def test_ties_that_cannot_be(ties: Any, message: str):
 
 
 @pytest.mark.parametrize(
-    ("use", "error", "message"),
+    ("use", "message"),
     [
-        (
-            lambda: tp.field(transform=jnp.transpose),
-            ValueError,
-            r"a transform is of another parameter: tp.field\(tied_to=\"embed\", transform",
-        ),
-        (
-            lambda: tp.field(tied_to="encoder", static=True),
-            ValueError,
-            r"a static field is no part of the tree: drop `static=True` or `tied_to=`",
-        ),
-        (
-            lambda: tp.layout(Declares(leaf(2, 3), {"weight": leaf(3, 2)})),
-            TypeError,
-            r"Declares declares 'decoder' tied to 'encoder', but it is a node, not an array",
-        ),
-        (
-            lambda: tp.layout(Declares(None, leaf(3, 2))),
-            ValueError,
-            r"a tie names 'encoder', where the model has no leaf",
-        ),
-        (
-            lambda: tp.tie(codec(), "decoder", to="encoder"),
-            ValueError,
-            r"'decoder' is float32\[3,2\] and cannot be tied to 'encoder', which is float32\[2,3\]",
-        ),
-        (
-            lambda: tp.tie(codec(), "decode", to="encoder"),
-            ValueError,
-            r"names 'decode', where the model has no leaf; nearest: 'decoder'",
-        ),
-        (lambda: tp.tie(codec(), "decoder"), TypeError, r"takes both paths"),
+        (lambda: tp.field(transform=jnp.transpose), r"a transform is of another parameter: tp.field\(tied_to="),
+        (lambda: tp.field(tied_to="a", static=True), r"is no part of the tree: drop `static=True` or `tied_to=`"),
+        (lambda: tp.layout(Declares(leaf(2, 3), [leaf(3, 2)])), r"'decoder' tied to 'encoder', but it is a node, not"),
+        (lambda: tp.layout(Declares(None, leaf(3, 2))), r"a tie names 'encoder', where the model has no leaf"),
+        (lambda: tp.tie(codec(), "decoder", to="encoder"), r"'decoder' is float32\[3,2\] and cannot be tied"),
+        (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
+        (lambda: tp.tie(codec(), "decoder"), r"takes both paths"),
+        (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
         (
             lambda: tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose),
-            ValueError,
-            r"nothing would remember that 'decoder' is transpose of 'encoder'.*tied_to=\"encoder\".*ties=\{\"decoder\":",
+            r"nothing would remember that 'decoder' is transpose of 'encoder'.*tied_to=\"encoder\".*ties=\{",
         ),
-        (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), ValueError, r"does not fit the layout"),
     ],
 )
-def test_what_is_refused(use: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
+def test_what_is_refused(use: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
         use()
 
 
