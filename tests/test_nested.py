@@ -22,36 +22,7 @@ def _close(got, want, name=""):
 
 @pytest.mark.parametrize("name", REAL)
 def test_products_matrices_and_diagonals_agree(name):
-    model = REAL[name].make()
-    layout = REAL[name].layout(model)
-    vector, restructure = tp.ravel(model, layout)
-    direction = jnp.cos(jnp.arange(layout.size, dtype=layout.dtype))
-
-    @jax.jit
-    def run(vector, direction):
-        model = restructure(vector)
-        products = [
-            nested.hvp(loss, model, direction, trainable=layout),
-            nested.hessian_operator(loss, model, trainable=layout)(direction),
-        ]
-        matrix = nested.hessian(loss, model, trainable=layout)
-        by_jax = jax.hessian(lambda v: loss(restructure(v)))(vector) if layout.size else matrix
-        return products, matrix, nested.hessian_diagonal(loss, model, trainable=layout), by_jax
-
-    products, matrix, diagonal, by_jax = run(vector, direction)
-    want = np.asarray(by_jax, np.float64)
-    for product in products:
-        _close(product, want @ np.asarray(direction, np.float64), name)
-    _close(matrix, want, name)
-    _close(matrix, np.asarray(matrix.T, np.float64), name)
-    _close(diagonal, np.diag(want), name)
-    if name == "same array twice":  # the same outside of a trace
-        _close(nested.hvp(loss, model, direction, trainable=layout), want @ np.asarray(direction, np.float64))
-        _close(nested.hessian(loss, model, trainable=layout), want)
-
-
-@pytest.mark.parametrize("name", [name for name in REAL if name not in ("nothing trained", "all frozen", "frozen tie")])
-def test_a_tree_and_a_vector_are_the_same_tangent(name):
+    """With a tangent in the form of the vector, or of the tree, whose form the product has."""
     model = REAL[name].make()
     layout = REAL[name].layout(model)
     vector, restructure = tp.ravel(model, layout)
@@ -59,16 +30,26 @@ def test_a_tree_and_a_vector_are_the_same_tangent(name):
     tree, _ = tp.partition(restructure(direction), layout)
 
     @jax.jit
-    def run(vector, tree, direction):
+    def run(vector, direction, tree):
         model = restructure(vector)
-        operator = nested.hessian_operator(loss, model, trainable=layout, damping=0.5)
         product = lambda tangent: nested.hvp(loss, model, tangent, trainable=layout)
-        return [(each(tree), each(direction)) for each in (operator, product)]
+        operator = nested.hessian_operator(loss, model, trainable=layout)
+        matrix = nested.hessian(loss, model, trainable=layout)
+        by_jax = jax.hessian(lambda v: loss(restructure(v)))(vector) if layout.size else matrix
+        products = [each(direction) for each in (product, operator)]
+        of_trees = [each(tree) for each in (product, operator)]
+        return products, of_trees, matrix, nested.hessian_diagonal(loss, model, trainable=layout), by_jax
 
-    for got, want in run(vector, tree, direction):
+    products, of_trees, matrix, diagonal, by_jax = run(vector, direction, tree)
+    want = np.asarray(by_jax, np.float64)
+    for got in of_trees:
         assert jax.tree.structure(got) == jax.tree.structure(tree)
         assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [slot.dtype for slot in layout.slots]
-        _close(restructure.ravel(got), np.asarray(want, np.float64), name)
+    for got in (*products, *map(restructure.ravel, of_trees)):
+        _close(got, want @ np.asarray(direction, np.float64), name)
+    _close(matrix, want, name)
+    _close(matrix.T, want, name)
+    _close(diagonal, np.diag(want), name)
 
 
 def test_a_partial_tree_has_zeros_where_it_has_nothing():
@@ -240,7 +221,7 @@ def test_gauss_newton_of_a_network_is_positive_and_not_the_hessian():
 # -- Matrices and diagonals
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+@pytest.mark.parametrize("chunk", [1, 3])
 def test_every_chunk_gives_the_same(chunk):
     model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
     whole, diagonal = nested.hessian(_quartic, model, x), nested.hessian_diagonal(_quartic, model, x)

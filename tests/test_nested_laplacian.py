@@ -118,6 +118,7 @@ STRUCTURE = {
     "Fourier": lambda x: jnp.abs(jnp.fft.fft(x**2)) ** 2 + jnp.fft.irfft(jnp.fft.rfft(x**3), 4),
     "waves": lambda x: jnp.real(jnp.exp(_complex(x[1:], A @ x)) * jnp.conj(_complex(x[:3], x[1:])))
     + jnp.imag(1 / _complex(x[:3], 2 + x[1:])),
+    "complex results": lambda x: jnp.log(_complex(2 + x[1:], A @ x)) * jnp.exp(_complex(x[:3] ** 2, x[1:])),
     "complex chains": lambda x: jnp.log(jnp.abs(jnp.sin(_complex(x, x**2)) ** 2 + 3)),
 }  # fmt: skip
 
@@ -396,7 +397,7 @@ def test_errors():
         nested.laplacian(f)(None, jnp.arange(3))
     with pytest.raises(TypeError, match="expected an array for x, got list"):
         nested.laplacian(f)(None, [1.0])
-    with pytest.raises(TypeError, match="expected f to return a real floating array, got dict"):
+    with pytest.raises(TypeError, match="expected f to return a floating or complex array, got dict"):
         nested.laplacian(lambda model, x: {"y": x})(None, jnp.ones(3))
-    with pytest.raises(TypeError, match=r"expected f to return a real floating array, got int32\[3\]"):
+    with pytest.raises(TypeError, match=r"expected f to return a floating or complex array, got int32\[3\]"):
         nested.laplacian(lambda model, x: jnp.arange(3))(None, jnp.ones(3))

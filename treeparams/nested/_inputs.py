@@ -150,14 +150,15 @@ def real_array(x: Any) -> jax.Array:
     return x
 
 
-def check_output(y: Any) -> None:
-    """Raises if an output, or its shape and dtype, is no array of real floating numbers.
+def check_output(y: Any, kind: str = "real floating") -> None:
+    """Raises if an output, or its shape and dtype, is no array of real floating numbers, or of "floating or complex".
 
     Raises:
         TypeError: it is none.
     """
-    if not _is_real_array(y):
-        raise TypeError(f"expected f to return a real floating array, got {describe(y)}")
+    allowed = jnp.floating if kind == "real floating" else jnp.inexact
+    if not hasattr(y, "dtype") or not jnp.issubdtype(y.dtype, allowed):
+        raise TypeError(f"expected f to return a {kind} array, got {describe(y)}")
 
 
 def _is_real_array(y: Any) -> bool:

@@ -43,9 +43,9 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
       `jax.nn` that are made of them, such as `gelu`, as one;
     - `jax.jit` and `jax.checkpoint` around all this, and functions with a rule for `jvp`, whose rule is used.
 
-    What is in between may be complex. Anything else that JAX differentiates forward (loops, branches, factorisations)
-    is as exact, by one second derivative of that part alone per entry of x, and a warning names it. It makes no use of
-    entries of x that are treated independently.
+    What is in between may be complex, and the output. Anything else that JAX differentiates forward (loops, branches,
+    factorisations) is as exact, by one second derivative of that part alone per entry of x, and a warning names it. It
+    makes no use of entries of x that are treated independently.
 
     Args:
         f: called as `f(model, x, *args)` with an array x, returns an array.
@@ -56,14 +56,14 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
         `(*out, *in)`.
 
     Raises:
-        TypeError: when called: x or the output is no real floating array; a function has a rule for `vjp` alone (within
-            a loop the error is JAX's own).
+        TypeError: when called: x is no real floating array, or the output no floating or complex one; a function has a
+            rule for `vjp` alone (within a loop the error is JAX's own).
     """
 
     def of(model: PyTree, x: Any, *args: Any) -> Any:
         x = real_array(x)
         closed, shape = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
-        check_output(shape)
+        check_output(shape, "floating or complex")
         (y,), unknown = forward(closed, Series(x, basis(x), jnp.zeros_like(x)))
         if unknown:
             warnings.warn(
