@@ -87,12 +87,9 @@ def test_a_tied_model_can_be_donated():
         model = step(model)
         assert model["a"] is model["b"]
     np.testing.assert_allclose(model["a"], 8 * ramp(2), 1e-6)
-
-
-def test_unusable_donations_warn_only_where_asked():
-    tp.jit(lambda m: jnp.sum(m), donate="all")(ramp(3))  # warnings are errors here
-    with pytest.warns(UserWarning, match="donated buffers were not usable"):
-        tp.jit(lambda m: jnp.sum(m), donate="warn")(ramp(3))
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):  # and no warning with "all"
+        tp.jit(lambda m: [jnp.sum(m[0])], donate="warn")([ramp(3)])
+    tp.jit(lambda m: [jnp.sum(m[0])], donate="all")([ramp(3)])
 
 
 def test_decorator_method_and_module():
@@ -135,27 +132,19 @@ def test_inside_of_other_transformations():
     np.testing.assert_allclose(total, 3 * want, 1e-6)
 
 
-def test_numpy_goes_in_and_comes_out_as_arrays():
+def test_arrays_of_numpy_are_traced_and_its_scalars_are_static_as_python_numbers_are():
     traces = []
-    step = tp.jit(lambda w, rate: (traces.append(1) or w - rate * w, np.zeros(2, np.float32)))
+    step = tp.jit(lambda w, rate: (traces.append(1) or w - rate * w, np.zeros(2, np.float32), np.float32(3)))
     for rate in np.linspace(0.1, 0.01, 5, dtype=np.float32):
-        got, constant = step(np.ones(2, np.float32), np.asarray(rate))
+        got, constant, scalar = step(np.ones(2, np.float32), np.asarray(rate))
     assert len(traces) == 1
     assert all(isinstance(each, jax.Array) for each in (got, constant))
+    assert type(scalar) is np.float32
     assert tp.jit(lambda names: names)(np.array(["a"]))[0] == "a"
-
-
-def test_numpy_scalars_are_static_as_python_numbers_are():
-    double = tp.jit(lambda m: tp.maptrainable(lambda x: x * m.f.astype("f"), m))
-    model = double(double(Net(ramp(2), np.sqrt(4.0))))
-    assert (type(model.f), model.f) == (np.float64, 2.0)
-    np.testing.assert_array_equal(model.w, 4 * ramp(2))
-    traces = []
-    f = tp.jit(lambda m: traces.append(1) or m.w)
+    f = tp.jit(lambda m: traces.append(1) or m)
     for scale in (np.float64(2), np.float64(2), np.float32(2), 2.0):
-        f(Net(ramp(2), scale))
-    assert len(traces) == 3
-    assert type(tp.jit(lambda x: (x + 1, np.float32(3)))(ramp(1))[1]) is np.float32
+        assert type(f(Net(ramp(2), scale)).f) is type(scale)
+    assert len(traces) == 4
 
 
 def test_a_later_declaration_is_another_program():

@@ -80,10 +80,8 @@ def test_combine_inside_a_trace_puts_one_array_at_all_paths():
 
 def test_combine_takes_another_tree_with_the_parameters():
     _, rest = tp.partition(Pair(ramp(2), Norm(ramp(1), ramp(1))))
-    got = tp.combine({"first": 2 * ramp(2), "second": {"scale": ramp(1)}}, rest)
-    assert isinstance(got, Pair)
-    np.testing.assert_array_equal(got.first, 2 * ramp(2))
     labels = tp.combine({"first": "label", "second": {"scale": "label"}}, rest)
+    assert isinstance(labels, Pair)
     assert (labels.first, labels.second.scale) == ("label", "label")
 
 

@@ -103,11 +103,6 @@ def test_a_given_tie_joins_what_is_one_array():
     assert tp.layout(model, ties={"a": "b"}).ties == {"b": ("a",), "c": ("d",)}
 
 
-def test_ties_declared_on_a_class_are_relative_to_each_instance():
-    model = [codec(Turned), {"k": codec(Turned)}, codec(), Turned(None, None)]
-    assert tp.layout(model).ties == {"0.encoder": ("0.decoder",), "1.k.encoder": ("1.k.decoder",)}
-
-
 def test_ties_that_a_field_declares():
     inner = codec()
     model = [Declares(leaf(2, 3), leaf(3, 2), inner, leaf(2, 3)), {"k": Declares(leaf(2, 3), leaf(3, 2))}]
