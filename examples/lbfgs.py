@@ -13,9 +13,7 @@ known how closely the three must agree, once each has reached the gradient asked
 The data, 569 images, come with scikit-learn: `pip install 'treeparams[examples]'`.
 """
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -23,56 +21,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _common import command_line, table, tumours
 from jax import Array
+from scipy.optimize import minimize
 
 import treeparams as tp
 from treeparams import optim
 
-try:
-    from scipy.optimize import minimize
-    from sklearn.datasets import load_breast_cancer
-    from tqdm import tqdm
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"this example needs {error.name}: pip install 'treeparams[examples]'") from None
-
 MEASUREMENTS, PENALTY, GRADIENT = 10, 1e-3, 1e-8
-ROUNDING = 1e-14  # of a loss in float64
-RUNS = 5  # of each method, for the time it takes
-
-
-class Standardise(eqx.Module):
-    """Statistics of the data: arrays of the model, but no parameters."""
-
-    centre: Array = tp.field(trainable=False)
-    scale: Array = tp.field(trainable=False)
-
-    def __init__(self, measured: Array) -> None:
-        self.centre = jnp.mean(measured, axis=0)
-        self.scale = jnp.std(measured, axis=0)
-
-    def __call__(self, measured: Array) -> Array:
-        """The measurements with a mean of zero and a variance of one over all images."""
-        return (measured - self.centre) / self.scale
 
 
 class Classifier(eqx.Module):
     """The log odds that a tumour is benign."""
 
-    standardise: Standardise
+    centre: Array = tp.field(trainable=False)
+    scale: Array = tp.field(trainable=False)
     mean: eqx.nn.Linear
     error: eqx.nn.Linear
     worst: eqx.nn.Linear
 
     def __init__(self, measured: Array, *, key: Array) -> None:
         keys = jax.random.split(key, 3)
-        self.standardise = Standardise(measured)
+        self.centre, self.scale = jnp.mean(measured, axis=0), jnp.std(measured, axis=0)
         self.mean = eqx.nn.Linear(MEASUREMENTS, "scalar", key=keys[0])
         self.error = eqx.nn.Linear(MEASUREMENTS, "scalar", use_bias=False, key=keys[1])
         self.worst = eqx.nn.Linear(MEASUREMENTS, "scalar", use_bias=False, key=keys[2])
 
     def __call__(self, measured: Array) -> Array:
         """Of the means, the errors and the worst values of one image, shape `(3, 10)`."""
-        mean, error, worst = self.standardise(measured)
+        mean, error, worst = (measured - self.centre) / self.scale
         return self.mean(mean) + self.error(error) + self.worst(worst)
 
 
@@ -92,8 +69,6 @@ class Found(NamedTuple):
     model: Classifier
     iterations: int
     evaluations: int
-    build: float  # seconds until the first iteration: init, tracing, compiling
-    seconds: float  # from the first iteration to the last
 
 
 def loss(model: Classifier, data: Data) -> Array:
@@ -102,62 +77,36 @@ def loss(model: Classifier, data: Data) -> Array:
     return jnp.mean(jnp.logaddexp(0, odds) - data.benign * odds) + PENALTY / 2 * squares
 
 
-@jax.jit
-def loss_and_gradient(model: Classifier, data: Data) -> tuple[Array, Any]:
-    return tp.value_and_grad(loss)(model, data)
+loss_and_gradient = jax.jit(tp.value_and_grad(loss))
 
 
 def with_optax(tx: Any, start: Classifier, data: Data, most: int) -> Found:
     """Iterates within one compiled program until the gradient is small."""
 
-    def run(model: Classifier, state: Any, data: Data) -> Any:
-        def goes_on(carry: Any) -> Array:
-            _, _, (_, grads), iterations, _ = carry
-            return (tp.global_norm(grads) > GRADIENT) & (iterations < most)
+    def goes_on(carry: Any) -> Array:
+        _, _, (_, grads), iterations, _ = carry
+        return (tp.global_norm(grads) > GRADIENT) & (iterations < most)
 
-        def step(carry: Any) -> Any:
-            model, state, (value, grads), iterations, evaluations = carry
-            model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss, data=data)
-            # The search has computed loss and gradient where it ended, and keeps them in the form it was given: a tree
-            # or a vector. They are computed once more here, which is the same for both.
-            evaluations += optax.tree_utils.tree_get(state, "num_linesearch_steps") + 1
-            return model, state, loss_and_gradient(model, data), iterations + 1, evaluations
+    def step(carry: Any) -> Any:
+        model, state, (value, grads), iterations, evaluations = carry
+        model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss, data=data)
+        # The search has computed loss and gradient where it ended, and keeps them in the form it was given: a tree or
+        # a vector. They are computed once more here, which is the same for both.
+        evaluations += optax.tree_utils.tree_get(state, "num_linesearch_steps") + 1
+        return model, state, loss_and_gradient(model, data), iterations + 1, evaluations
 
-        found = model, state, loss_and_gradient(model, data), 0, 1
-        model, _, _, iterations, evaluations = jax.lax.while_loop(goes_on, step, found)
-        return model, iterations, evaluations
-
-    begin = time.perf_counter()
-    state = tx.init(start)
-    compiled = jax.jit(run).lower(start, state, data).compile()
-    build = time.perf_counter() - begin
-    (model, iterations, evaluations), seconds = timed(lambda: jax.block_until_ready(compiled(start, state, data)))
-    return Found(model, int(iterations), int(evaluations), build, seconds)
+    start_from = start, tx.init(start), loss_and_gradient(start, data), 0, 1
+    model, _, _, iterations, evaluations = jax.jit(lambda carry: jax.lax.while_loop(goes_on, step, carry))(start_from)
+    return Found(model, int(iterations), int(evaluations))
 
 
 def with_scipy(start: Classifier, data: Data, most: int) -> Found:
-    """SciPy iterates; each value and gradient is one call of a compiled function of the vector."""
-    begin = time.perf_counter()
     vector, restructure = tp.ravel(start)
-    function = jax.jit(jax.value_and_grad(lambda vector, data: loss(restructure(vector), data)))
-    function(np.asarray(vector), data)
-    build = time.perf_counter() - begin
+    function = jax.jit(jax.value_and_grad(lambda vector: loss(restructure(vector), data)))
     gtol = GRADIENT / np.sqrt(vector.size)  # of the largest entry of the gradient
     options = {"gtol": gtol, "ftol": 0, "maxiter": most}
-    given = {"x0": np.asarray(vector), "args": (data,), "jac": True, "method": "L-BFGS-B", "options": options}
-    found, seconds = timed(lambda: minimize(function, **given))
-    return Found(restructure(jnp.asarray(found.x)), found.nit, found.nfev, build, seconds)
-
-
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and the seconds of the fastest of some runs, which are all alike."""
-
-    def once() -> tuple[Any, float]:
-        begin = time.perf_counter()
-        return run(), time.perf_counter() - begin
-
-    runs = [once() for _ in range(RUNS)]
-    return runs[0][0], min(seconds for _, seconds in runs)
+    found = minimize(function, np.asarray(vector), jac=True, method="L-BFGS-B", options=options)
+    return Found(restructure(jnp.asarray(found.x)), found.nit, found.nfev)
 
 
 METHODS: dict[str, Callable[[Classifier, Data, int], Found]] = {
@@ -167,73 +116,35 @@ METHODS: dict[str, Callable[[Classifier, Data, int], Found]] = {
 }
 
 
-def load() -> Data:
-    measured, labels = load_breast_cancer(return_X_y=True)
-    return Data(jnp.asarray(measured.reshape(-1, 3, MEASUREMENTS), float), jnp.asarray(labels, float))
-
-
-def run(most: int, seed: int) -> tuple[dict[str, Found], dict[str, bool]]:
-    """All methods from one start; returns where they arrived, and what was checked."""
-    data = load()
+def main(most: int = 500, seed: int = 0) -> tuple[Data, dict[str, Found]]:
+    """Minimises one loss by L-BFGS of Optax, over two forms, and of SciPy; returns where each arrived."""
+    data = Data(*(jnp.asarray(each, float) for each in tumours()))
     start = tp.tie(Classifier(data.measured, key=jax.random.key(seed)))  # sets worst.weight, as the class declares
     print(f"{tp.layout(start)}\n")
-    found = {name: method(start, data, most) for name, method in tqdm(METHODS.items(), "minimising", ncols=80)}
-    measures = {name: measured(each.model, data) for name, each in found.items()}
-    print(table(found, measures))
-    return found, facts(start, found, measures)
+    found = {name: method(start, data, most) for name, method in METHODS.items()}
+    rows = []
+    for name, (model, iterations, evaluations) in found.items():
+        value, grads = loss_and_gradient(model, data)
+        rows.append((name, f"{iterations}", f"{evaluations}", f"{value:.15f}", f"{tp.global_norm(grads):.1e}"))
+    print(table(("method", "iterations", "evaluations", "loss", "gradient"), *rows))
+    return data, found
 
 
-def measured(model: Classifier, data: Data) -> tuple[float, float]:
-    """The loss, and the norm of its gradient."""
-    value, grads = loss_and_gradient(model, data)
-    return float(value), float(tp.global_norm(grads))
-
-
-def table(found: dict[str, Found], measures: dict[str, tuple[float, float]]) -> str:
-    lines = [f"{'method':32}{'iterations':>10}{'evaluations':>13}{'loss':>19}{'gradient':>10}{'build':>9}{'run':>10}"]
-    for name, each in found.items():
-        value, norm = measures[name]
-        times = f"{each.build:7.2f} s{1e3 * each.seconds:7.1f} ms"
-        lines.append(f"{name:32}{each.iterations:10}{each.evaluations:13}{value:19.15f}{norm:10.1e}{times}")
-    return "\n".join(lines)
-
-
-def facts(start: Classifier, found: dict[str, Found], measures: dict[str, tuple[float, float]]) -> dict[str, bool]:
-    """What strong convexity promises of any two that have reached the gradient, and what frozen and tied mean."""
-    models = [each.model for each in found.values()]
-    losses, norms = zip(*measures.values(), strict=True)
-    vectors = np.stack([tp.ravel(model)[0] for model in models])
+def claims(outcome: tuple[Data, dict[str, Found]]) -> dict[str, Any]:
+    """What strong convexity promises of any two that have reached the gradient."""
+    data, found = outcome
+    losses, grads = zip(*(loss_and_gradient(each.model, data) for each in found.values()), strict=True)
+    vectors = np.stack([tp.ravel(each.model)[0] for each in found.values()])
     apart = max(np.linalg.norm(one - other) for one in vectors for other in vectors)
-    near, low = 2 * GRADIENT / PENALTY, GRADIENT**2 / (2 * PENALTY) + ROUNDING
+    near = 2 * GRADIENT / PENALTY
+    low = GRADIENT**2 / (2 * PENALTY) + 1e-14  # the rounding of a loss in float64
     return {
-        f"all reach a gradient of norm {GRADIENT:.0e}": max(norms) <= GRADIENT,
+        f"all reach a gradient of norm {GRADIENT:.0e}": max(map(tp.global_norm, grads)) <= GRADIENT,
         f"their losses agree to {low:.0e}": max(losses) - min(losses) <= low,
-        f"their parameters are within {near:.0e} of each other": bool(apart <= near),
-        "the statistics are bit for bit the same": all(
-            same_bits(start.standardise, model.standardise) for model in models
-        ),
-        "worst.weight is mean.weight": all(same_bits(model.mean.weight, model.worst.weight) for model in models),
+        f"their parameters are within {near:.0e} of each other": apart <= near,
     }
 
 
-def same_bits(these: Any, those: Any) -> bool:
-    pairs = zip(jax.tree.leaves(these), jax.tree.leaves(those), strict=True)
-    return all(np.asarray(one).tobytes() == np.asarray(other).tobytes() for one, other in pairs)
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Found]:
-    parser = argparse.ArgumentParser(description="Minimises one loss by L-BFGS of Optax, over two forms, and of SciPy.")
-    parser.add_argument("--most", type=int, default=500, help="iterations of each method at most (default: 500)")
-    parser.add_argument("--seed", type=int, default=0, help="of the start")
-    jax.config.update("jax_enable_x64", True)  # SciPy computes in float64, and a float32 gradient ends far above 1e-8
-    found, checks = run(**vars(parser.parse_args(argv)))
-    print("\nChecked:")
-    for what, holds in checks.items():
-        print(f"  {'ok' if holds else 'FAILED'}  {what}")
-    if not all(checks.values()):
-        raise SystemExit(1)
-    return found
-
-
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_enable_x64", True)  # SciPy computes in float64, and a float32 gradient ends far above 1e-8
+    command_line(main, claims)

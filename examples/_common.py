@@ -1,0 +1,96 @@
+"""What the examples share: data, a progress bar, tables, pictures, and the command line."""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+
+def digits(seed: int, test_size: float = 0.2, only: Sequence[int] = range(10)) -> tuple[Any, Any]:
+    """Handwritten digits, shape `(n, 8, 8)`, and which of some they are: to train on, and to test on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    chosen = np.isin(labels, only)
+    images = (pixels[chosen] / 16).astype(np.float32).reshape(-1, 8, 8)
+    labels = labels[chosen].astype(np.int32) - only[0]
+    parts = train_test_split(images, labels, test_size=test_size, stratify=labels, random_state=seed)
+    return tuple(parts[::2]), tuple(parts[1::2])
+
+
+def shuffled(key: Array, count: int, size: int) -> Array:
+    """Batches of numbers up to a count, in random order; those that do not fill one wait for another epoch."""
+    return jax.random.permutation(key, count)[: count // size * size].reshape(-1, size)
+
+
+def tumours() -> tuple[np.ndarray, np.ndarray]:
+    """Ten measurements of each tumour as mean, error and worst value, shape `(569, 3, 10)`; whether it is benign."""
+    from sklearn.datasets import load_breast_cancer
+
+    measured, benign = load_breast_cancer(return_X_y=True)
+    return np.reshape(measured, (-1, 3, 10)), np.asarray(benign)
+
+
+def progress(items: Iterable[Any], title: str) -> Any:
+    """A bar in the terminal while the items are gone through."""
+    from tqdm import tqdm
+
+    return tqdm(items, f"{title:24}", ncols=100, file=sys.stderr)
+
+
+def table(*rows: Sequence[str]) -> str:
+    """The first column to the left, all others to the right; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+
+
+def figure(width: float, height: float) -> Any:
+    """A picture to draw in; without pyplot there is no window, and no state to leave."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(plot: str, lines: Mapping[str, tuple[Any, Any]], **axes: Any) -> None:
+    """A picture of named lines, or sheaves of lines, with what to set of its axes."""
+    picture = figure(9, 5)
+    drawn = picture.subplots()
+    for i, (name, (x, y)) in enumerate(lines.items()):
+        drawn.plot(x, y, color=f"C{i}", linewidth=1.2)[0].set_label(name)
+    drawn.set(**axes)
+    drawn.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    picture.savefig(plot, dpi=120)
+
+
+def command_line(main: Callable[..., Any], claims: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Runs `main`, whose parameters are the options, and checks what is claimed of its result.
+
+    `--plot` names a picture to write; its directory is looked for before the work begins.
+    """
+    parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, parameter in inspect.signature(main).parameters.items():
+        kind, default = type(parameter.default), parameter.default
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, help="a picture to write" if name == "plot" else " "
+        )
+    given = vars(parser.parse_args())
+    if not Path(given.get("plot", "")).parent.is_dir():
+        parser.error(f"there is no directory {Path(given['plot']).parent} for the picture")
+    try:
+        outcome = main(**given)
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"this example needs {error.name}: pip install 'treeparams[examples]'") from None
+    checked = claims(outcome)
+    print("\nChecked:")
+    for claim, holds in checked.items():
+        print(f"  {'ok' if holds else 'FAILED'}  {claim}")
+    if not all(checked.values()):
+        raise SystemExit(1)
