@@ -31,18 +31,12 @@ def test_clips_the_gradient_of_tp_grad(name):
     grads = zoo.gradient_of_loss(ZOO[name].layout(model))(model)
     norm = tp.global_norm(grads)
     below, state = compiled(grads, 0.1)
-    assert_close((state.norm, tp.global_norm(below)), (norm, jnp.float32(0.1)), 1e-2)
+    assert_close(state.norm, norm, 1e-6)
+    assert_close(below, jax.tree.map(lambda x: jnp.asarray(x * (0.1 / norm), x.dtype), grads), 1e-2)
     assert int(state.clipped) == 1
     within, state = compiled(grads, 1e6)
     assert_same(within, grads)  # bit for bit
     assert int(state.clipped) == 0
-
-
-def test_equals_optax_where_its_norm_is_right():
-    grads = {"a": jnp.array([3.0, -4.0]), "b": jnp.array([[12.0]])}
-    plain = jax.jit(lambda limit: optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())[0])
-    for limit in (1.0, 13.0, 20.0):
-        assert_close(compiled(grads, limit)[0], plain(limit))
 
 
 def test_the_norm_of_ties_and_of_narrow_gradients():
