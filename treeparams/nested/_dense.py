@@ -1,7 +1,7 @@
 """The Hessian as a matrix over the vector, and its diagonal."""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, PyTree
 
 from .._forms import vector_of
 from .._layout import Layout, Trainable
-from .._text import count_of
 from ._inputs import mapped
 from ._slots import of_slots, parts_of
 
@@ -41,38 +40,14 @@ def hessian(
         ValueError: `chunk` is no count; as `tp.layout`.
         TypeError: as `hvp`.
     """
-    times, layout, _ = _on_vector(loss, model, args, trainable)
+    times, layout = _on_vector(loss, model, args, trainable)
     return _over_columns(times, layout, chunk)
 
 
-@overload
 def hessian_diagonal(
     loss: Callable[..., Array], model: PyTree, *args: Any, trainable: Trainable = None, chunk: int | None = None
-) -> Float[Array, " n"]: ...
-
-
-@overload
-def hessian_diagonal(
-    loss: Callable[..., Array],
-    model: PyTree,
-    *args: Any,
-    trainable: Trainable = None,
-    chunk: int | None = None,
-    key: Array,
-    samples: int,
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]: ...
-
-
-def hessian_diagonal(
-    loss: Callable[..., Array],
-    model: PyTree,
-    *args: Any,
-    trainable: Trainable = None,
-    chunk: int | None = None,
-    key: Array | None = None,
-    samples: int | None = None,
-) -> Float[Array, " n"] | tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """The diagonal of the Hessian over the vector: exactly, or estimated from products with random signs.
+) -> Float[Array, " n"]:
+    """The diagonal of the Hessian over the vector, by one product for each element.
 
     >>> import jax, jax.numpy as jnp
     >>> from treeparams import nested
@@ -80,9 +55,14 @@ def hessian_diagonal(
     >>> loss = lambda model: jnp.sum(model["w"] ** 3) + model["w"][0] * model["w"][1]
     >>> nested.hessian_diagonal(loss, model)
     Array([ 6., 12.], dtype=float32)
-    >>> mean, standard_error = nested.hessian_diagonal(loss, model, key=jax.random.key(0), samples=100)
-    >>> bool(jnp.all(jnp.abs(mean - jnp.array([6.0, 12.0])) < 4 * standard_error))
-    True
+
+    With fewer products it is estimated: the mean of `signs * operator(signs)` over random signs (Bekas, Kokiopoulou and
+    Saad, 2007).
+
+    >>> operator = nested.hessian_operator(loss, model)
+    >>> signs = jax.random.rademacher(jax.random.key(0), (100, 2), float)
+    >>> print(jnp.round(jnp.mean(signs * jax.vmap(operator)(signs), axis=0)))
+    [ 6. 12.]
 
     Args:
         loss: called as `loss(model, *args)`, returns a scalar.
@@ -90,39 +70,25 @@ def hessian_diagonal(
         *args: passed on.
         trainable: as for `hvp`.
         chunk: how many products are computed at once, which bounds the memory; `None`: all.
-        key: for an estimate (Bekas, Kokiopoulou and Saad, 2007); `None`: exact, at the price of n products.
-        samples: how many products an estimate takes, at least two.
 
     Returns:
-        The diagonal, shape `(n,)`; of an estimate `(mean, standard_error)`, both of that shape.
+        The diagonal, shape `(n,)`.
 
     Raises:
-        ValueError: `chunk` or `samples` is no count, or only one of `key` and `samples` is given; as
-            `tp.layout`.
+        ValueError: `chunk` is no count; as `tp.layout`.
         TypeError: as `hvp`.
     """
-    if (key is None) != (samples is None):
-        raise ValueError("an estimate needs both key= and samples=; the exact diagonal neither")
-    times, layout, size = _on_vector(loss, model, args, trainable)
-    if key is None:
-        return _over_columns(times, layout, chunk, diagonal=True)
-
-    def sample(key: Any) -> jax.Array:
-        signs = jax.random.rademacher(key, (size,), layout.dtype)
-        return signs * times(signs)
-
-    keys = jax.random.split(key, count_of("samples", samples, "products", 2))
-    found = mapped(sample, keys, chunk, "products")
-    return jnp.mean(found, axis=0), jnp.std(found, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(len(keys), found.dtype))
+    times, layout = _on_vector(loss, model, args, trainable)
+    return _over_columns(times, layout, chunk, diagonal=True)
 
 
-def _on_vector(loss: Callable[..., Any], model: PyTree, args: Any, trainable: Any) -> tuple[Any, Layout, int]:
+def _on_vector(loss: Callable[..., Any], model: PyTree, args: Any, trainable: Any) -> tuple[Any, Layout]:
     # Differentiated in the vector and not leaf by leaf: one column is then one array, and compiles in less time.
     parts = parts_of(model, trainable)
     kind, f = vector_of(parts.layout), of_slots(loss, parts, *args)
     vector = kind.join(parts.slots)
     _, times = jax.linearize(jax.grad(lambda vector: f(kind.cut(vector))), vector)
-    return times, parts.layout, len(vector)
+    return times, parts.layout
 
 
 def _over_columns(times: Any, layout: Layout, chunk: int | None, diagonal: bool = False) -> jax.Array:
