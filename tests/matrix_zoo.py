@@ -65,7 +65,6 @@ MATRICES = {
     "svd": Kind(lambda m, n: svd(0, m, n)),
     "svd of rotations": Kind(lambda m, n: rotations(2, m, n)),
     "inverse of an svd": Kind(lambda m, n: svd(3, n, n).inv(), is_square=True),
-    "orthogonal": Kind(lambda m, n: matrices.Orthogonal(normal(5, 2, n)), is_square=True),
     "low rank": Kind(lambda m, n: low_rank(7, m, n)),
     "pre-imputing": Kind(lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n))),
     "post-imputing": Kind(lambda m, n: matrices.PostImputing(normal(12, m, n), normal(13, m))),

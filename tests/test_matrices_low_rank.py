@@ -29,7 +29,7 @@ def squares(model: Any, x: jax.Array) -> jax.Array:
 def test_at_first_nothing_changes():
     model, x = net(), normal(0, 5, 4)
     changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
-    assert_same(jax.vmap(changed)(x), jax.vmap(model)(x))
+    assert_same(*eqx.filter_jit(lambda *models: [jax.vmap(each)(x) for each in models])(changed, model))
     assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 3
     assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
 
@@ -144,18 +144,12 @@ def test_changes_differ():
 
 
 def test_an_ensemble():
-    model = eqx.filter_vmap(net_of)(jax.random.split(KEY, 3))
+    model = jax.tree.map(lambda leaf: np.stack([leaf] * 3) if eqx.is_array(leaf) else leaf, net())
     change = lambda model, key: matrices.lora(model, "layers.0", 1, key=key)
-    changed = eqx.filter_vmap(change)(model, jax.random.split(KEY, 3))
+    changed = eqx.filter_jit(eqx.filter_vmap(change))(model, jax.random.split(KEY, 3))
     assert changed.layers[0].weight.a.shape == (3, 8, 1)
-    x = normal(11, 3, 4)
-    call = eqx.filter_vmap(lambda model, x: model(x))
-    assert_same(call(changed, x), call(model, x))
-    assert_same(eqx.filter_vmap(matrices.merge)(changed), model)
-
-
-def net_of(key: jax.Array) -> eqx.nn.MLP:
-    return eqx.nn.MLP(4, 3, 8, 2, key=key)
+    each = eqx.filter_vmap(lambda model, x: (model(x), matrices.merge(model)))
+    assert_same(*eqx.filter_jit(lambda *models: [each(model, normal(11, 3, 4)) for model in models])(changed, model))
 
 
 @pytest.mark.parametrize(
