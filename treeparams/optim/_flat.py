@@ -1,6 +1,5 @@
 """flat: Optax over one vector, for rules that are the same on a vector as on the leaves in it: found by trying."""
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from jax.core import Tracer
 
 from .._layout import Trainable
 from ._shown import Vector, settled, steady
-from ._state import ModelTransformation, Plain, is_staged, nodes_of
+from ._state import ModelTransformation, Plain, nodes_of
 from ._trainable import Rule
 
 
@@ -115,17 +114,21 @@ def _differences(tx: Any, extra: dict[str, Any]) -> list[float]:
     traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(shapes, np.float32(1))
     if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
         return [0.0]  # there are no values to compare
-    begin, both = (jax.jit(f, compiler_options=_QUICK) for f in (begin, both))
+    # Compiled ahead, they run within jit too, where `init` may be called; of what they return only NumPy sees values.
+    begin, both = (
+        jax.jit(f).lower(*args).compile(compiler_options=_QUICK)
+        for f, args in ((begin, ()), (both, (shapes, np.float32(1))))
+    )
     worst = [0.0] * len(_SHAPES)
-    with jax.ensure_compile_time_eval() if is_staged() else contextlib.nullcontext():  # `init` is called within jit
-        for scale in map(np.float32, _SCALES):
-            carries, calls, moved = begin(), 0, 0
-            while calls < _CALLS and moved < _UPDATES:
-                (one, *first), (other, *second) = both(carries, scale)
-                carries = [*first, *second]
-                pairs = zip(*(np.split(np.asarray(each), ends[:-1]) for each in (one, other)), strict=True)
-                for i, (a, b) in enumerate(pairs):
-                    gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
-                    worst[i] = float(np.maximum(worst[i], np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30)))
-                calls, moved = calls + 1, moved + bool(np.any(one))
+    for scale in map(np.float32, _SCALES):
+        carries, calls, moved = begin(), 0, 0
+        while calls < _CALLS and moved < _UPDATES:
+            (one, *first), (other, *second) = both(carries, scale)
+            carries = [*first, *second]
+            one, other = np.asarray(one), np.asarray(other)
+            pairs = zip(np.split(one, ends[:-1]), np.split(other, ends[:-1]), strict=True)
+            for i, (a, b) in enumerate(pairs):
+                gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
+                worst[i] = float(np.maximum(worst[i], np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30)))
+            calls, moved = calls + 1, moved + bool(np.any(one))
     return worst
