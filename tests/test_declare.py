@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-import chex
 import equinox as eqx
 import flax.linen
 import flax.nnx
@@ -151,13 +150,7 @@ class Struct:
     mean: Any = flax.struct.field(metadata={"trainable": False})
 
 
-@chex.dataclass
-class Chex:
-    weight: Any
-    mean: Any = dataclasses.field(metadata={"trainable": False})
-
-
-@pytest.mark.parametrize("cls", [Plain, Struct, Chex, Norm])
+@pytest.mark.parametrize("cls", [Plain, Struct, Norm])
 def test_metadata_declares_for_any_dataclass(cls: Any):
     model = {"a": cls(weight=leaf(), mean=[leaf(3)])}
     assert tp.layout(model).paths == ("a.weight",)

@@ -122,11 +122,10 @@ def test_rests_with_other_values_are_other_programs():
 
 
 def test_abstract_models():
-    abstract = jax.eval_shape(lambda: {"w": jnp.ones((2, 3)), "n": jnp.arange(2)})
+    abstract = {"w": jax.ShapeDtypeStruct((2, 3), "float32"), "n": jax.ShapeDtypeStruct((2,), "int32")}
     params, rest = tp.partition(abstract)
     assert params["n"] is None
-    assert jax.eval_shape(lambda p, r: tp.combine(p, r), params, rest)["n"].shape == (2,)
-    assert jax.eval_shape(lambda m: tp.partition(m)[0], abstract)["w"].shape == (2, 3)
+    assert jax.eval_shape(tp.combine, params, rest) == abstract
 
 
 @pytest.mark.usefixtures("without_type_checks")

@@ -47,7 +47,6 @@ class Extended(Config):
 # -- Static values -----------------------------------------------------------------------------------------------------
 
 ARRAY = np.arange(3)
-MARKER = object()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +57,8 @@ MARKER = object()
         (0.0, -0.0, False),
         (float("nan"), float("nan"), True),
         ([1, (2,)], [1, (2,)], True),
-        ({"a": 1}, {"a": 1.0}, False),
         ({1: "a"}, {True: "a"}, False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # a program can tell the order
-        (Config(2), Config(2), True),
         ((Config(1),), (Config(True),), False),
         (Extended(1, 2), Extended(1, 5), False),
         (slice(0, 2), slice(0, 2), True),
@@ -70,7 +67,6 @@ MARKER = object()
         ([ARRAY], [ARRAY], True),  # arrays by identity
         (ARRAY, ARRAY.copy(), False),
         (object(), object(), False),
-        ((MARKER, MARKER), (MARKER, object()), False),
     ],
 )
 def test_static_fields_compare_by_type_and_value(here: Any, there: Any, equal: bool):

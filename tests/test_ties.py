@@ -261,7 +261,7 @@ def test_ensembles_abstract_models_and_labels_at_a_transformed_alias():
     [
         ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
         ({"node": "a"}, r"a tie names 'node', where the model has no leaf; nearest: 'node.x'"),
-        ({"count": "a"}, r"a tie names 'count' \(int64\[2\]|int32\[2\]\), which is no parameter"),
+        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is no parameter"),
         ({"number": "a"}, r"a tie names 'number' \(not an array\), which is no parameter"),
         ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
         ({"half": "a"}, r"'half' is bfloat16\[2,2\] and cannot be tied to 'a', which is float32\[2,2\]"),
@@ -278,6 +278,7 @@ def test_ties_that_cannot_be(ties: Any, message: str):
         tp.layout(model | {"turned": codec(Turned)}, ties=ties)
 
 
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -288,6 +289,9 @@ def test_ties_that_cannot_be(ties: Any, message: str):
         (lambda: tp.tie(codec(), "decoder", to="encoder"), r"'decoder' is float32\[3,2\] and cannot be tied"),
         (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
         (lambda: tp.tie(codec(), "decoder"), r"takes both paths"),
+        (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie is to a path such as .*, got \('a', 'b'\)"),
+        (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie is to a path .*, got 3"),
+        (lambda: tp.field(tied_to=3), r"tp.field: a tie is to a path such as 'embed.weight', or .*, got 3"),
         (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
         (
             lambda: tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose),
@@ -298,18 +302,6 @@ def test_ties_that_cannot_be(ties: Any, message: str):
 def test_what_is_refused(use: Any, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         use()
-
-
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("source", [3, ("w",), ("a", "b"), ("a", jnp.transpose, 1)])
-def test_sources_that_are_none(source: Any):
-    for use in (
-        lambda: tp.layout(squares(), ties={"b": source}),
-        lambda: tp.declare(Codec, ties={"decoder": source}),
-        lambda: tp.field(tied_to=source),
-    ):
-        with pytest.raises(TypeError, match=r"a tie is to a path such as 'embed.weight', or .*, got"):
-            use()
 
 
 # -- Trained as a whole
@@ -360,26 +352,19 @@ def test_an_alias_with_a_transform_follows_its_source():
     assert jax.tree.leaves(frozen.mask) == [False, False]
 
 
-def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():
-    model = {"dec": {"w": leaf(3, 2), "b": leaf(2)}, "enc": leaf(2, 3)}
-    ties = {"dec.w": ("enc", jnp.transpose)}
-    assert tp.layout(model, freeze="dec", ties=ties).mask == {"dec": {"w": True, "b": False}, "enc": True}
-    assert tp.layout(model, "dec", ties=ties).mask == {"dec": {"w": False, "b": True}, "enc": False}
-
-
 class HoldsAlias(eqx.Module):
     enc: Any
     dec: Any = tp.field(trainable=False)
 
 
-tp.declare(HoldsAlias, ties={"dec.w": ("enc", jnp.transpose)})
-
-
-def test_a_frozen_field_that_holds_an_alias_beside_others_says_nothing_of_it():
-    layout = tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2), "b": leaf(2)}))
-    assert (layout.paths, layout.ties) == (("enc",), {"enc": ("dec.w",)})
+def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():
+    ties = {"dec.w": ("enc", jnp.transpose)}
+    model = {"dec": {"w": leaf(3, 2), "b": leaf(2)}, "enc": leaf(2, 3)}
+    assert tp.layout(model, freeze="dec", ties=ties).mask == {"dec": {"w": True, "b": False}, "enc": True}
+    assert tp.layout(model, "dec", ties=ties).mask == {"dec": {"w": False, "b": True}, "enc": False}
+    assert tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2), "b": leaf(2)}), ties=ties).ties == {"enc": ("dec.w",)}
     with pytest.raises(ValueError, match=r"'dec.w' is transpose of 'enc', its source"):
-        tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2)}))  # nothing else is there that it could be said of
+        tp.layout(HoldsAlias(leaf(2, 3), {"w": leaf(3, 2)}), ties=ties)  # said of nothing else
 
 
 @pytest.mark.parametrize(
