@@ -2,6 +2,7 @@
 
 import pathlib
 
+import jax
 import pytest
 
 from .blocks import run
@@ -12,9 +13,11 @@ README = pathlib.Path(__file__).parent.parent / "README.md"
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_code_runs_and_prints_what_is_shown():
     namespace, blocks = run(README)
-    assert [bool(block.shown) for block in blocks] == [True, False]
-    assert namespace["vector"].shape == (6,)
-    assert (namespace["model"].head == namespace["model"].embed.T).all()
+    assert all(block.shown for block in blocks)
+    model, vector = namespace["auto"], namespace["vector"]
+    assert (model.decoder == model.encoder.T).all()
+    assert jax.tree.leaves(namespace["restructure"](vector))[0].tolist() == model.encoder.tolist()
+    assert vector.shape == (9,)
 
 
 def test_it_is_short():
