@@ -341,7 +341,7 @@ def test_an_operator_as_a_weight():
     assert_same(kept.weight.to_dense(), w)
     changed = matrices.LowRank.random(lineax.MatrixLinearOperator(w), 1, key=KEY)
     assert_close((changed @ x[0], x[:, :3] @ changed), (w @ x[0], x[:, :3] @ w))
-    nothing = matrices.from_lineax(lineax.MatrixLinearOperator(np.zeros((3, 0), np.float32)))
+    nothing = matrices.from_lineax(lineax.MatrixLinearOperator(normal(0, 3, 0)))
     assert_close(nothing @ np.ones((0, 2), np.float32), np.zeros((3, 2), np.float32))
     assert (np.ones((2, 3), np.float32) @ nothing).shape == (2, 0)
 

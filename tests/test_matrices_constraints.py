@@ -277,7 +277,10 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_using_it_as_an_array_says_materialise(use: Any):
-    with pytest.raises((TypeError, AttributeError), match=r"Positive .*take matrices\.materialise\(model\) first"):
+    message = r"Positive .*take matrices\.materialise\(model\) first"
+    if not hasattr(jax, "shard_map"):  # JAX 0.6, of jnp.exp and jnp.where
+        message += "|Cannot determine dtype of Positive"
+    with pytest.raises((TypeError, AttributeError), match=message):
         use(POSITIVE)
 
 
@@ -411,13 +414,6 @@ def test_nodes_of_paramax_are_unwrapped_as_there():
     total = lambda unwrap: lambda model: sum(map(jnp.sum, jax.tree.leaves(unwrap(model))))
     of_each = [tp.grad(total(unwrap)) for unwrap in (matrices.materialise, paramax.unwrap)]
     assert_close(*tp.jit(lambda model: [of(model) for of in of_each])(model))
-
-
-def test_what_is_shared_is_unwrapped_once_here_and_twice_there():
-    scale = paramax.Parameterize(jax.nn.softplus, put(0, 0))
-    params, rest = tp.partition({"in": scale, "out": scale})
-    count = lambda f: primitives(lambda params: f(tp.combine(params, rest)), params).count("log1p")
-    assert (count(paramax.unwrap), count(matrices.materialise)) == (2, 1)
 
 
 def test_what_is_frozen_moves_there_and_not_here(standard_promotion: None):
