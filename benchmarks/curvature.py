@@ -1,4 +1,4 @@
-"""Products with the Hessian: once, many times at one model, and all of the diagonal.
+"""Products with the Hessian: once, and many times at one model.
 
 The yardstick of the first table is the gradient. "by hand" is `jax.jvp` of `jax.grad` over the tree. In the second the
 products of 50 directions come one after the other, as in a solver, each call jitted on its own: fresh products against
@@ -7,19 +7,18 @@ quarters: six of the eight matrix products of a layer depend on the direction. `
 with Optax 0.2.9.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import treeparams as tp
 from treeparams import nested
 
-from ._harness import Case, Scale, Table, Verdict, as_ratios, in_time, interleave, there_and_back
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
 from ._models import Attention, Recurrent
 from ._programs import Function, build, built, rows, timed
 
@@ -33,21 +32,15 @@ def run(scale: Scale) -> Iterator[Table]:
     x = jax.random.normal(jax.random.key(1), (batch, 8))
     yield _products(mlp, x, scale)
     yield _solver(scale)
-    small = eqx.nn.MLP(8, "scalar", 4 if scale.is_smoke else 16, 2, jnp.tanh, key=jax.random.key(0))
-    yield _diagonal(small, x, scale)
 
 
 def _loss(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - jnp.sum(x, 1)) ** 2)
 
 
-def _of_params(model: eqx.nn.MLP) -> tuple[Any, Callable[..., jax.Array]]:
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    return params, lambda params, x, _=None: _loss(eqx.combine(params, static), x)
-
-
 def _products(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
-    params, loss = _of_params(mlp)
+    params, static = eqx.partition(mlp, eqx.is_inexact_array)
+    loss = lambda params, x, _=None: _loss(eqx.combine(params, static), x)
     vector, restructure = tp.ravel(mlp)
     functions: dict[str, Function] = {
         _GRADIENT: (jax.grad(loss), (params, x)),
@@ -78,20 +71,13 @@ def _solver(scale: Scale) -> Table:
     rows, targets = [], []
     for name, (model, x, where) in _subjects(scale).items():
         times, operations = _many(model, x, where, count, scale)
-        fresh, ours = times[:2]
+        fresh, ours = times
         rows.append([name, *as_ratios(times, in_time), f"{operations:.2f}x"])
         found = f"{ours / fresh:.2f}x; {operations:.2f}x in operations"
         targets.append(
             Verdict(f"{name}: {count} applications <= 0.6x {count} fresh products", ours <= 0.6 * fresh, found)
         )
-    header = [
-        "",
-        f"{count} fresh products",
-        "one operator",
-        "of it, linearised",
-        "fresh, not jitted",
-        "operations of 5",
-    ]
+    header = ["", f"{count} fresh products", "one operator", "operations of 5"]
     return Table("Many products at one model", header, rows, targets)
 
 
@@ -127,12 +113,8 @@ def _many(model: Any, x: jax.Array, where: Any, count: int, scale: Scale) -> tup
     calls = {
         "fresh": lambda: jax.block_until_ready([fresh(restructure, vector, v, x) for v in directions]),
         "operator": by_operator,
-        "linearise": lambda: jax.block_until_ready(linearise(restructure, vector, x)),
     }
     times = list(there_and_back(calls, scale).values())
-    whole = restructure(vector)
-    one = Case(lambda: jax.block_until_ready(nested.hvp(_square, whole, directions[0], x, trainable=layout)), rounds=3)
-    times.append(count * interleave({"not jitted": one}, scale)["not jitted"].median)
     five = lambda restructure, vector, x, vs: [operator(restructure, vector, x)(v) for v in vs]
     arguments = restructure, vector
     flops = build(five, *arguments, x, (directions * 2)[:5]).flops
@@ -141,21 +123,3 @@ def _many(model: Any, x: jax.Array, where: Any, count: int, scale: Scale) -> tup
 
 def _square(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(model)(x) ** 2)
-
-
-def _diagonal(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
-    params, loss = _of_params(mlp)
-    vector, restructure = tp.ravel(mlp)
-    functions: dict[str, Function] = {
-        "nested.hessian_diagonal": (lambda v, x: nested.hessian_diagonal(_loss, restructure(v), x), (vector, x)),
-        "chunk=32": (lambda v, x: nested.hessian_diagonal(_loss, restructure(v), x, chunk=32), (vector, x)),
-        "of jax.hessian": (lambda v, x: jnp.diag(jax.hessian(lambda v: _loss(restructure(v), x))(v)), (vector, x)),
-    }
-    if hasattr(optax, "second_order"):
-        functions[_OPTAX] = (lambda p, x: optax.second_order.hessian_diag(loss, p, x, None), (params, x))
-    programs = built(functions, 0 if scale.is_smoke else 20)
-    want, *others = (np.asarray(program.call(*functions[name][1])) for name, program in programs.items())
-    for other in others:
-        np.testing.assert_allclose(other, want, 1e-3, 1e-5)
-    times = timed(programs, functions, scale)
-    return Table(f"The diagonal; {len(vector)} parameters", ["", *programs], rows(programs.values(), times.values()))

@@ -6,13 +6,11 @@ all leaves of a shape, the unraveling function of `ravel_pytree` with one each: 
 Every program is built from nothing; those of the tree and of `restructure` three times, in turn, and the median counts.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
@@ -21,14 +19,11 @@ from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios
 from ._models import net
 from ._programs import Function, Program, built, in_bytes, in_millions, rows, timed
 
-_TREE, _TP, _RAVEL, _SPLIT, _SLICES = "tree", "restructure", "ravel_pytree", "lax.split", "static slices"
+_TREE, _TP, _RAVEL, _SPLIT = "tree", "restructure", "ravel_pytree", "lax.split"
 _WIDTH, _BATCH = 16, 8
 _SIZES = (10, 100, 1000)
-_LARGEST = {_SPLIT: 100, _SLICES: 100}
-_NOTES = [
-    f"{_SPLIT} was not run above 100 leaves: it is the program of {_RAVEL}.",
-    f"{_SLICES} were not run above 100 leaves: the transpose of each is an addition of two whole vectors.",
-]
+_LARGEST = {_SPLIT: 100}
+_NOTES = [f"{_SPLIT} was not run above 100 leaves: it is the program of {_RAVEL}."]
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -56,7 +51,6 @@ def _losses(leaves: int) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
     unravel = ravel_pytree(model)[1]
     arrays, treedef = jax.tree.flatten(model)
     shapes, sizes = [array.shape for array in arrays], [array.size for array in arrays]
-    bounds = list(itertools.pairwise(np.cumsum([0, *sizes]).tolist()))
 
     def shaped(pieces: Sequence[jax.Array]) -> Any:
         return treedef.unflatten([piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)])
@@ -69,7 +63,6 @@ def _losses(leaves: int) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
         _TP: (loss_of(restructure), vector),
         _RAVEL: (loss_of(unravel), vector),
         _SPLIT: (loss_of(lambda v: shaped(jax.lax.split(v, sizes))), vector),
-        _SLICES: (loss_of(lambda v: shaped([v[start:stop] for start, stop in bounds])), vector),
     }
 
 
