@@ -14,9 +14,22 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 
 from . import zoo
-from .zoo import ZOO, Specimen, assert_close, assert_same
+from .zoo import ZOO, assert_close, assert_same
 
-specimens = pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO.keys())
+
+@pytest.fixture(params=ZOO.values(), ids=ZOO.keys())
+def specimen(request):
+    return request.param
+
+
+@pytest.fixture
+def model(specimen):
+    return specimen.make()
+
+
+@pytest.fixture
+def layout(specimen, model):
+    return specimen.layout(model)
 
 
 def generated(examples):
@@ -46,17 +59,13 @@ def _variants(function, *arguments):
 # -- 1. Taking apart and putting together ------------------------------------------------------------------------------
 
 
-@specimens
-def test_combine_inverts_partition(specimen: Specimen):
-    model = specimen.make()
-    layout = specimen.layout(model)
+def test_combine_inverts_partition(model, layout):
     assert_same(tp.combine(*tp.partition(model, layout)), model)
     assert_same(tp.combine(*jax.jit(lambda *halves: halves)(*tp.partition(model, layout))), model)
 
 
-@specimens
 @pytest.mark.parametrize("pad_to", [1, 8])
-def test_restructure_inverts_ravel(specimen: Specimen, pad_to):
+def test_restructure_inverts_ravel(specimen, pad_to):
     model = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, specimen.make())
     vector, restructure = tp.ravel(model, specimen.layout(model), pad_to=pad_to)
     layout = restructure.layout
@@ -106,10 +115,8 @@ def _pairing(a, b):
     return np.real(sum(np.sum(wide(x) * wide(y)) for x, y in zip(a, b, strict=True)))
 
 
-@specimens
-def test_ravel_gradient_is_the_transpose_of_restructure(specimen: Specimen):
-    model = specimen.make()
-    vector, restructure = tp.ravel(model, specimen.layout(model))
+def test_ravel_gradient_is_the_transpose_of_restructure(model, layout):
+    vector, restructure = tp.ravel(model, layout)
     wave = lambda x: np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype)
     mask = jax.tree.leaves(restructure.layout.mask)
     leaves, treedef = jax.tree.flatten(model)
@@ -123,10 +130,7 @@ def test_ravel_gradient_is_the_transpose_of_restructure(specimen: Specimen):
     np.testing.assert_allclose(_pairing([flat], [direction]), want, tolerance, tolerance)
 
 
-@specimens
-def test_the_gradient_in_the_vector_is_the_flat_gradient(specimen: Specimen):
-    model = specimen.make()
-    layout = specimen.layout(model)
+def test_the_gradient_in_the_vector_is_the_flat_gradient(model, layout):
     (vector, restructure), (params, rest) = tp.ravel(model, layout), tp.partition(model, layout)
     if not layout.slots:
         assert jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector).shape == (0,)
@@ -148,10 +152,7 @@ def test_the_gradient_in_the_vector_is_the_flat_gradient(specimen: Specimen):
 # -- 4. and 5. Walks ---------------------------------------------------------------------------------------------------
 
 
-@specimens
-def test_mapreduce_is_a_fold_over_trainables(specimen: Specimen):
-    model = specimen.make()
-    layout = specimen.layout(model)
+def test_mapreduce_is_a_fold_over_trainables(model, layout):
     calls = []
 
     def f(leaf):
@@ -220,8 +221,7 @@ def test_no_optimiser_moves_a_frozen_leaf(name, tx):
 # -- 7. One trace, no constants ----------------------------------------------------------------------------------------
 
 
-@specimens
-def test_one_trace_for_equal_layouts(specimen: Specimen):
+def test_one_trace_for_equal_layouts(specimen):
     chex.clear_trace_counter()
 
     @jax.jit
@@ -249,13 +249,10 @@ def test_frozen_values_are_arguments_of_the_program():
         assert not [line for line in text.splitlines() if "constant" in line and "1234" in line]
 
 
-# -- 8. Inside is as outside, with the layout, the rest or the restructure -----------------------------------------------
+# -- 8. Inside is as outside, with the layout, the rest or the restructure ---------------------------------------------
 
 
-@specimens
-def test_both_forms_in_transformations(specimen: Specimen):
-    model = specimen.make()
-    layout = specimen.layout(model)
+def test_both_forms_in_transformations(model, layout):
     want = zoo.loss(model)
     of_params = lambda params, rest: zoo.loss(tp.combine(params, rest))
     of_vector = lambda vector, restructure: zoo.loss(restructure(vector))
@@ -268,8 +265,7 @@ def test_both_forms_in_transformations(specimen: Specimen):
             np.testing.assert_allclose(got, want, 1e-5, err_msg=name)
 
 
-@specimens
-def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen: Specimen):
+def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen):
     model = specimen.make()
     model = jax.tree.map(lambda x: x if hasattr(x, "dtype") else None, model)  # what plain `jit` takes
     layout = specimen.layout(model)

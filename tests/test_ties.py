@@ -1,10 +1,7 @@
 """Ties: how they arise, that they are trained or frozen as a whole, and what no tie can be."""
 
 import dataclasses
-import functools
-import pickle
 import re
-import sys
 from typing import Any
 
 import equinox as eqx
@@ -16,18 +13,6 @@ import pytest
 import treeparams as tp
 
 from .zoo import ramp as leaf
-
-
-def add_one(x: Any) -> Any:
-    return x + 1
-
-
-def all_of(x: Any) -> Any:
-    return x[:]
-
-
-def scaled(x: Any, by: Any = 1) -> Any:
-    return x * by
 
 
 class Codec(eqx.Module):
@@ -136,121 +121,6 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
     np.testing.assert_array_equal(grads.encoder, np.full((2, 3), 5.0))
     assert grads.decoder is None
     assert tp.layout(grads).paths == ("encoder",)  # a canonical tree is a model too
-
-
-# -- Transforms
-
-
-@pytest.mark.parametrize(
-    ("transform", "shape"),
-    [
-        (jnp.transpose, (3, 2)),
-        (np.transpose, (3, 2)),
-        (jnp.negative, (2, 3)),
-        (jnp.ravel, (6,)),
-        (functools.partial(functools.partial(jnp.reshape), shape=(6, 1)), (6, 1)),
-    ],
-)
-def test_an_alias_is_a_linear_function_of_its_source(transform: Any, shape: tuple[int, ...]):
-    model = {"a": leaf(2, 3), "b": np.zeros(shape, "f")}
-    layout = tp.layout(model, ties={"b": ("a", transform)})
-    assert layout.slots == (tp.Slot("a", ("b",), (2, 3), jnp.dtype("float32"), 0, 6),)
-    np.testing.assert_array_equal(tp.combine(*tp.partition(model, layout))["b"], transform(model["a"]))
-    assert layout == pickle.loads(pickle.dumps(layout))
-
-
-def test_transforms_chain():
-    model = {"a": leaf(2, 3), "b": leaf(3, 2), "c": leaf(3, 2)}
-    layout = tp.layout(model, ties={"c": ("b", jnp.negative), "b": ("a", jnp.transpose)})
-    np.testing.assert_array_equal(tp.combine(*tp.partition(model, layout))["c"], -model["a"].T)
-    with pytest.raises(ValueError, match=r"'c' is negative of transpose of 'a', its source.*say it of the source 'a'"):
-        layout.freeze("c")
-
-
-def test_partials_are_equal_by_what_they_bind_and_its_type():
-    model = {"a": leaf(2, dtype=jnp.bfloat16), "b": leaf(2, dtype=jnp.bfloat16)}
-    of = lambda by: tp.layout(model, ties={"b": ("a", functools.partial(scaled, by=by))})
-    with jax.numpy_dtype_promotion("standard"):
-        assert of(2) == of(2) != of(2.0)
-        assert of(3) != of(2)
-        with pytest.raises(ValueError, match=r"'b' is bfloat16\[2\] and cannot be tied to 'a', which is float32\[2\]"):
-            of(np.float32(2))
-
-
-@pytest.mark.parametrize(
-    ("transform", "shape"),
-    [
-        (jnp.transpose, (4,)),
-        (all_of, (4,)),
-        (functools.partial(jnp.reshape, shape=(2, 2)), (2, 2)),
-    ],
-)
-def test_a_transform_that_is_the_identity_at_its_shape_is_a_tie_without_one(transform: Any, shape: Any):
-    model = {"a": leaf(*shape), "b": leaf(*shape)}
-    layout = tp.layout(model, ties={"b": ("a", transform)})
-    assert layout.ties == {"a": ("b",)}
-    again = tp.combine(*tp.partition(model, layout))
-    assert again["a"] is again["b"]
-    assert tp.layout(again, ties={"b": ("a", transform)}) == layout  # its own result is no contradiction
-
-
-class Half:  # an instance has no name at module level: in the next process it is another object
-    def __call__(self, x: Any) -> Any:
-        return x / 2
-
-
-def refused() -> list[Any]:
-    def local(x: Any) -> Any:
-        return x
-
-    made_anew = r"is made anew each time; write a function at module level"
-    return [
-        (lambda x: x, made_anew),
-        (jax.jit(lambda x: x), made_anew),
-        (functools.partial(local), made_anew),
-        (Half(), r"module level"),
-        (functools.partial(jnp.matmul, np.ones((2, 2), "float32")), r"hash"),
-        (jnp.square, r"must be linear, and JAX cannot transpose square"),
-        (add_one, r"must be linear, and add_one of zeros is not an array of zeros"),
-    ]
-
-
-@pytest.mark.parametrize(("transform", "message"), refused())
-def test_what_is_no_transform(transform: Any, message: str):
-    for use in (
-        lambda: tp.layout(squares(), ties={"b": ("a", transform)}),
-        lambda: tp.tie(squares(), "b", to="a", transform=transform),
-    ):
-        with pytest.raises(ValueError, match=message):
-            use()
-
-
-def test_a_transform_redefined_under_its_name_is_another(monkeypatch):
-    model = {"a": np.ones((2, 2), "f"), "b": np.ones((2, 2), "f")}
-
-    def define(scale):
-        namespace = {"__name__": __name__}
-        exec(f"def redefined(x): return {scale} * x", namespace)
-        monkeypatch.setattr(sys.modules[__name__], "redefined", namespace["redefined"], raising=False)
-        return tp.layout(model, ties={"b": ("a", namespace["redefined"])})
-
-    first, second = define(2.0), define(3.0)
-    assert first != second
-    assert float(tp.combine(*tp.partition(model, second))["b"][0, 0]) == 3.0
-
-
-def test_ensembles_abstract_models_and_labels_at_a_transformed_alias():
-    flat = {"b": ("a", functools.partial(jnp.reshape, shape=(6,)))}
-    model = {"a": np.ones((2, 3), "f"), "b": np.ones(6, "f")}
-    layout = tp.layout(model, ties=flat)
-    assert tp.maptrainable(lambda x: "adam", model, trainable=layout) == {"a": "adam", "b": "adam"}
-    summed = tp.maptrainable(jnp.sum, model, trainable=layout)  # no leaf any more that the transform takes
-    assert summed["a"] is summed["b"]
-    params, rest = tp.partition(model, layout)
-    stacked = tp.combine({"a": np.stack([params["a"], 2 * params["a"]]), "b": None}, rest)
-    np.testing.assert_array_equal(stacked["b"], [[1] * 6, [2] * 6])
-    abstract = jax.eval_shape(lambda: model)
-    assert tp.combine(*tp.partition(abstract, tp.layout(abstract, ties=flat)))["b"].shape == (6,)
 
 
 # -- What cannot be
