@@ -36,17 +36,12 @@ class Pair(eqx.Module):
     right: Any
 
 
-@jtu.register_pytree_node_class
 class Nameless:
     def __init__(self, *children: Any) -> None:
         self.children = children
 
-    def tree_flatten(self) -> tuple[Any, None]:
-        return self.children, None
 
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "Nameless":
-        return cls(*children)
+jtu.register_pytree_node(Nameless, lambda node: (node.children, None), lambda _, children: Nameless(*children))
 
 
 def leaf() -> np.ndarray:
