@@ -143,6 +143,8 @@ def test_the_norm_under_vmap():
     np.testing.assert_allclose(slopes, [[0.6, 0.8], [0.0, 0.0], [0.6, 0.8], [0.6, 0.8]], 1e-6)
     through = jax.grad(lambda rows: jnp.sum(jax.vmap(tp.global_norm)(rows)))(rows[:4])
     np.testing.assert_allclose(through, slopes, 1e-6)
+    # One branch is run for the whole batch: a mapped predicate would make a select of both.
+    assert str(jax.make_jaxpr(jax.vmap(jax.vmap(tp.global_norm)))(np.ones((2, 3, 4), "f"))).count("cond[") == 1
 
 
 def test_the_norm_over_devices():
