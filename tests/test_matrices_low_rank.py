@@ -158,7 +158,7 @@ def test_an_ensemble():
         (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
         (net(), "layer.0", "'layer.0'.*layers.0"),
         (eqx.nn.Conv1d(1, 2, 3, key=KEY), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
-        ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank; .* in its place by equinox.tree_at"),
+        ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank: .* in its place by equinox.tree_at"),
         ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which"),
     ],
 )  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_change_of_an_imputing_matrix_goes_within_it():
         ValueError, match=r"a LowRank cannot have a PreImputing in its base: .* NaN .*PreImputing\(LowR"
     ):
         matrices.LowRank.random(2 * weight.T, 1, key=KEY)
-    with pytest.raises(ValueError, match=r"'w\.matrix' is a part of 'w', a PreImputing.* in place of 'w\.matrix'"):
+    with pytest.raises(ValueError, match=r"'w\.matrix' is a part of 'w', a PreImputing.* the place of its field"):
         matrices.lora({"w": weight}, "w", 1, key=KEY)
     # What the message says to do:
     changed = eqx.tree_at(lambda model: model["w"].matrix, {"w": weight}, replace_fn=lambda matrix: (

@@ -218,18 +218,13 @@ def _bases(structure: Structure, where: Where) -> list[int]:
         inside = [paths[i] for i in chosen if node.start <= i < node.stop]
         if not inside or not issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
             continue
-        what, change = f"{inside[0]!r} is a part of {node.path!r}, a {node.cls.__name__}", "matrices.LowRank.random"
-        if issubclass(node.cls, AbstractImputing):
-            raise ValueError(
-                f"{what}; to change its matrix at low rank, put {change}(model.matrix, rank, key=key) in place of "
-                f"'{node.path}.matrix' by equinox.tree_at, and leave it out here"
-            )
-        if issubclass(node.cls, AbstractMatrix):
-            raise ValueError(
-                f"{what}; to change that at low rank, put {change}(matrix, rank, key=key) in its place by "
-                "equinox.tree_at, and leave it out here"
-            )
-        raise ValueError(f"{what}, which a low-rank change would take off its set: leave it out")
+        what = f"{inside[0]!r} is a part of {f'{node.path!r}, ' if node.path else ''}a {node.cls.__name__}"
+        if not issubclass(node.cls, AbstractMatrix):
+            raise ValueError(f"{what}, which a low-rank change would take off its set: leave it out")
+        place = "the place of its field `matrix`" if issubclass(node.cls, AbstractImputing) else "its place"
+        raise ValueError(
+            f"{what}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {place} by equinox.tree_at"
+        )
     return chosen
 
 
