@@ -223,7 +223,8 @@ def _bases(structure: Structure, where: Where) -> list[int]:
             raise ValueError(f"{what}, which a low-rank change would take off its set: leave it out")
         place = "the place of its field `matrix`" if issubclass(node.cls, AbstractImputing) else "its place"
         raise ValueError(
-            f"{what}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {place} by equinox.tree_at"
+            f"{what}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {place} by "
+            "equinox.tree_at"
         )
     return chosen
 

@@ -61,9 +61,15 @@ class SVD(AbstractInvertible):
 
     @classmethod
     def random(
-        cls, m: int, n: int, *, key: Array, reflections: int | None = None, kind: Kind = "householder",
+        cls,
+        m: int,
+        n: int,
+        *,
+        key: Array,
+        reflections: int | None = None,
+        kind: Kind = "householder",
         dtype: DTypeLike | None = None,
-    ) -> "SVD":  # fmt: skip
+    ) -> "SVD":
         """With random U and V, and all singular values one, so that it is orthogonal (where square) at the start.
 
         Args:
