@@ -12,15 +12,15 @@ import numpy as np
 from jax import Array
 
 
-def digits(seed: int, test_size: float = 0.2, only: Sequence[int] = range(10)) -> tuple[Any, Any]:
-    """Handwritten digits, shape `(n, 8, 8)`, and which of some they are: to train on, and to test on."""
+def digits(seed: int, test_size: float = 0.2, only: range = range(10)) -> tuple[Any, Any]:
+    """Images of shape `(n, 8, 8)`, and which digits they show, counted from the first: to train and to test on."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)
     chosen = np.isin(labels, only)
     images = (pixels[chosen] / 16).astype(np.float32).reshape(-1, 8, 8)
-    labels = labels[chosen].astype(np.int32) - only[0]
+    labels = labels[chosen].astype(np.int32) - only.start
     parts = train_test_split(images, labels, test_size=test_size, stratify=labels, random_state=seed)
     return tuple(parts[::2]), tuple(parts[1::2])
 
@@ -75,12 +75,10 @@ def command_line(main: Callable[..., Any], claims: Callable[[Any], Mapping[str, 
 
     `--plot` names a picture to write; its directory is looked for before the work begins.
     """
-    parser = argparse.ArgumentParser(description=main.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     for name, parameter in inspect.signature(main).parameters.items():
-        kind, default = type(parameter.default), parameter.default
-        parser.add_argument(
-            f"--{name}", type=kind, default=default, help="a picture to write" if name == "plot" else " "
-        )
+        said = "a picture to write" if name == "plot" else "default: %(default)s"
+        parser.add_argument(f"--{name}", type=type(parameter.default), default=parameter.default, help=said)
     given = vars(parser.parse_args())
     if not Path(given.get("plot", "")).parent.is_dir():
         parser.error(f"there is no directory {Path(given['plot']).parent} for the picture")
