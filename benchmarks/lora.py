@@ -4,8 +4,9 @@ The encoder, its checkpoint and its loss are those of `examples/sentences.py`. W
 out of it, with its moments; what is frozen is an argument. The state is what the moments take.
 """
 
-import importlib.util
+import importlib
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from treeparams import matrices, optim
 from ._harness import Scale, Table, as_ratios
 from ._programs import Function, built, in_bytes, rows, timed
 
-_EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "sentences.py"
+_EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 _SMALL = {
     "vocab_size": 50, "max_position_embeddings": 16, "type_vocab_size": 1, "hidden_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "intermediate_size": 16, "layer_norm_eps": 1e-12,
@@ -27,7 +28,8 @@ _SMALL = {
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    example: Any = _load_example()
+    sys.path.insert(0, str(_EXAMPLES))
+    example: Any = importlib.import_module("sentences")
     if scale.is_smoke:
         model, rank, (batch, length) = example.Encoder(_SMALL, key=jax.random.key(0)), 1, (4, 8)
     else:
@@ -64,12 +66,3 @@ def _step(example: Any, model: Any, layout: tp.Layout | None, texts: Any) -> Fun
         return tp.partition(model, layout)[0], state, value
 
     return step, (*tp.partition(model, layout), optimiser.init(model), texts)
-
-
-def _load_example() -> Any:
-    spec = importlib.util.spec_from_file_location(_EXAMPLE.stem, _EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

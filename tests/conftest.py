@@ -29,13 +29,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of one run of an example stay with one worker, or each would run it."""
-    for item in items:
-        for run in {"outcomes", "finetuned", "minima", "imputed"} & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(run))
-
-
 _compiled: list[str] = []  # since the last time that they were forgotten
 
 
