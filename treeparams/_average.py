@@ -304,3 +304,6 @@ class Ema(eqx.Module, Generic[M]):
         average = copy(put_together(self.rest, slots))
         keep_apart(jtu.tree_leaves(average))
         return average
+
+
+Ema.__module__ = "treeparams"

@@ -25,20 +25,18 @@ _LINEAR = frozenset({
 # or made of linear pieces, of what is real.
 _PIECEWISE = frozenset({"abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"})
 
-LINEAR = _LINEAR | _PIECEWISE
-
 # Linear in each of two operands.
-BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
+_BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
 
 # Each entry of the result depends on the entries of the operands at its own place, and has a derivative in them.
-ELEMENTWISE = frozenset({
+_ELEMENTWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
     "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "pow", "rsqrt",
     "sin", "sinh", "sqrt", "square", "tan", "tanh",
 })  # fmt: skip
 
 # The same of what is no function of interest by itself, but stands within one, such as `jax.nn.gelu`.
-_POINTWISE = ELEMENTWISE | {
+_POINTWISE = _ELEMENTWISE | {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "eq", "floor",
     "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
     "stop_gradient", "sub", "xor",
@@ -75,9 +73,9 @@ def rule_of(eqn: Any, which: Sequence[bool], pointwise: bool) -> Rule | None:
     name = eqn.primitive.name
     if is_linear_in(eqn, which):
         return _linear
-    if name in BILINEAR:
+    if name in _BILINEAR:
         return _bilinear
-    if name in ELEMENTWISE or pointwise:
+    if name in _ELEMENTWISE or pointwise:
         return _elementwise
     if name.startswith("custom_vjp_call"):
         raise TypeError(
@@ -92,7 +90,7 @@ def is_linear_in(eqn: Any, which: Sequence[bool]) -> bool:
     name = eqn.primitive.name
     if name in _PIECEWISE:
         return not _is_complex(eqn)
-    return name in _LINEAR or (name in BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
+    return name in _LINEAR or (name in _BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
 
 
 def _is_complex(eqn: Any) -> bool:
