@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +53,15 @@ def circulant() -> Any:
 
 
 Circulant = circulant()
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a program, with those of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +16,7 @@ import pytest
 import treeparams as tp
 from treeparams import matrices, optim
 
-from .matrix_zoo import normal, put, svd
+from .matrix_zoo import equations, normal, put, svd
 from .zoo import assert_close, assert_same, enable_x64
 
 
@@ -89,18 +89,16 @@ def with_raw(node: Any, raw: Any) -> Any:
 # -- On the set
 
 
-@ALL
-def test_the_value_given_is_the_value_had(constraint: Constraint):
-    value = matrices.materialise(constraint.of(constraint.value))
-    np.testing.assert_allclose(value, constraint.value, rtol=1e-5, atol=1e-6)
-    assert (value.shape, value.dtype) == (constraint.value.shape, constraint.value.dtype)
-    assert constraint.holds(entries(value))
-
-
-def test_in_a_trace_and_in_an_ensemble(model: dict[str, Any]):
-    assert_close(dense(model), VALUES)
+def test_the_value_given_is_the_value_had(model: dict[str, Any]):
+    outside = {name: constraint.of(constraint.value) for name, constraint in CONSTRAINTS.items()}
+    for each in (outside, model):
+        assert_close(dense(each), VALUES)
+        assert all_hold(each)
     abstract = jax.eval_shape(lambda values: dense(made(values)), VALUES)
     assert {name: leaf.shape for name, leaf in abstract.items()} == dict.fromkeys(VALUES, (3, 3))
+
+
+def test_an_ensemble(model: dict[str, Any]):
     several = {name: np.stack([value, dense(model)[name]]) for name, value in VALUES.items()}
     ensemble = eqx.filter_jit(eqx.filter_vmap(made))(several)
     assert_close(dense(ensemble), several)
@@ -128,8 +126,8 @@ def test_any_raw_value_is_a_point_with_a_finite_gradient(model: dict[str, Any]):
     for name, (value, gradient) in found.items():
         assert value.shape == (309, 3, 3), name
         assert np.all(np.isfinite(value)), name
-        assert CONSTRAINTS[name].holds(entries(value)), name
         assert np.all(np.isfinite(gradient)), name
+        assert CONSTRAINTS[name].holds(entries(value)), name
 
 
 def test_zeros_are_points_and_can_be_left(model: dict[str, Any]):
@@ -233,21 +231,17 @@ def test_packed_is_row_by_row_and_each_parameter_has_an_effect():
 
 # -- It is no array
 
-POSITIVE = matrices.Positive(put([1, 2], [3, 4]))
 TWO = put([1, 2], [3, 4])
+KEY = jax.random.key(0)
 
 
 def within(layer: Any, x: Any) -> Any:
-    layer = eqx.tree_at(lambda layer: layer.weight, layer, matrices.Positive(abs(layer.weight) + 1))
-    return lambda _: layer(x)
+    return lambda w: eqx.tree_at(lambda layer: layer.weight, layer, w)(x)
 
 
-KEY = jax.random.key(0)
 USES = {
     "plus": lambda w: w + TWO,
-    "to a number": lambda w: 2 - w,
-    "times": lambda w: w * 2,
-    "times from the left": lambda w: TWO * w,
+    "from a number": lambda w: 2 - w,
     "by": lambda w: np.ones(2) / w,
     "power": lambda w: w**2,
     "negative": lambda w: -w,
@@ -263,12 +257,9 @@ USES = {
     "where": lambda w: jnp.where(TWO > 1, w, TWO),
     "numpy.array": lambda w: np.array(w),
     "numpy.sum": lambda w: np.sum(w),
-    "numpy.exp": lambda w: np.exp(w),
     "shape": lambda w: w.shape,
-    "transposed": lambda w: w.T,
     "cast": lambda w: w.astype(jnp.bfloat16),
     "Linear": within(eqx.nn.Linear(2, 2, key=KEY), TWO[0]),
-    "LayerNorm": within(eqx.nn.LayerNorm(2), TWO[0]),
     "GroupNorm": within(eqx.nn.GroupNorm(1, 2), TWO),
     "Embedding": within(eqx.nn.Embedding(2, 2, key=KEY), np.array(1)),
     "Conv1d": within(eqx.nn.Conv1d(2, 3, 2, key=KEY), TWO),
@@ -281,24 +272,12 @@ def test_using_it_as_an_array_says_materialise(use: Any):
     if not hasattr(jax, "shard_map"):  # JAX 0.6, of jnp.exp and jnp.where
         message += "|Cannot determine dtype of Positive"
     with pytest.raises((TypeError, AttributeError), match=message):
-        use(POSITIVE)
+        use(matrices.Positive(TWO))
 
 
-@pytest.mark.parametrize("name", ["Linear", "GroupNorm", "Conv1d"])
-def test_materialised_it_is_used_in_a_layer(name: str):
-    options = {"Linear": (2, 2), "GroupNorm": (1, 2), "Conv1d": (2, 3, 2)}[name]
-    layer = getattr(eqx.nn, name)(*options, **({} if name == "GroupNorm" else {"key": KEY}))
-    weight = abs(layer.weight) + 1
-    kept, plain = (eqx.tree_at(lambda layer: layer.weight, layer, each) for each in (matrices.Positive(weight), weight))
-    x = TWO[0] if name == "Linear" else TWO
-    assert_close(*eqx.filter_jit(lambda *layers: [matrices.materialise(layer)(x) for layer in layers])(kept, plain))
-
-
-def test_it_prints_and_pickles():
-    node = matrices.UnitNorm(np.eye(3, dtype=np.float32), axis=0)
-    assert repr(node) == "UnitNorm(raw=f32[3,3], axis=-2)"
-    assert repr(tp.layout(node).mask) == "UnitNorm(raw=True, axis=-2)"
-    assert_same(pickle.loads(pickle.dumps(node)), node)
+def test_all_print_and_pickle(model: dict[str, Any]):
+    assert repr(tp.layout(model["unit norm"]).mask) == "UnitNorm(raw=True, axis=-2)"
+    assert_same(pickle.loads(pickle.dumps(model)), model)
 
 
 # -- As parameters
@@ -336,17 +315,9 @@ def test_training_goes_down_and_what_is_frozen_stays(model: dict[str, Any], stan
 # -- Materialise
 
 
-def primitives(f: Callable[..., Any], *args: Any) -> list[str]:
-    """The names of all primitives of a program, as often as they stand there."""
-    return [equation.primitive.name for equation in equations(jax.make_jaxpr(f)(*args))]
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
+def count(f: Callable[..., Any], model: Any, primitive: str) -> int:
+    """How often it stands in a program, with those of the programs in it."""
+    return [equation.primitive.name for equation in equations(jax.make_jaxpr(f)(model))].count(primitive)
 
 
 def test_materialised_it_is_the_same_model(model: dict[str, Any]):
@@ -373,8 +344,8 @@ def test_a_tie_is_computed_once_and_not_once_per_turn_of_a_loop():
     each, once = (
         lambda model, of=of: tp.grad(loss, layout)(model, of) for of in (lambda model: model, matrices.materialise)
     )
-    assert primitives(once, model).count("log1p") == 1
-    assert primitives(each, model).count("log1p") > 1
+    assert count(once, model, "log1p") == 1
+    assert count(each, model, "log1p") > 1
     assert_close(*jax.jit(lambda model: (once(model), each(model)))(model))
 
 
@@ -397,7 +368,7 @@ def test_within_one_another():
     got = matrices.materialise([nested, paramax.NonTrainable({"unit": unit}), unit])
     assert_same(got, [jax.nn.softplus(unit.to_dense()), {"unit": unit.to_dense()}, unit.to_dense()], identity=False)
     params, rest = tp.partition([nested, unit])
-    assert primitives(lambda params: matrices.materialise(tp.combine(params, rest)), params).count("reduce_max") == 1
+    assert count(lambda params: matrices.materialise(tp.combine(params, rest)), params, "reduce_max") == 1
 
 
 # -- And paramax
@@ -416,18 +387,11 @@ def test_nodes_of_paramax_are_unwrapped_as_there():
     assert_close(*tp.jit(lambda model: [of(model) for of in of_each])(model))
 
 
-def test_what_is_frozen_moves_there_and_not_here(standard_promotion: None):
+def test_what_paramax_holds_as_frozen_stays(standard_promotion: None):
     model = {"frozen": paramax.NonTrainable(put(1, 1)), "trained": put(1, 1)}
-    rule = optax.adamw(0.1, weight_decay=0.1)
-
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    loss = lambda params: jnp.sum(paramax.unwrap(eqx.combine(params, static))["frozen"] * params["trained"])
-    updates, _ = rule.update(jax.grad(loss)(params), rule.init(params), params)
-    assert np.all(eqx.apply_updates(params, updates)["frozen"].tree != 1)
-
-    tx = optim.trainable(rule)
-    ours = lambda model: jnp.sum(matrices.materialise(model)["frozen"] * model["trained"])
-    moved, _ = optim.step(tx, tp.grad(ours)(model), tx.init(model), model)
+    tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1))  # its weight decay moves what has no gradient, too
+    loss = lambda model: jnp.sum(matrices.materialise(model)["frozen"] * model["trained"])
+    moved, _ = optim.step(tx, tp.grad(loss)(model), tx.init(model), model)
     assert moved["frozen"].tree is model["frozen"].tree
     assert np.all(moved["trained"] != 1)
 
@@ -436,47 +400,32 @@ def test_what_is_frozen_moves_there_and_not_here(standard_promotion: None):
 
 ONES = np.ones((2, 3), np.float32)
 EYE = np.eye(2, dtype=np.float32)
-REFUSED = {
-    "negative": (
-        lambda: matrices.Positive(put(1, -2)),
-        r"Positive takes finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)",
-    ),
-    "zero": (lambda: matrices.Positive(put(0)[0]), r"at least 1.18e-38, got 0. To"),
-    "infinite": (lambda: matrices.Positive(put(np.inf)), "finite numbers.*got inf"),
-    "no number": (lambda: matrices.Positive(put(np.nan)), "got nan"),
-    "on a bound": (lambda: matrices.Bounded(ONES, 0, 1), r"between 0 and 1, got 1 at index \[0, 0\].*jnp.clip"),
-    "outside": (lambda: matrices.Bounded(2 * ONES, 0, 1), "got 2"),
-    "bounds": (lambda: matrices.Bounded(ONES, 1, 0), "low=1, high=0"),
-    "half open": (lambda: matrices.Bounded(ONES, 0, np.inf), r"low \+ Positive\(w - low\)"),
-    "long": (
-        lambda: matrices.UnitNorm(ONES),
-        r"norm 1 along axis -1, got 1.7320508 at index \[0\].*UnitNorm.normalise\(w, axis=-1\)",
-    ),
-    "no axis": (lambda: matrices.UnitNorm(ONES, axis=2), r"shape \(2, 3\) has no axis 2"),
-    "no axis to normalise": (lambda: matrices.UnitNorm.normalise(put(1)[0], axis=0), "has no axis 0"),
-    "infinitely long": (lambda: matrices.UnitNorm.normalise(np.inf * ONES), "got nan"),
-    "sum": (
-        lambda: matrices.Simplex(ONES, axis=0),
-        r"sums of 1 along axis 0, got 2 at index \[0\].*jnp.sum\(w, axis=0, keepdims=True\)",
-    ),
-    "no probability": (lambda: matrices.Simplex(put(0, 1)), r"positive numbers, got 0 at index \[0\].*jax.nn.softmax"),
-    "above the diagonal": (
+REFUSED = [
+    (lambda: matrices.Positive(put(1, -2)), r"Positive takes finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),
+    (lambda: matrices.Positive(put(0)[0]), r"at least 1.18e-38, got 0. To"),
+    (lambda: matrices.Positive(put(np.inf)), "finite numbers.*got inf"),
+    (lambda: matrices.Positive(put(np.nan)), "got nan"),
+    (lambda: matrices.Bounded(ONES, 0, 1), r"between 0 and 1, got 1 at index \[0, 0\].*jnp.clip"),
+    (lambda: matrices.Bounded(2 * ONES, 0, 1), "got 2"),
+    (lambda: matrices.Bounded(ONES, 1, 0), "low=1, high=0"),
+    (lambda: matrices.Bounded(ONES, 0, np.inf), r"low \+ Positive\(w - low\)"),
+    (lambda: matrices.UnitNorm(ONES), r"norm 1 along axis -1, got 1.73\d+ at index \[0\].*normalise\(w, axis=-1\)"),
+    (lambda: matrices.UnitNorm(ONES, axis=2), r"shape \(2, 3\) has no axis 2"),
+    (lambda: matrices.UnitNorm.normalise(put(1)[0], axis=0), "has no axis 0"),
+    (lambda: matrices.UnitNorm.normalise(np.inf * ONES), "got nan"),
+    (lambda: matrices.Simplex(ONES, axis=0), r"sums of 1 along axis 0, got 2 at index \[0\].*jnp.sum\(w, axis=0, keep"),
+    (lambda: matrices.Simplex(put(0, 1)), r"positive numbers, got 0 at index \[0\].*jax.nn.softmax"),
+    (
         lambda: matrices.LowerTriangular(ONES[:, :2]),
         r"zeros above the diagonal, got 1 at index \[0, 1\].*jnp.tril\(w\)",
     ),
-    "on the diagonal": (
-        lambda: matrices.LowerTriangular(-EYE, positive_diagonal=True),
-        r"positive numbers on the diagonal, got -1 at index \[0\].*cholesky",
-    ),
-    "not square": (lambda: matrices.Symmetric(ONES), r"square in its last two axes, got \(2, 3\)"),
-    "not symmetric": (
-        lambda: matrices.Symmetric(np.tril(ONES[:, :2])),
-        r"w - w.T of zeros, got -1 at index \[0, 1\].*\(w \+ w.T\) / 2",
-    ),
-}
+    (lambda: matrices.LowerTriangular(-EYE, positive_diagonal=True), r"on the diagonal, got -1 at .*\[0\].*cholesky"),
+    (lambda: matrices.Symmetric(ONES), r"square in its last two axes, got \(2, 3\)"),
+    (lambda: matrices.Symmetric(np.tril(ONES[:, :2])), r"w - w.T of zeros, got -1 at .*\[0, 1\].*\(w \+ w.T\) / 2"),
+]
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_values_outside_are_refused(make: Callable[[], Any], message: str):
     with pytest.raises(ValueError, match=message):
         make()
