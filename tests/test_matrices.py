@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import lineax
 import numpy as np
 import pytest
-import scipy.linalg
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
@@ -122,54 +121,30 @@ def test_through_the_vector_and_back():
     assert_same(restructure(vector), model)
 
 
-def test_freezing_one_factor_only():
-    model = {"weight": svd(0, 3, 4), "other": low_rank(3, 3, 4)}
-    x = normal(12, 4, 2)
-    loss = lambda model: sum(jnp.sum(jnp.sin(matrix @ x)) for matrix in model.values())
-    whole = tp.layout(model)
-    partial = whole.freeze(["weight.u.vectors", "other.a"])
-    full, some = jax.jit(lambda model: [tp.grad(loss, each)(model) for each in (whole, partial)])(model)
-    want = {path: leaf for path, leaf in tp.trainables(full).items() if path in partial.paths}
-    assert set(want) == {"weight.d", "weight.v.vectors", "other.b"}
-    assert_close(tp.trainables(some), want)
-
-
-def test_the_matrix_of_the_documentation_is_circulant():
-    column = normal(16, 5)
-    assert_close(Circulant(column).to_dense(), scipy.linalg.circulant(column))
-
-
 # -- In layers
 
 
 LAYERS = {
-    "linear": (lambda key: eqx.nn.Linear(4, 4, key=key), lambda layer, x: layer(x)),
-    "mlp": (lambda key: eqx.nn.MLP(4, 4, 4, 2, key=key), lambda layer, x: layer(x)),
-    "gru": (lambda key: eqx.nn.GRUCell(4, 4, key=key), lambda layer, x: layer(x, x)),
-    "attention": (
-        lambda key: eqx.nn.MultiheadAttention(2, 4, key=key),
-        lambda layer, x: layer(*[jnp.stack([x, -x])] * 3),
-    ),
+    "gru": (eqx.nn.GRUCell(4, 4, key=KEY), lambda layer, x: layer(x, x)),
+    "attention": (eqx.nn.MultiheadAttention(2, 4, key=KEY), lambda layer, x: layer(*[jnp.stack([x, -x])] * 3)),
 }
 
 
-@pytest.mark.parametrize(("build", "call"), LAYERS.values(), ids=LAYERS.keys())
-def test_a_layer_that_holds_matrices_works_unchanged(build: Any, call: Any):
-    layer = build(KEY)
+@pytest.mark.parametrize(("layer", "call"), LAYERS.values(), ids=LAYERS.keys())
+def test_a_layer_that_holds_matrices_works_unchanged(layer: Any, call: Any):
     is_weight = lambda leaf: getattr(leaf, "ndim", 0) == 2
     kept = jax.tree.map(lambda leaf: low_rank(23, *leaf.shape) if is_weight(leaf) else leaf, layer)
     each = lambda layer, xs: jax.vmap(functools.partial(call, layer))(xs)
-    layout = tp.layout(kept, matrices.LowRank)
 
     @eqx.filter_jit
     def checked(kept: Any, xs: jax.Array) -> Any:
-        gradient = tp.grad(lambda layer, xs: jnp.sum(each(layer, xs) ** 2), layout)(kept, xs)
-        return each(kept, xs), each(matrices.merge(kept), xs), gradient
+        gradient = tp.grad(lambda layer: jnp.sum(each(layer, xs) ** 2), tp.layout(kept, matrices.LowRank))(kept)
+        return each(kept, xs), each(matrices.merge(kept), xs), tp.trainables(gradient)
 
     got, want, gradient = checked(kept, normal(22, 3, 4))
     assert_close(got, want, 1e-4)
-    assert layout.slots
-    assert all(np.any(np.asarray(leaf) != 0) for leaf in tp.trainables(gradient).values())
+    assert len(gradient) == 2 * len([leaf for leaf in jax.tree.leaves(layer) if is_weight(leaf)])
+    assert all(np.any(leaf != 0) for leaf in gradient.values())
 
 
 # -- Sums, products, multiples
@@ -239,13 +214,9 @@ NEEDS_ENTRIES = {
     "add": lambda m: m + put(1, 1),
     "subtract from": lambda m: np.ones((2, 2)) - m,
     "times": lambda m: m * np.ones(2),
-    "times from the left": lambda m: put(1, 1) * m,
     "elementwise times": lambda m: m * m,
     "divide": lambda m: m / put(1, 1),
-    "divide by": lambda m: 1 / m,
     "power": lambda m: m**2,
-    "modulo": lambda m: m % 2,
-    "floor": lambda m: m // 2,
     "compare": lambda m: m < 1,
     "abs": abs,
 }
@@ -281,10 +252,7 @@ def test_what_is_refused(use: Any, message: str):
 
 def test_it_prints_its_shape_and_its_parameters():
     weight = svd(0, 2, 3)
-    text = "Orthogonal(shape=(3, 3), vectors=f32[2,3])"
-    assert repr(weight.v) == text
-    assert text in repr(weight)
-    assert "shape=(2, 3)" in repr({"layer": weight})
+    assert "v=Orthogonal(shape=(3, 3), vectors=f32[2,3])" in repr({"layer": weight})
     mask = tp.layout(weight).mask  # a matrix with bools in place of its arrays
     assert "Orthogonal(shape=None, vectors=True)" in repr(mask)
 

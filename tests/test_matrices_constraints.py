@@ -56,7 +56,6 @@ CONSTRAINTS = {
     ),
     "symmetric": Constraint(matrices.Symmetric, put(*(S + S.T)), lambda w: np.array_equal(w, np.swapaxes(w, -1, -2))),
 }
-ALL = pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=CONSTRAINTS.keys())
 VALUES = {name: constraint.value for name, constraint in CONSTRAINTS.items()}
 
 
@@ -241,14 +240,11 @@ def within(layer: Any, x: Any) -> Any:
 
 USES = {
     "plus": lambda w: w + TWO,
-    "from a number": lambda w: 2 - w,
     "by": lambda w: np.ones(2) / w,
-    "power": lambda w: w**2,
     "negative": lambda w: -w,
     "compared": lambda w: w < 1,
     "product": lambda w: w @ TWO,
     "product from the left": lambda w: TWO @ w,
-    "of NumPy": lambda w: np.ones(2) @ w,
     "with a matrix": lambda w: svd(0, 2, 2) @ w,
     "indexed": lambda w: w[0],
     "iterated": lambda w: list(w),
@@ -258,10 +254,8 @@ USES = {
     "numpy.array": lambda w: np.array(w),
     "numpy.sum": lambda w: np.sum(w),
     "shape": lambda w: w.shape,
-    "cast": lambda w: w.astype(jnp.bfloat16),
     "Linear": within(eqx.nn.Linear(2, 2, key=KEY), TWO[0]),
     "GroupNorm": within(eqx.nn.GroupNorm(1, 2), TWO),
-    "Embedding": within(eqx.nn.Embedding(2, 2, key=KEY), np.array(1)),
     "Conv1d": within(eqx.nn.Conv1d(2, 3, 2, key=KEY), TWO),
 }
 
@@ -333,33 +327,24 @@ def test_materialised_it_is_the_same_model(model: dict[str, Any]):
 def test_a_tie_is_computed_once_and_not_once_per_turn_of_a_loop():
     scale = matrices.Positive(put(1, 2, 3))
     model = {"in": scale, "out": [scale, normal(5, 3)]}
-    layout = tp.layout(model)
 
-    def loss(model: Any, materialise: Any) -> jax.Array:
-        model = materialise(model)
-        carry = lambda x, _: (jnp.tanh(x * value(model["in"])), None)
-        return jnp.sum(jax.lax.scan(carry, model["out"][1], None, 5)[0] + value(model["out"][0]))
+    def loss(model: Any) -> jax.Array:
+        model = matrices.materialise(model)
+        turn = lambda x, _: (jnp.tanh(x * model["in"]), None)
+        return jnp.sum(jax.lax.scan(turn, model["out"][1], None, 5)[0] + model["out"][0])
 
-    value = lambda node: node if isinstance(node, jax.Array) else node.to_dense()
-    each, once = (
-        lambda model, of=of: tp.grad(loss, layout)(model, of) for of in (lambda model: model, matrices.materialise)
-    )
-    assert count(once, model, "log1p") == 1
-    assert count(each, model, "log1p") > 1
-    assert_close(*jax.jit(lambda model: (once(model), each(model)))(model))
+    assert count(tp.grad(loss, tp.layout(model)), model, "log1p") == 1
 
 
 def test_parts_of_matrices_are_materialised_and_matrices_stay():
     weight = svd(0, 3, 3)
-    positive = eqx.tree_at(lambda svd: svd.d, weight, matrices.Positive(weight.d))
-    got = matrices.materialise({"weight": positive})["weight"]
-    assert isinstance(got, matrices.SVD)
-    assert isinstance(got.d, jax.Array)
-    assert positive.shape == (3, 3)
+    held = eqx.tree_at(lambda svd: svd.d, weight, matrices.Positive(weight.d))
+    got = matrices.materialise({"weight": held})["weight"]
+    assert held.shape == got.shape == (3, 3)
     want = weight @ SPREAD
     assert_close([got @ SPREAD, got.inv() @ want], [want, SPREAD], 1e-4)
     with pytest.raises((TypeError, AttributeError), match=r"take matrices\.materialise\(model\) first"):
-        positive @ SPREAD
+        held @ SPREAD
 
 
 def test_within_one_another():
@@ -415,10 +400,7 @@ REFUSED = [
     (lambda: matrices.UnitNorm.normalise(np.inf * ONES), "got nan"),
     (lambda: matrices.Simplex(ONES, axis=0), r"sums of 1 along axis 0, got 2 at index \[0\].*jnp.sum\(w, axis=0, keep"),
     (lambda: matrices.Simplex(put(0, 1)), r"positive numbers, got 0 at index \[0\].*jax.nn.softmax"),
-    (
-        lambda: matrices.LowerTriangular(ONES[:, :2]),
-        r"zeros above the diagonal, got 1 at index \[0, 1\].*jnp.tril\(w\)",
-    ),
+    (lambda: matrices.LowerTriangular(ONES[:, :2]), r"zeros above the diagonal, got 1 at .*\[0, 1\].*jnp.tril\(w\)"),
     (lambda: matrices.LowerTriangular(-EYE, positive_diagonal=True), r"on the diagonal, got -1 at .*\[0\].*cholesky"),
     (lambda: matrices.Symmetric(ONES), r"square in its last two axes, got \(2, 3\)"),
     (lambda: matrices.Symmetric(np.tril(ONES[:, :2])), r"w - w.T of zeros, got -1 at .*\[0, 1\].*\(w \+ w.T\) / 2"),
@@ -431,13 +413,14 @@ def test_values_outside_are_refused(make: Callable[[], Any], message: str):
         make()
 
 
-@ALL
+@pytest.mark.parametrize("constraint", CONSTRAINTS.values(), ids=CONSTRAINTS.keys())
 @pytest.mark.usefixtures("without_type_checks")
 def test_other_things_are_refused(constraint: Constraint):
-    for change, message in (
-        (lambda w: w.tolist(), "expected an array, got list"),
-        (lambda w: np.asarray(w).astype(int), "a parameter is floating or complex, got int"),
-        (lambda w: np.asarray(w).astype(np.complex64), "expected real numbers, got complex64"),
+    value = np.asarray(constraint.value)
+    for wrong, message in (
+        (value.tolist(), "expected an array, got list"),
+        (value.astype(int), "a parameter is floating or complex, got int"),
+        (value.astype(np.complex64), "expected real numbers, got complex64"),
     ):
         with pytest.raises(TypeError, match=message):
-            constraint.of(change(constraint.value))
+            constraint.of(wrong)
