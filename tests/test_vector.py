@@ -1,7 +1,5 @@
 """The vector: what goes in, what comes out, what is refused."""
 
-import pickle
-
 import equinox as eqx
 import jax
 import jax.export
@@ -12,7 +10,7 @@ import pytest
 import treeparams as tp
 
 from . import zoo
-from .zoo import ZOO, Norm, assert_same, enable_x64, ramp
+from .zoo import Norm, assert_same, enable_x64, ramp
 
 EVERYTHING = {
     "bf16": ramp(3, dtype=jnp.bfloat16),
@@ -37,81 +35,35 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit():
         vector, restructure = tp.ravel(model, pad_to=8)
         assert vector.dtype == jnp.complex128
         assert_same(restructure(vector), model)
-        narrow = {"w": ramp(2)}
-        assert [tp.ravel(narrow, dtype=dtype)[0].dtype for dtype in (None, "float64")] == [jnp.float32, jnp.float64]
+        assert tp.ravel(ramp(2), dtype="float64")[0].dtype == jnp.float64
 
 
 @pytest.mark.parametrize("leaf", [ramp(3), np.ones(3, np.float32), ramp(3, 1), ramp()])
 def test_a_fresh_buffer_always(leaf):
     vector, restructure = tp.ravel(leaf)
     assert vector is not leaf
-    if isinstance(leaf, jax.Array):
-        assert vector.unsafe_buffer_pointer() != leaf.unsafe_buffer_pointer()
     jax.jit(lambda v: v + 1, donate_argnums=0)(vector)
     assert np.isfinite(np.asarray(leaf)).all()
     assert restructure.ravel(leaf) is not restructure.ravel(leaf)
 
 
-def test_weak_types_do_not_survive():
-    vector, restructure = tp.ravel({"a": jnp.array(1.0), "b": jnp.array(2.0)})
-    assert [leaf.weak_type for leaf in (vector, *restructure(vector).values())] == [False] * 3
-
-
 def test_the_dtype_of_the_vector():
     assert tp.ravel(EVERYTHING, "bf16", jnp.float32)[0].dtype == jnp.float32
     assert tp.ravel({"w": ramp(2)}, dtype=np.float64)[0].dtype == jnp.float32  # JAX's dtypes
-    with pytest.raises(TypeError, match="must be floating or complex, got int32"):
-        tp.ravel(EVERYTHING, dtype=jnp.int32)
-    with pytest.raises(TypeError, match="'c64' is complex64, which a vector of float32 cannot hold"):
-        tp.ravel(EVERYTHING, dtype=jnp.float32)
-    with pytest.raises(TypeError, match="no parameter is complex, so the vector cannot be complex64"):
-        tp.ravel({"w": ramp(2)}, dtype=jnp.complex64)
+    weak, restructure = tp.ravel({"a": jnp.array(1.0), "b": jnp.array(2.0)})
+    assert [leaf.weak_type for leaf in (weak, *restructure(weak).values())] == [False] * 3
 
 
 def test_a_float32_master_copy_over_bfloat16():
     model = {"w": ramp(4, dtype=jnp.bfloat16)}
     vector, restructure = tp.ravel(model, dtype=jnp.float32)
-    loss = lambda m: jnp.sum(m["w"] ** 2).astype(jnp.float32)
-    gradient = jax.grad(lambda v: loss(restructure(v)))(vector)
-    assert gradient.dtype == jnp.float32
-    np.testing.assert_array_equal(gradient, restructure.ravel_gradient(tp.grad(loss)(model)))
+    gradient = jax.grad(lambda v: jnp.sum(restructure(v)["w"] ** 2).astype(jnp.float32))(vector)
     after = vector - 1e-4 * gradient
     assert not np.any(after == vector)
     np.testing.assert_array_equal(restructure(after)["w"], model["w"])  # the step is too small for bfloat16
     # A gradient in float32 is not rounded to the leaf's dtype on its way.
     fine = {"w": np.full(4, 1 + 2**-12, np.float32)}
     np.testing.assert_array_equal(restructure.ravel_gradient(fine), fine["w"])
-
-
-@pytest.mark.parametrize(
-    ("vector", "error", "message"),
-    [
-        (np.ones(4, "f"), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
-        (np.ones((3, 1), "f"), ValueError, r"got shape \(3, 1\); map over a stack of vectors with jax.vmap"),
-        (np.ones((), "f"), ValueError, r"got shape \(\)"),
-        (np.arange(3), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
-        (np.ones(3, bool), TypeError, "got bool"),
-        (np.ones(3, np.complex64), TypeError, "got complex64, and no parameter is complex; take vector.real"),
-        ([1.0, 2.0, 3.0], TypeError, "got list"),
-    ],
-)
-def test_a_vector_that_does_not_fit(vector, error, message):
-    _, restructure = tp.ravel({"w": ramp(3)})
-    with pytest.raises(error, match=message):
-        restructure(vector)
-    if hasattr(vector, "shape"):
-        with pytest.raises(error, match=message):
-            jax.eval_shape(restructure, vector)
-
-
-def test_an_empty_model_takes_an_empty_vector_alone():
-    model = {"n": 3, "frozen": ramp(2)}
-    vector, restructure = tp.ravel(model, tp.layout(model, freeze="frozen"))
-    assert (vector.shape, vector.dtype) == ((0,), jnp.float32)
-    assert_same(restructure(vector), model)
-    assert restructure.ravel_gradient({}).shape == (0,)
-    with pytest.raises(ValueError, match=r"shape \(0,\) .* got shape \(1,\)"):
-        restructure(np.ones(1, "f"))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, jnp.bfloat16])
@@ -121,6 +73,42 @@ def test_vectors_of_numpy_and_of_other_floating_dtypes(dtype):
     got = restructure(np.asarray(vector).astype(dtype))
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.float32, jnp.bfloat16]
     np.testing.assert_allclose(got["v"], model["v"], 1e-2)
+
+
+TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda r: r(np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
+        (lambda r: jax.eval_shape(r, np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
+        (
+            lambda r: r(np.ones((3, 1), "f")),
+            ValueError,
+            r"got shape \(3, 1\); map over a stack of vectors with jax.vmap",
+        ),
+        (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
+        (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
+        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; take vector.real"),
+        (lambda r: r([1.0, 2.0, 3.0]), TypeError, "got list"),
+        (lambda r: r.ravel({"a": ramp(2)}), ValueError, "2 trained parameters, found none for 'b'"),
+        (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),
+        (lambda r: r.ravel(TREE | {"d": ramp(1)}), ValueError, "entry at 'd', where the model has no leaf"),
+        (lambda _: tp.ravel(TREE, dtype=jnp.int32), TypeError, "must be floating or complex, got int32"),
+        (lambda _: tp.ravel(EVERYTHING, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
+        (lambda _: tp.ravel(TREE, dtype=np.complex64), TypeError, "no parameter is complex, so the .* be complex64"),
+        (lambda _: tp.ravel(TREE, pad_to=0), ValueError, "pad_to must be a whole number .* at least 1, got 0"),
+        (lambda _: tp.ravel(TREE, pad_to=1.5), ValueError, "pad_to must be a whole number .* at least 1, got 1.5"),
+        # It is not the 1 that is known by now.
+        (lambda _: tp.ravel(TREE, pad_to=True), ValueError, "pad_to must be a whole number .* at least 1, got True"),
+    ],
+)
+def test_what_is_refused(use, error, message):
+    _, restructure = tp.ravel(TREE)
+    with pytest.raises(error, match=message):
+        use(restructure)
 
 
 def test_a_restructure_is_a_pytree_of_the_frozen_arrays():
@@ -138,7 +126,7 @@ def test_a_restructure_is_a_pytree_of_the_frozen_arrays():
     means = jax.vmap(lambda r, v: r(v)["norm"].mean, (0, None))(stacked, vector)
     np.testing.assert_array_equal(means, np.stack([model["norm"].mean, 2 * model["norm"].mean]))
     (_, carried), _ = jax.lax.scan(lambda c, _: ((c[0] * 2, c[1]), None), (vector, restructure), None, length=3)
-    assert carried.layout == restructure.layout
+    assert jax.tree.structure(carried) == jax.tree.structure(restructure)
 
 
 def test_with_frozen():
@@ -159,46 +147,23 @@ def test_ravel_reads_any_tree_with_the_slots():
     got = restructure.ravel({"a": 2 * shared, "b": 3 * shared, "c": ramp(1)})  # values: never asks
     np.testing.assert_array_equal(got[:2], 2 * shared)
     np.testing.assert_array_equal(restructure.ravel({"b": shared, "c": ramp(1)}), vector)
-    for tree, message in (
-        ({"a": shared}, "2 trained parameters, found none for 'c'"),
-        ({"a": ramp(3), "c": ramp(1)}, r"expected float32\[2\] at 'a', got float32\[3\]"),
-        ({"a": shared, "c": ramp(1), "d": ramp(1)}, "entry at 'd', where the model has no leaf"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            restructure.ravel(tree)
 
 
-@pytest.mark.parametrize("name", ["same array twice", "plain dataclass", "ints and bools", "transposed tie"])
-def test_both_halves_pickle(name):
-    model = ZOO[name].make()
-    vector, restructure = tp.ravel(model, ZOO[name].layout(model))
-    again = pickle.loads(pickle.dumps(restructure))
-    assert again.layout == restructure.layout
-    assert_same(again(vector), restructure(vector))
-    params, rest = tp.partition(model, restructure.layout)
-    assert_same(tp.combine(params, pickle.loads(pickle.dumps(rest))), tp.combine(params, rest))
-
-
-def test_lowered_ahead_of_time_from_shapes():
-    mlp = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
+def test_programs_made_ahead_of_time_from_shapes_and_for_elsewhere():
+    mlp, x = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), np.ones(2, "f")
     vector, restructure = tp.ravel(mlp)
     layout = tp.layout(eqx.filter_eval_shape(eqx.nn.MLP, 2, 1, 3, 1, key=jax.random.key(0)))
     assert layout == restructure.layout
     of_shape = jax.ShapeDtypeStruct((layout.size,), layout.dtype)
     lowered = jax.jit(lambda v, r, x: r(v)(x)).lower(of_shape, restructure, jax.ShapeDtypeStruct((2,), "float32"))
-    np.testing.assert_allclose(lowered.compile()(vector, restructure, np.ones(2, "f")), mlp(np.ones(2, "f")), 1e-6)
+    np.testing.assert_allclose(lowered.compile()(vector, restructure, x), mlp(x), 1e-6)
 
-
-def test_shapes_alone_and_programs_for_elsewhere():
-    model = {"norm": Norm(ramp(2), ramp(3)), "w": [ramp(2, 2, start=k) for k in range(12)], "f": jnp.tanh}
-    vector, restructure = tp.ravel(model)
-    parts = lambda v, r: (r(v)["norm"].mean, r(v)["w"], r.ravel_gradient({"w": [None, v[:4].reshape(2, 2)]}))
-    shapes = jax.eval_shape(parts, jax.ShapeDtypeStruct(vector.shape, vector.dtype), restructure)
-    assert [each.shape for each in jax.tree.leaves(shapes)] == [(3,), *[(2, 2)] * 12, (50,)]
-    of = jax.jit(lambda v: (restructure(v)["w"], jax.grad(lambda v: jnp.sum(restructure(v)["w"][3]))(v)))
-    weights, gradient = jax.export.export(of, platforms=("cpu", "cuda", "tpu"))(vector).call(vector)
-    jax.tree.map(np.testing.assert_array_equal, weights, model["w"])
-    np.testing.assert_array_equal(gradient, restructure.ravel_gradient({"w": [None] * 3 + [np.ones((2, 2), "f")]}))
+    weights = [ramp(2, 2, start=k) for k in range(12)]
+    vector, restructure = tp.ravel(weights)
+    of = jax.jit(lambda v: (restructure(v), jax.grad(lambda v: jnp.sum(restructure(v)[3]))(v)))
+    got, gradient = jax.export.export(of, platforms=("cpu", "cuda", "tpu"))(vector).call(vector)
+    assert_same(got, weights)
+    np.testing.assert_array_equal(gradient, restructure.ravel_gradient([None] * 3 + [np.ones((2, 2), "f")]))
 
 
 # -- Padding and length ------------------------------------------------------------------------------------------------
@@ -206,24 +171,21 @@ def test_shapes_alone_and_programs_for_elsewhere():
 
 def test_padding_never_leaks():
     model = {"a": ramp(3), "b": ramp(2)}
-    vector, restructure = tp.ravel(model, pad_to=4)
-    plain, unpadded = tp.ravel(model)
-    assert (vector.shape, restructure.layout.size) == ((8,), 5)
+    (vector, restructure), (plain, unpadded) = tp.ravel(model, pad_to=4), tp.ravel(model)
+    layout = restructure.layout
+    assert (vector.shape, layout.size) == ((8,), 5)
     assert "padded to 8" in repr(restructure)
-    np.testing.assert_array_equal(tp.global_norm(vector), tp.global_norm(plain))
     noisy = np.append(plain, np.full(3, np.nan, "f"))
     assert_same(restructure(noisy), model)
     assert_same(dict(restructure.view(noisy)), model)
     gradient = jax.grad(lambda v: zoo.loss(restructure(v)))(noisy)
     np.testing.assert_array_equal(gradient, np.append(jax.grad(lambda v: zoo.loss(unpadded(v)))(plain), [0, 0, 0]))
     np.testing.assert_array_equal(restructure.view(vector).at["**"].set(1.0), [1, 1, 1, 1, 1, 0, 0, 0])
-    assert restructure.layout.indices("**").tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"shape \(8,\) .* got shape \(5,\)"):
-        restructure(plain)
+    assert layout.indices("**").tolist() == [0, 1, 2, 3, 4]
     hessian = np.arange(64.0).reshape(8, 8)
     with pytest.raises(ValueError, match=r"expected an array of shape \(5, 5\) .* got shape \(8, 8\)"):
-        restructure.layout.block(hessian, "a", "b")
-    np.testing.assert_array_equal(restructure.layout.block(hessian[:5, :5], "a", "b"), hessian[:3, 3:5])
+        layout.block(hessian, "a", "b")
+    np.testing.assert_array_equal(layout.block(hessian[:5, :5], "a", "b"), hessian[:3, 3:5])
 
 
 def test_an_option_means_what_it_says_at_each_call():
@@ -232,14 +194,6 @@ def test_an_option_means_what_it_says_at_each_call():
     vector, restructure = tp.ravel(model, padded)
     assert (vector.shape, vector.dtype) == ((5,), jnp.float32)
     assert padded == tp.layout(model) == restructure.layout
-
-
-@pytest.mark.usefixtures("without_type_checks")
-@pytest.mark.parametrize("pad_to", [0, -1, 1.5, True, None])
-def test_a_padding_that_cannot_be(pad_to):
-    tp.ravel({"w": ramp(2)})  # `True` is not the 1 that is known by now
-    with pytest.raises(ValueError, match=f"pad_to must be a whole number of elements, at least 1, got {pad_to}"):
-        tp.ravel({"w": ramp(2)}, pad_to=pad_to)
 
 
 @pytest.mark.parametrize("leaves", [1, 16])

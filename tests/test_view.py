@@ -2,7 +2,6 @@
 
 import re
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 
 import treeparams as tp
 
-from . import zoo
-from .zoo import ZOO, Norm, assert_same, ramp
+from .zoo import ZOO, Norm, ramp
 
 
 def model():
@@ -34,18 +32,9 @@ def test_a_view_is_a_mapping_of_what_is_trained(specimen):
     for path, part in view.items():
         assert part.dtype == vector.dtype
         np.testing.assert_array_equal(part, np.asarray(want[path]).astype(part.dtype))
-
-
-@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
-@hypothesis.given(zoo.models())
-def test_views_of_generated_models(made):
-    vector, restructure = tp.ravel(made)
-    view, layout, numbers = restructure.view(vector), restructure.layout, np.asarray(vector)
-    for path in layout.paths:
-        np.testing.assert_array_equal(view[path], numbers[layout.slice(path)].reshape(layout[path].shape))
-        want = numbers.copy()
-        want[layout.slice(path)] += numbers.dtype.type(1)
-        np.testing.assert_array_equal(view.at[path].add(1), want)
+        changed = np.array(vector)
+        changed[layout.slice(path)] += changed.dtype.type(1)
+        np.testing.assert_array_equal(view.at[path].add(1), changed)
 
 
 def test_names_aliases_globs_nodes_regexes_and_classes():
@@ -55,7 +44,6 @@ def test_names_aliases_globs_nodes_regexes_and_classes():
     assert VIEW["**"]["layers.0"]["head"].shape == (2, 2)
     assert [path in VIEW for path in ("head", "layers.0", "nowhere", 3)] == [True, False, False, False]
     assert "head" not in VIEW["layers.1"]
-    assert VIEW.get("layers.7.w") is None
     norms, restructure = tp.ravel({"n": Norm(ramp(2), ramp(2)), "w": ramp(1)})
     assert list(restructure.view(norms)[Norm]) == ["n.scale"]
 
@@ -64,7 +52,6 @@ def test_names_aliases_globs_nodes_regexes_and_classes():
     ("path", "message"),
     [
         ("layers.0.v", "'layers.0.v' selects nothing.*layers.0.b"),
-        ("lairs.*", "selects nothing"),
         ("frozen", "'frozen' is frozen, so it has no slot"),
         ("fro*", "'fro[*]' selects only what is frozen, such as 'frozen'"),
         ("n", "no parameter"),
@@ -77,15 +64,9 @@ def test_what_is_not_there(path, message):
     for read in (lambda: view[path], lambda: view.at[path]):
         with pytest.raises(KeyError, match=message):
             read()
-    for elsewhere, message in (
-        ("layers.0.b", "not in this part of"),
-        ("layers.0.*", "selects nothing of this part of"),
-    ):
-        with pytest.raises(KeyError, match=f"{message} the view"):
+    for elsewhere in ("layers.0.b", "layers.0.*"):
+        with pytest.raises(KeyError, match="this part of the view"):
             view["layers.1"][elsewhere]
-
-
-# -- Changes -----------------------------------------------------------------------------------------------------------
 
 
 CHANGES = {"set": lambda old, new: new, "add": lambda old, new: old + new, "multiply": lambda old, new: old * new}
@@ -98,7 +79,6 @@ def test_changes(name, compiled):
     changes = [
         ("layers.0.b", 3.0, 3.0),
         ("head", ramp(2, 2, start=9), ramp(4, start=9)),
-        ("he*", ramp(4, start=9), ramp(4, start=9)),
         ("layers.*.b", np.float64(2), 2),
         ("**", jnp.float32(7), 7),
         ("layers.*.b", new, np.concatenate(list(new.values()))),
@@ -118,18 +98,33 @@ def test_changes(name, compiled):
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "error", "message"),
+    ("use", "error", "message"),
     [
-        ("layers.0.b", np.ones(3, "f"), ValueError, r"number or shape \(2,\) at 'layers.0.b', got shape \(3,\)"),
-        ("layers.*.b", np.ones(3, "f"), ValueError, r"vector of the 4 elements selected, got shape \(3,\)"),
-        ("layers.*.b", {"layers.0.b": 1.0}, ValueError, r"expected values at \['layers.0.b', 'layers.1.b'\], got them"),
-        ("layers.1.b", VIEW["layers.0"], ValueError, r"expected values at \['layers.1.b'\], got them at \['head'"),
-        ("layers.0.b", 1j, TypeError, "'layers.0.b' lies in a vector of float32, got complex64"),
+        (
+            lambda: VIEW.at["layers.0.b"].set(np.ones(3)),
+            ValueError,
+            r"or shape \(2,\) at 'layers.0.b', got shape \(3,\)",
+        ),
+        (lambda: VIEW.at["layers.*.b"].set(np.ones(3)), ValueError, r"the 4 elements selected, got shape \(3,\)"),
+        (lambda: VIEW.at["layers.*.b"].set({"layers.0.b": 1.0}), ValueError, r"'layers.1.b'\], got them"),
+        (lambda: VIEW.at["layers.1.b"].set(VIEW["layers.0"]), ValueError, r"\['layers.1.b'\], got them at \['head'"),
+        (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' lies in a vector of float32, got complex64"),
+        (lambda: RESTRUCTURE(VIEW), TypeError, r"a vector of shape \(12,\) and floating dtype, got View"),
+        (
+            lambda: RESTRUCTURE.view(np.ones((2, 12), "f")),
+            ValueError,
+            r"got shape \(2, 12\); map over .* with jax.vmap",
+        ),
+        (lambda: VIEW + VIEW, TypeError, "unsupported operand"),
+        (lambda: LAYOUT.slice("layers.0.v"), KeyError, r"'layers\.0\.v' is no path of the model"),
+        (lambda: LAYOUT.indices("nowhere"), ValueError, "selects nothing"),
+        (lambda: LAYOUT.block(np.ones((12, 11)), "head", "head"), ValueError, r"\(12, 12\) .*, got shape \(12, 11\)"),
+        (lambda: LAYOUT.block([[1.0]], "head", "head"), ValueError, r"array of shape \(12, 12\) .*, got list"),
     ],
 )
-def test_values_that_do_not_fit(where, value, error, message):
+def test_what_does_not_fit(use, error, message):
     with pytest.raises(error, match=message):
-        VIEW.at[where].set(value)
+        use()
 
 
 def test_what_is_computed_from_another_parameter_is_changed_there():
@@ -137,14 +132,14 @@ def test_what_is_computed_from_another_parameter_is_changed_there():
     vector, restructure = tp.ravel(made, tp.layout(made, ties={"dec": ("enc", jnp.transpose)}))
     view = restructure.view(vector)
     np.testing.assert_array_equal(view["dec"], view["enc"].T)
-    for where in ("dec", "de*", ["dec", "z"], re.compile("d.*"), lambda m: m["dec"]):
+    for where in ("de*", ["dec", "z"], lambda m: m["dec"]):
         with pytest.raises(KeyError, match="'dec' is computed from 'enc'; change it there"):
             view.at[where]
-    for where in ("enc", "*", ["dec", "enc"]):
+    for where in ("enc", ["dec", "enc"]):
         np.testing.assert_array_equal(restructure.view(view.at[where].set(7.0))["dec"], np.full((3, 2), 7))
 
 
-def test_it_prints_its_paths_and_is_equal_to_itself():
+def test_it_prints_its_paths_and_is_equal_to_itself_and_no_pytree():
     vector, restructure = tp.ravel([ramp(1)] + [ramp(1, start=k) for k in range(9)])
     view = restructure.view(vector)
     assert repr(view) == "View('0', '1', '2', '3', '4', ..., '9')"
@@ -152,18 +147,8 @@ def test_it_prints_its_paths_and_is_equal_to_itself():
     assert view == view
     assert view != restructure.view(vector)
     assert len({view, view}) == 1
-
-
-# -- Derivatives and transformations -----------------------------------------------------------------------------------
-
-
-def test_the_gradient_of_what_reads_a_view_is_the_slice_of_the_flat_gradient():
-    for path in ("layers.0.b", "head"):
-        gradient = jax.grad(lambda v, path=path: jnp.sum(RESTRUCTURE.view(v)[path] ** 2))(VECTOR)
-        want = np.zeros(12, "f")
-        want[LAYOUT.slice(path)] = 2 * VECTOR[LAYOUT.slice(path)]
-        np.testing.assert_array_equal(gradient, want)
-        np.testing.assert_array_equal(RESTRUCTURE.view(gradient)[path], 2 * VIEW[path])
+    assert jax.tree.leaves(VIEW) == [VIEW]
+    assert VIEW.vector is VECTOR
 
 
 def test_nothing_leaks_out_of_an_inner_trace():
@@ -174,20 +159,8 @@ def test_nothing_leaks_out_of_an_inner_trace():
         return inside + chosen + jnp.sum(outer["head"])
 
     want = 3 * np.sum(VIEW["head"]) + np.sum(VIEW["layers.0.b"])
-    for got in (read(VECTOR), jax.jit(read)(VECTOR), jax.vmap(read)(VECTOR[None])[0]):
+    for got in (read(VECTOR), jax.jit(jax.value_and_grad(read))(VECTOR)[0], jax.vmap(read)(VECTOR[None])[0]):
         np.testing.assert_allclose(got, want, 1e-6)
-    assert jax.grad(read)(VECTOR).shape == VECTOR.shape
-
-
-def test_a_view_is_neither_a_pytree_nor_an_argument():
-    assert jax.tree.leaves(VIEW) == [VIEW]
-    assert_same(RESTRUCTURE(VIEW.vector), model())
-    with pytest.raises(TypeError, match=r"expected a vector of shape \(12,\) and floating dtype, got View"):
-        RESTRUCTURE(VIEW)
-    with pytest.raises(ValueError, match=r"got shape \(2, 12\); map over a stack of vectors with jax.vmap"):
-        RESTRUCTURE.view(np.stack([VECTOR, VECTOR]))
-    with pytest.raises(TypeError, match="unsupported operand"):
-        VIEW + VIEW
 
 
 def test_reading_every_part_is_one_cut():
@@ -197,27 +170,15 @@ def test_reading_every_part_is_one_cut():
     assert (names.count("cut"), names.count("join"), names.count("pad")) == (1, 1, 0)
 
 
-# -- Places ------------------------------------------------------------------------------------------------------------
-
-
 def test_slices_indices_and_blocks():
     assert [LAYOUT.slice(path) for path in LAYOUT.paths] == [slice(0, 4), slice(4, 6), slice(6, 8), slice(8, 12)]
     assert LAYOUT.slice("layers.0.w") == LAYOUT.slice("head")
     assert LAYOUT.indices("layers.*.b").tolist() == [4, 5, 6, 7]
     assert LAYOUT.indices(["layers.1.w", "head"]).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     hessian = np.arange(144, dtype=np.float32).reshape(12, 12)
-    np.testing.assert_array_equal(LAYOUT.block(hessian, "head", "layers.1.b"), hessian[0:4, 6:8])
-    np.testing.assert_array_equal(LAYOUT.block(hessian, "layers.*.b", "head"), hessian[4:8, 0:4])
+    block = jax.jit(lambda h: LAYOUT.block(h, "layers.*.b", "head"))
+    np.testing.assert_array_equal(block(hessian), hessian[4:8, 0:4])
     assert LAYOUT.block(hessian, "head", "layers.*.w").shape == (4, 8)
-    np.testing.assert_array_equal(jax.jit(lambda h: LAYOUT.block(h, "head", "head"))(hessian), hessian[:4, :4])
-    assert jax.make_jaxpr(lambda h: LAYOUT.block(h, "head", "layers.*.b"))(hessian).consts == []  # in one piece
+    assert jax.make_jaxpr(block)(hessian).consts == []  # in one piece
     stack = np.stack([hessian, 2 * hessian])
     np.testing.assert_array_equal(LAYOUT.block(stack, "head", "layers.1.b"), stack[:, 0:4, 6:8])
-    with pytest.raises(KeyError, match=r"'layers\.0\.v' is no path of the model"):
-        LAYOUT.slice("layers.0.v")
-    with pytest.raises(ValueError, match=r"array of shape \(12, 12\) over the vector of .*, got shape \(12, 11\)"):
-        LAYOUT.block(hessian[:, :11], "head", "head")
-    with pytest.raises(ValueError, match=r"array of shape \(12, 12\) .*, got list"):
-        LAYOUT.block([[1.0]], "head", "head")
-    with pytest.raises(ValueError, match="selects nothing"):
-        LAYOUT.indices("nowhere")

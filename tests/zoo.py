@@ -29,9 +29,6 @@ class Norm(eqx.Module):
     scale: jax.Array
     mean: jax.Array = tp.field(trainable=False)
 
-    def __call__(self, x):
-        return (x - self.mean) * self.scale
-
 
 class Net(eqx.Module):
     layers: list[Any]
@@ -57,21 +54,9 @@ def _tied() -> Any:
     return {"embed": shared, "body": [ramp(3), shared], "head": shared}
 
 
-def _transposed() -> Any:
-    return {"decoder": ramp(2, 3).T, "encoder": ramp(2, 3), "bias": ramp(2)}
-
-
 def _batch_norm() -> Any:
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
     return {"norm": norm, "state": state}
-
-
-def _net() -> Any:
-    return Net([Norm(ramp(3), ramp(3)), None, eqx.nn.Dropout(0.5), Norm(ramp(3), ramp(3))], jnp.tanh, 3)
-
-
-def _keys() -> Any:
-    return {"key": jax.random.key(0), "raw": jax.random.PRNGKey(1), "weight": ramp(2)}
 
 
 @dataclasses.dataclass
@@ -92,14 +77,19 @@ ZOO = {
     "bf16 with f32": Specimen(lambda: [ramp(3, dtype=jnp.bfloat16), ramp(2, 2), ramp(1, dtype=jnp.float16)]),
     "nothing trained": Specimen(lambda: {"n": jnp.arange(3), "name": "x"}),
     "all frozen": Specimen(lambda: {"a": ramp(2)}, {"freeze": "**"}),
-    "functions and static fields": Specimen(_net),
+    "functions and static fields": Specimen(
+        lambda: Net([Norm(ramp(3), ramp(3)), None, eqx.nn.Dropout(0.5), Norm(ramp(3), ramp(3))], jnp.tanh, 3)
+    ),
     "plain dataclass": Specimen(lambda: Plain(ramp(2), {"deep": ramp(3)})),
     "named tuple": Specimen(lambda: Pair(ramp(2), Pair(ramp(1), None))),
     "same array twice": Specimen(_tied),
     "frozen tie": Specimen(_tied, {"freeze": ("embed", "body.1", "head")}),
-    "transposed tie": Specimen(_transposed, {"ties": {"decoder": ("encoder", jnp.transpose)}}),
+    "transposed tie": Specimen(
+        lambda: {"decoder": ramp(2, 3).T, "encoder": ramp(2, 3), "bias": ramp(2)},
+        {"ties": {"decoder": ("encoder", jnp.transpose)}},
+    ),
     "batch norm": Specimen(_batch_norm),
-    "prng keys": Specimen(_keys),
+    "prng keys": Specimen(lambda: {"key": jax.random.key(0), "raw": jax.random.PRNGKey(1), "weight": ramp(2)}),
     "numpy leaves": Specimen(lambda: {"w": np.ones((2, 2), np.float32), "n": np.arange(2), "f": ramp(2)}),
     "empty leaves": Specimen(lambda: [ramp(0), ramp(2, 0), ramp(2), ramp()]),
     "mlp": Specimen(lambda: eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0)), {"freeze": "layers.0"}),
@@ -184,21 +174,19 @@ _SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
 
 @st.composite
-def arrays(draw: Any) -> jax.Array:
-    shape, dtype = draw(_SHAPES), draw(st.sampled_from(_DTYPES))
-    return ramp(*shape, dtype=dtype, start=draw(st.integers(-2, 2)))
-
-
-@st.composite
 def models(draw: Any, floating: bool = False) -> Any:
-    """A nested container in which some arrays stand at several places."""
-    kinds = arrays()
+    """A nested container in which some arrays stand at several places; or of float32 arrays alone, each at one."""
     if floating:
-        kinds = st.builds(lambda shape: ramp(*shape), _SHAPES)
-    pool = draw(st.lists(kinds, min_size=1, max_size=4))
-    leaf = st.sampled_from(pool) if not floating else kinds
-    other = st.sampled_from([None, 3, 0.5, "name", jnp.tanh])
-    leaves = leaf if floating else st.one_of(leaf, leaf, other)
+        leaves = st.builds(lambda shape: ramp(*shape), _SHAPES)
+    else:
+        arrays = st.builds(
+            lambda shape, dtype, start: ramp(*shape, dtype=dtype, start=start),
+            _SHAPES,
+            st.sampled_from(_DTYPES),
+            st.integers(-2, 2),
+        )
+        leaf = st.sampled_from(draw(st.lists(arrays, min_size=1, max_size=4)))
+        leaves = st.one_of(leaf, leaf, st.sampled_from([None, 3, 0.5, "name", jnp.tanh]))
     names = st.sampled_from(["a", "b", "a.b", "", "*", '"'])
     return draw(
         st.recursive(
