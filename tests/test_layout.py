@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import re
 import subprocess
 import sys
 from typing import Any
@@ -64,7 +65,6 @@ def test_slots_paths_sizes_and_mask():
         ([np.ones(0, jnp.complex64)], jnp.float32),
         ([np.ones(2, jnp.bfloat16), np.ones(0)], jnp.bfloat16),
         ([np.ones(2, jnp.bfloat16), np.ones(2, jnp.float16)], jnp.float32),
-        ([ramp(2), np.ones(2, jnp.complex64)], jnp.complex64),
         ([np.ones(2, np.float64)], jnp.float32),  # as JAX takes it
         ([np.ones(2, jnp.float8_e4m3fn)], jnp.float8_e4m3fn),
         ([np.ones(2, jnp.float8_e4m3fn), ramp(2)], jnp.float32),
@@ -102,9 +102,7 @@ def test_it_prints_as_a_table():
     of_partial = str(tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}))
     assert "reshape" in of_partial
     assert " at 0x" not in of_partial
-    with_breaks = str(tp.layout({"a\nb": ramp(2), "tab\t": ramp(1)})).splitlines()
-    assert len(with_breaks) == 4
-    assert with_breaks[1].startswith(r"a\nb ")
+    assert str(tp.layout({"a\nb": ramp(2)})).splitlines()[1].startswith(r"a\nb ")
 
 
 def test_it_cannot_be_changed():
@@ -119,11 +117,10 @@ def test_it_cannot_be_changed():
 
 
 def test_what_a_user_sees_of_a_layout_is_what_the_contract_names():
-    layout = tp.layout({"w": ramp(2)})
-    layout.dtype, layout.ties, layout.slots, hash(layout)
+    layout, (_, rest) = tp.layout({"w": ramp(2)}), tp.partition({"w": ramp(2)})
+    layout.dtype, layout.ties, layout.slots, hash(layout)  # what is made at the first look stays hidden
     names = "slots paths size nbytes dtype ties mask freeze thaw diff slice indices block"
     assert sorted(name for name in dir(layout) if name[0] != "_") == sorted(names.split())
-    _, rest = tp.partition({"w": ramp(2)})
     assert [name for name in dir(rest) if name[0] != "_"] == ["layout"]
 
 
@@ -132,19 +129,17 @@ def test_what_a_user_sees_of_a_layout_is_what_the_contract_names():
 
 def test_values_do_not_count_but_structure_does():
     model, layout = net(), tp.layout(net())
-    replaced = lambda new: eqx.tree_at(lambda m: m.first.bias, model, new)
     alike = [
         net(7),
         dataclasses.replace(model, rate=2, act=jax.nn.gelu),
         eqx.tree_at(lambda m: m.first.weight, model, np.ones((2, 3), np.float64)),
     ]
-    assert [tp.layout(other) == layout and hash(tp.layout(other)) == hash(layout) for other in alike] == [True] * 3
+    assert {tp.layout(other) for other in alike} == {layout}
+    bias = lambda new: eqx.tree_at(lambda m: m.first.bias, model, new)
     differ = [
         eqx.tree_at(lambda m: m.first.weight, model, ramp(2, 4)),
         eqx.tree_at(lambda m: m.count, model, ramp(3)),
-        replaced(ramp(2, dtype=jnp.bfloat16)),
-        replaced(None),
-        replaced(model.scale),
+        *map(bias, (ramp(2, dtype=jnp.bfloat16), None, model.scale)),
     ]
     layouts = [layout, layout.freeze("first.bias"), *(tp.layout(other, thaw="scale") for other in differ)]
     assert len(set(layouts)) == len(layouts)
@@ -166,19 +161,16 @@ def test_equal_layouts_share_one_trace():
 
 def test_diff_says_what_differs():
     def lines(**changes: Any) -> list[str]:
-        model = {"a": ramp(2), "b": {"c": ramp(3)}, "n": net()}
+        model = {"a": ramp(2), "n": net()}
         return tp.layout(model).diff(tp.layout(model | changes)).splitlines()
 
     assert lines() == []
-    assert lines(a=ramp(3)) == ["'a' is float32[2] in the first, float32[3] in the second"]
     assert lines(a=0.5) == [
         "'a' is float32[2] in the first, no array in the second",
         "'a' is trained in the first, not in the second",
     ]
-    assert lines(b={"d": ramp(3)}) == ["'b.c' is only in the first", "'b.d' is only in the second"]
     (line,) = lines(n=net(config=2.0))
-    assert line.startswith("the node at 'n' has other static values")
-    assert "2.0" in line
+    assert re.match("the node at 'n' has other static values.*2.0", line)
     layout = tp.layout(tied(), ties=TIES)
     assert layout.diff(layout.freeze("b")) == "'b' is trained in the first, not in the second"
     assert layout.diff(tp.layout(tied())) == "'a' is tied to ['c.0', 'd'] in the first, to ['c.0'] in the second"
@@ -190,17 +182,17 @@ def test_diff_says_what_differs():
 # -- Pickles
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
-        lambda: tp.layout(tied(), freeze="b", ties=TIES),
-        lambda: tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}),
-        lambda: tp.layout(eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="ema")),
-        lambda: tp.layout(eqx.nn.BatchNorm(3, "b", mode="batch")),  # whose marker is still an `object()`
-        lambda: tp.layout(()),
-    ],
-)
+PICKLED = [
+    lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
+    lambda: tp.layout(tied(), freeze="b", ties=TIES),
+    lambda: tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}),
+    lambda: tp.layout(eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="ema")),
+    lambda: tp.layout(eqx.nn.BatchNorm(3, "b", mode="batch")),  # whose marker is still an `object()`
+    lambda: tp.layout(()),
+]
+
+
+@pytest.mark.parametrize("make", PICKLED)
 def test_it_equals_itself_after_pickling(make: Any):
     again = pickle.loads(pickle.dumps(known := make()))
     assert again == known
@@ -208,32 +200,16 @@ def test_it_equals_itself_after_pickling(make: Any):
     assert {known: 1}[again] == 1
 
 
-IN_ANOTHER_PROCESS = """
+def test_it_is_found_in_a_process_with_another_hash_seed(pytestconfig: pytest.Config):
+    code = f"""
 import pickle, sys
-import equinox as eqx, jax, jax.numpy as jnp
-import treeparams as tp
-
-def layout():
-    mlp = eqx.nn.MLP(2, 2, 4, 2, use_bias=False, key=jax.random.key(0))
-    ties = {"mlp.layers.2.weight": ("mlp.layers.0.weight", jnp.transpose)}
-    return tp.layout({"mlp": mlp, "frozen": jnp.ones(2)}, freeze="frozen", ties=ties)
-
-if sys.argv[1] == "write":
-    sys.stdout.buffer.write(pickle.dumps(layout()))
-else:
-    read, here = pickle.loads(sys.stdin.buffer.read()), layout()
-    print(read == here, hash(read) == hash(here), {here: "found"}.get(read), read.ties)
+from {__name__} import PICKLED
+print([{{make(): "found"}}.get(read) for make, read in zip(PICKLED, pickle.load(sys.stdin.buffer))])
 """
-
-
-def test_it_is_the_same_in_a_process_with_another_hash_seed():
-    def run(what: str, seed: str, given: bytes = b"") -> bytes:
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", IN_ANOTHER_PROCESS, what]
-        return subprocess.run(command, input=given, env=environment, capture_output=True, check=True).stdout
-
-    told = run("read", "2", run("write", "1")).decode()
-    assert told.split(maxsplit=3) == ["True", "True", "found", "{'mlp.layers.0.weight': ('mlp.layers.2.weight',)}\n"]
+    options = {"cwd": pytestconfig.rootpath, "env": os.environ | {"PYTHONHASHSEED": "1"}}
+    given = pickle.dumps([make() for make in PICKLED])
+    printed = subprocess.run([sys.executable, "-c", code], input=given, stdout=subprocess.PIPE, check=True, **options)
+    assert printed.stdout.decode() == f"{['found'] * len(PICKLED)}\n"
 
 
 # -- Models that are not as others
@@ -257,18 +233,15 @@ def test_arrays_that_jax_does_not_have_are_named_by_path(dtype: Any):
             use({"a": [np.zeros(2, dtype)], "w": ramp(2)})
 
 
-DELETED_IN = [
-    lambda model: tp.ravel(model)[0],
-    lambda model: tp.maptrainable(lambda x: x + 1, model),
-    tp.copy,
-    lambda model: tp.ema(model, {"a": ramp(2), "b": [ramp(3)]}, decay=0.5),
-    tp.grad(lambda model: jnp.sum(model["b"][0])),
-]
-
-
 def test_a_deleted_array_is_named_by_path():
     model = {"a": ramp(2), "b": [ramp(3)]}
     model["b"][0].delete()
-    for use in DELETED_IN:
+    for use in (
+        tp.ravel,
+        tp.copy,
+        lambda model: tp.maptrainable(lambda x: x + 1, model),
+        lambda model: tp.ema(model, {"a": ramp(2), "b": [ramp(3)]}, decay=0.5),
+        tp.grad(lambda model: jnp.sum(model["b"][0])),
+    ):
         with pytest.raises(RuntimeError, match=r"'b.0' has been deleted, as by a step that donates it; .*tp.copy"):
             use(model)

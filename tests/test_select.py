@@ -2,7 +2,7 @@
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ramp
+from .zoo import Pair, ramp
 
 
 class Net(eqx.Module):
@@ -23,12 +23,7 @@ class Net(eqx.Module):
     act: Any
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.act(self.head(x)) * self.scale
-
-
-class Pair(NamedTuple):
-    x: Any
-    y: Any
+        return self.head(x)
 
 
 @functools.cache
@@ -55,13 +50,9 @@ def test_what_is_no_parameter():
     ("where", "selected"),
     [
         ("head", HEAD),
-        ("**", BODY + HEAD),
         ("**.weight", WEIGHTS),
-        ("body.*.weight", WEIGHTS[:2]),
-        ("body.[!0]", BODY[2:]),
         (re.compile(r"head\.w.*"), HEAD[:1]),
         (re.compile(r"body\.\d"), BODY),
-        (re.compile(r".*\.weight"), WEIGHTS),
         (eqx.nn.Linear, BODY + HEAD),
         (list, BODY),
         (lambda m: m.head, HEAD),
@@ -71,24 +62,30 @@ def test_what_is_no_parameter():
         (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
         ((lambda m: m.head.weight, ["body.0.bias"]), (BODY[1], HEAD[0])),
         (["head", "head.weight"], HEAD),
+        (["body", "!body.0"], BODY[2:]),
+        (["!body.0", "body"], BODY[2:]),  # whatever the order
+        ([eqx.nn.Linear, "!body"], HEAD),
+        ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
     ],
 )
 def test_only_what_is_selected_is_trained(where: Any, selected: tuple[str, ...]):
     assert tp.layout(net(), where).paths == selected
-    rest = tuple(path for path in tp.layout(net(), thaw="**").paths if path not in selected)
-    if where != "**":
-        assert tp.layout(net(), thaw="scale", freeze=where).paths == rest
-        assert tp.layout(net()).thaw("scale").freeze(where).paths == rest
-        assert tp.layout(net(), freeze="**").thaw(where).paths == selected
+    assert tp.ravel(net(), where)[1].layout.paths == selected
+    rest = tuple(path for path in (*BODY, *HEAD, "scale") if path not in selected)
+    assert tp.layout(net(), thaw="scale", freeze=where).paths == rest
+    assert tp.layout(net()).thaw("scale").freeze(where).paths == rest
+    assert tp.layout(net(), freeze="**").thaw(where).paths == selected
 
 
-def test_a_callable_tells_leaves_apart_that_are_one_object():
+def test_a_rule_or_a_callable_names_each_place_of_a_tie():
     shared = ramp(2)
-    model = {"a": shared, "b": shared, "c": [0.5, 0.5, ramp(2)]}
-    assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
-    with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):
-        tp.layout(model, freeze=lambda m: m["a"])
+    model = {"a": shared, "b": shared, "c": [0.5, 0.5, ramp(3)]}
     assert tp.layout(model, lambda m: m["c"]).paths == ("c.2",)
+    assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
+    assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
+    for only_a in (lambda m: m["a"], tp.leaves(lambda path, leaf: path == "a")):
+        with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):
+            tp.layout(model, freeze=only_a)
 
 
 # -- What selects nothing
@@ -98,15 +95,16 @@ def test_a_callable_tells_leaves_apart_that_are_one_object():
     ("where", "message"),
     [
         ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
-        ("body.2", r"'body.2' selects nothing; nearest: .*'body.[01]'"),
         (re.compile(r"head\.wieght"), r"'head\\\\.wieght' selects nothing.*'head.weight'"),
         (eqx.nn.Conv1d, r"'Conv1d' selects nothing.*Linear"),
         (lambda m: None, r"'.*<lambda>' selects nothing; the model's parameters are 'body.0.weight'"),
         (lambda m: 1, r"must return nodes of the model it is given, as for eqx.tree_at; got int"),
         (eqx.is_array, r"got bool. To ask each leaf, write tp.leaves\(lambda path, leaf: ...\)"),
         (lambda m: m.head.weight.T, r"\(it is given shapes in place of arrays\); it failed with AttributeError"),
-        ("steps", r"'steps' selects no parameter, only 'steps' \(int32\[\]\); only floating and complex arrays are"),
-        (lambda m: (m.act, m.steps), r"selects no parameter, only 'steps' \(int32\[\]\), 'act' \(not an array\)"),
+        (
+            lambda m: (m.act, m.steps),
+            r"no parameter, only 'steps' \(int32\[\]\), 'act' \(not an array\); only floating",
+        ),
         (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
         ([], r"an empty sequence selects nothing; leave the argument out, or write None"),
         (tp.leaves(lambda path, leaf: False), r"tp.leaves\(.*<lambda>\) selects nothing"),
@@ -116,12 +114,16 @@ def test_a_callable_tells_leaves_apart_that_are_one_object():
 )
 def test_what_selects_nothing_says_so(where: Any, message: str):
     layout = tp.layout(net())
-    for use in (functools.partial(tp.layout, net()), layout.freeze, layout.thaw, functools.partial(tp.ravel, net())):
+    for use in (
+        layout.freeze,
+        layout.thaw,
+        lambda where: tp.layout(net(), where),
+        lambda where: tp.layout(net(), freeze=where),
+        lambda where: tp.layout(net(), thaw=where),
+        lambda where: tp.ravel(net(), where),
+    ):
         with pytest.raises(ValueError, match=message):
             use(where)
-    for word in ("freeze", "thaw"):
-        with pytest.raises(ValueError, match=message):
-            tp.layout(net(), **{word: where})
 
 
 @pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
@@ -145,11 +147,7 @@ def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
         (lambda: tp.layout(net())[0], TypeError, r"asked by path, got 0; the slots in order are layout.slots"),
         (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties is a dictionary \{alias: path\} .*, got list"),
         (lambda: tp.leaves("head"), TypeError, r"tp.leaves takes a function of path and leaf, got str"),
-        (
-            lambda: tp.layout(net(), tp.leaves(lambda path, leaf: None)),
-            TypeError,
-            "must return a bool, got NoneType at",
-        ),
+        (lambda: tp.layout(net(), tp.leaves(lambda *_: None)), TypeError, r"must return a bool, got NoneType at 'body"),
     ],
 )
 def test_arguments_of_other_types(use: Any, error: type[Exception], message: str):
@@ -160,27 +158,14 @@ def test_arguments_of_other_types(use: Any, error: type[Exception], message: str
 # -- Masks
 
 
-def masks() -> dict[str, Any]:
-    """Masks of `net()` that say the same: its head is trained."""
-    nothing = jax.tree.map(lambda _: False, net())
-    module = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
-    return {
-        "module": module,  # which can be called, and is not
-        "numpy": jax.tree.map(np.bool_, module),
-        "no parameters": eqx.tree_at(lambda m: (m.steps, m.act), module, (True, True)),
-        "own": tp.layout(net(), "head").mask,
-    }
-
-
-@pytest.mark.parametrize("name", masks())
-def test_a_mask_is_tried_first(name: str):
-    mask = masks()[name]
-    assert callable(mask)
-    assert tp.layout(net(), mask) == tp.layout(net(), "head")
-
-
-def test_a_mask_is_over_declarations():
-    everything = jax.tree.map(lambda _: True, net())
+def test_a_mask_is_tried_first_and_is_over_declarations():
+    nothing, everything = (jax.tree.map(lambda _, word=word: word, net()) for word in (False, True))
+    head = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
+    of_numpy = jax.tree.map(np.bool_, head)
+    of_others_too = eqx.tree_at(lambda m: (m.steps, m.act), head, (True, True))  # which are no parameters
+    for mask in (head, of_numpy, of_others_too, tp.layout(net(), "head").mask):
+        assert callable(mask)
+        assert tp.layout(net(), mask) == tp.layout(net(), "head")
     assert tp.layout(net(), everything).paths == (*BODY, *HEAD, "scale")
     assert tp.layout(net(), everything, freeze="body", thaw="body.0.bias").paths == ("body.0.bias", *HEAD, "scale")
 
@@ -198,23 +183,17 @@ def test_masks_of_trees_that_are_other_wheres_too():
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ({"a": True}, r"it has no 'b.c'"),
+        ({"a": True}, r"a mask must have the structure of the model, with a bool at every leaf; it has no 'b.c'"),
         ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model has not"),
         ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model has not"),
         ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
-        ([True, True], r"it has no 'a'"),
+        ({"a": 1, "b": {"c": True}, "n": None}, r"holds Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
+        ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask holds Python bools, got .*bool\[\]"),
     ],
 )
-def test_a_mask_of_another_structure(mask: Any, message: str):
-    expected = r"a mask must have the structure of the model, with a bool at every leaf; "
-    with pytest.raises(ValueError, match=expected + message):
+def test_what_is_no_mask_of_the_model(mask: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
         tp.layout({"a": ramp(2), "b": {"c": ramp(2)}, "n": None}, mask)
-
-
-@pytest.mark.parametrize(("value", "kind"), [(jnp.array(True), r"bool\[\]"), (1, "int")])
-def test_a_mask_of_no_bools_says_what_to_write(value: Any, kind: str):
-    with pytest.raises(TypeError, match=rf"a mask holds Python bools, got {kind}; write jax.tree.map\(bool, mask\)"):
-        tp.layout({"w": ramp(2)}, {"w": value})
 
 
 # -- Freeze, then thaw
@@ -228,16 +207,15 @@ def test_freeze_then_thaw_before_anything_is_checked():
     assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
     assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
     assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
+    assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
 
 
 def test_the_last_word_wins():
-    assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
-    assert tp.layout(net(), thaw="**").paths == (*BODY, *HEAD, "scale")
-    assert tp.layout(net(), freeze="scale", thaw="scale") == tp.layout(net()).thaw("scale")
-    assert tp.layout(net()).thaw("scale").freeze("scale") == tp.layout(net()).freeze("body").thaw("body")
-    layout = tp.layout(net(), freeze="**")
-    assert layout.size == 0
-    assert layout.thaw("head").freeze("head.bias").paths == HEAD[:1]
+    layout = tp.layout(net())
+    assert tp.layout(net(), freeze="scale", thaw="scale") == layout.thaw("scale") != layout
+    assert layout.thaw("scale").freeze("scale") == layout.freeze("body").thaw("body") == layout
+    assert layout.freeze("**").size == 0
+    assert layout.freeze("**").thaw("head").freeze("head.bias").paths == HEAD[:1]
 
 
 # -- A given layout
@@ -255,7 +233,7 @@ def test_a_given_layout_has_its_ties():
     [
         ({"a": ramp(3), "n": 0.5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
         ({"a": ramp(2), "m": 0.5}, r"does not fit[^$]*'n' is only in the first[^$]*'m' is only in the second"),
-        ([ramp(2), 0.5], r"'a' is only in the first"),
+        ([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 198 more"),
         ({"a": 1.0, "n": 0.5}, r"'a' is float32\[2\] in the first, no array in the second"),
     ],
 )
@@ -264,14 +242,6 @@ def test_a_layout_given_with_a_model_that_it_does_not_fit(model: Any, message: s
     for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
         with pytest.raises(ValueError, match=message):
             use(model, layout)
-
-
-def test_a_layout_of_another_model_says_the_first_differences_and_the_remedy():
-    layout = tp.layout([np.ones(i + 1) for i in range(200)])
-    with pytest.raises(
-        ValueError, match=r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 195 more"
-    ):
-        tp.partition([np.ones(i + 2) for i in range(200)], layout)
 
 
 def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
@@ -297,24 +267,6 @@ def test_a_layout_that_does_not_know_a_tie_is_refused():
 # -- What takes away
 
 
-@pytest.mark.parametrize(
-    ("where", "selected"),
-    [
-        ("!head", BODY),
-        (["!head", "!body.0"], BODY[2:]),
-        (["body", "!body.0"], BODY[2:]),
-        (["!body.0", "body"], BODY[2:]),  # whatever the order
-        ("!**.bias", WEIGHTS),
-        ([eqx.nn.Linear, "!body"], HEAD),
-        ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
-    ],
-)
-def test_a_glob_that_takes_away(where: Any, selected: tuple[str, ...]):
-    assert tp.layout(net(), where).paths == selected
-    assert tuple(tp.trainables(net(), where)) == selected
-    assert tp.ravel(net(), where)[1].layout.paths == selected
-
-
 def test_other_lists_need_one_that_selects():
     layout, (vector, restructure) = tp.layout(net()), tp.ravel(net())
     assert layout.freeze("**").thaw(["**", "!scale", "!head"]).paths == BODY
@@ -329,10 +281,10 @@ def test_other_lists_need_one_that_selects():
 
 
 def test_what_takes_away_takes_from_what_is_declared():
+    for where, selected in (("!head", BODY), (["!head", "!body.0"], BODY[2:]), ("!**.bias", WEIGHTS)):
+        assert tp.layout(net(), where).paths == tuple(tp.trainables(net(), where)) == selected
     assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
     assert tp.layout({"!a": ramp(1), "b": ramp(1)}, '"!a"').paths == ('"!a"',)
-    with pytest.raises(ValueError, match=r"'hed' selects nothing; nearest: 'head"):
-        tp.layout(net(), "!hed")
     for where in ("!**", ["head", "!head"]):
         with pytest.raises(ValueError, match=r"selects nothing: all of it is taken away"):
             tp.layout(net(), where)
@@ -350,18 +302,8 @@ def test_leaves_by_shape_and_path():
 
     assert tp.layout(net(), tp.leaves(is_matrix)).paths == WEIGHTS
     assert seen == [(path, tp.layout(net(), thaw="**")[path].shape, jnp.float32) for path in (*BODY, *HEAD, "scale")]
-    assert tp.layout(net(), freeze=tp.leaves(is_matrix)).paths == tuple(p for p in (*BODY, *HEAD) if p not in WEIGHTS)
-    assert tp.layout(net(), [tp.leaves(is_matrix), "head.bias"]).paths == (*WEIGHTS, "head.bias")
     threshold = [1]
     rule = tp.leaves(lambda path, leaf: leaf.ndim > threshold[0])
     assert tp.layout(net(), rule).paths == WEIGHTS
     threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
     assert tp.layout(net(), rule).paths == (*BODY, *HEAD)
-
-
-def test_a_tie_is_asked_at_each_path_and_must_be_selected_as_a_whole():
-    shared = ramp(2)
-    model = {"a": shared, "b": shared, "c": ramp(3)}
-    assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
-    with pytest.raises(ValueError, match=r"'a' is trained and 'b' is frozen"):
-        tp.layout(model, tp.leaves(lambda path, leaf: path == "a"))
