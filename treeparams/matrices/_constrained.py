@@ -1,11 +1,7 @@
 """What every constrained array of this module is: a node that holds raw parameters and stands for a function of them.
 
-The function is total: whatever an optimiser, an average or noise makes of the raw parameters, the array they stand for
-is on its set. Nothing has to be projected or clipped after a step, and all that this library does with arrays - train,
-freeze, flatten, tie - it does with the raw ones.
-
-It is no array itself: `materialise` puts the arrays in, once per step, and what is written beyond it is plain JAX. With
-`__jax_array__` each use would compute the array anew, in a loop at each turn, and `jax.lax` would refuse it still.
+The function is total, so that nothing has to be projected or clipped after a step. A node is no array itself: with a
+`__jax_array__` that gives one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
 """
 
 import abc
@@ -37,7 +33,8 @@ class AbstractConstrained(NotAnArray, eqx.Module):
     {'knots': Array([0., 1., 2.], dtype=float32)}
 
     To use it, `materialise` the model. Arithmetic with it, `@`, indexing, its `shape`, and functions of JAX and NumPy
-    are errors that say so.
+    are errors that say so. The constructors of this module take the array itself: outside of a trace it is a
+    `ValueError` if it is not on the set.
     """
 
     instead = "matrices.materialise(model)"
@@ -74,10 +71,7 @@ def materialise(model: PyTree) -> PyTree:
     are, made of arrays. Nodes of paramax are unwrapped, as by `paramax.unwrap`.
 
     Args:
-        model: any pytree.
-
-    Returns:
-        The model. One array stands at all places of a tie, that is, of nodes made of the very same arrays.
+        model: any pytree; at all places of a tie, that is, of nodes made of the very same arrays, one array will stand.
     """
     value = lambda node: node.to_dense() if isinstance(node, AbstractConstrained) else node.unwrap()
     return replace(model, constrained_kinds(), value)

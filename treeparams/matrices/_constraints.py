@@ -1,8 +1,4 @@
-"""Positive and bounded numbers, unit vectors, probabilities: constrained arrays, entry by entry or along an axis.
-
-A constructor takes the value, a point of the set, and keeps the raw parameters that stand for it. Outside a trace it
-checks the value; inside one, where values are not known, it cannot.
-"""
+"""Positive and bounded numbers, unit vectors, probabilities: constrained arrays, entry by entry or along an axis."""
 
 import functools
 import operator
@@ -33,10 +29,6 @@ class Positive(AbstractConstrained):
 
     Args:
         w: positive, any shape.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: an entry is not positive.
     """
 
     raw: Float[Array, "..."]
@@ -69,12 +61,8 @@ class Bounded(AbstractConstrained):
 
     Args:
         w: between the bounds, any shape.
-        low: the lower bound, no parameter.
-        high: the upper one.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: an entry is on a bound or outside, or the bounds are not finite and in order.
+        low: the lower bound, finite, no parameter.
+        high: the upper one, above it.
     """
 
     raw: Float[Array, "..."]
@@ -124,10 +112,6 @@ class UnitNorm(AbstractConstrained):
     Args:
         w: of length one along the axis, to within the square root of the dtype's precision.
         axis: of the vectors. It is kept counted from the end, so that it is the same one in an ensemble.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: a length is not one, or there is no such axis.
     """
 
     raw: Float[Array, "..."]
@@ -144,16 +128,7 @@ class UnitNorm(AbstractConstrained):
 
     @classmethod
     def normalise(cls, w: Array | np.ndarray, axis: int = -1) -> "UnitNorm":
-        """Vectors of any length, divided by it.
-
-        Args:
-            w: any values along the axis; zeros become `(1, 0, 0, ...)`.
-            axis: of the vectors.
-
-        Raises:
-            TypeError: w is no real floating array.
-            ValueError: a length is not finite, or there is no such axis.
-        """
+        """Vectors of any finite length along the axis, divided by it; zeros become `(1, 0, 0, ...)`."""
         w = as_real(w)
         return cls(_unit(w, _from_the_end(axis, w.shape)), axis)
 
@@ -174,10 +149,6 @@ class Simplex(AbstractConstrained):
     Args:
         w: positive, with sums along the axis of one, to within the square root of the dtype's precision.
         axis: of the sums. It is kept counted from the end, so that it is the same one in an ensemble.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: an entry is not positive, a sum is not one, or there is no such axis.
     """
 
     raw: Float[Array, "..."]

@@ -1,14 +1,11 @@
 """Matrices that know what to do where a sample is missing, in part or as a whole; NaN is what is missing.
 
-`PreImputing` fills in a missing entry before the product, `PostImputing` gives the product with a missing sample. Both
-learn what they put there, psi, by its gradient.
-
 No NaN may reach a gradient. One that is only selected away after the product still does: the product's derivative is
 zero times NaN. So every NaN is replaced before the product, and the result is selected once more after it.
 """
 
 import abc
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -73,37 +70,26 @@ class AbstractImputing(AbstractMatrix):
             missing: bools of the shape of x; for a `PostImputing` also of whole samples, of the shape of x without the
                 axis `in`. `None`: what is NaN is missing, as in `M @ x`. With a mask, NaN elsewhere is not missing.
 
-        Returns:
-            An array of shape `(out,)`, `(out, batch)` or `(..., out, batch)`; NaN within a trace where the errors below
-            would be raised outside.
-
         Raises:
-            TypeError: x is no array, or the mask has no bools.
-            ValueError: a shape does not fit; outside of a trace also where x holds NaN that the mask does not cover,
-                and as `M @ x`.
+            ValueError: x holds NaN that the mask does not cover, and as `M @ x`; within a trace such products are NaN.
         """
         if not is_array(x):
             raise TypeError(f"expected an array, got {type(x).__name__}")
         if missing is None:
             return self @ x
-        axis, shape = -1 if x.ndim == 1 else -2, x.shape
+        missing, axis, shape = jnp.asarray(missing), -1 if x.ndim == 1 else -2, x.shape
         x = self._operand(x, axis)
-        missing = jnp.moveaxis(self._as_mask(missing, shape, axis), axis, -1)
-        nan = jnp.isnan(x) & ~missing
-        y = self._imputed(jnp.where(nan, 0, x), missing)
-        refusal = f"{type(self).__name__}.matmul: {{}} have NaN where the mask says that nothing is missing"
-        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis)
-
-    def _as_mask(self, missing: Any, shape: tuple[int, ...], axis: int) -> Array:
-        """The mask, with an axis of 1 in place of `in` where it is of whole samples."""
-        missing = jnp.asarray(missing)
         if missing.dtype != jnp.bool_:
             raise TypeError(f"expected a mask of bools, True where x is missing, got {missing.dtype}")
         shapes = [shape, shape[:axis] + shape[axis:][1:]] if self.is_of_samples else [shape]
         if missing.shape not in shapes:
             expected = " or ".join(map(str, shapes))
             raise ValueError(f"expected a mask of shape {expected} for x of shape {shape}, got {missing.shape}")
-        return missing if missing.ndim == len(shape) else jnp.expand_dims(missing, axis)
+        missing = jnp.moveaxis(missing, axis, -1) if missing.ndim == x.ndim else missing[..., None]
+        nan = jnp.isnan(x) & ~missing
+        y = self._imputed(jnp.where(nan, 0, x), missing)
+        refusal = f"{type(self).__name__}.matmul: {{}} have NaN where the mask says that nothing is missing"
+        return jnp.moveaxis(_nan_where(jnp.any(nan, axis=-1), y, refusal), -1, axis)
 
     @abc.abstractmethod
     def _imputed(self, x: Inexact[Array, "*batch columns"], missing: Bool[Array, "*batch #columns"]) -> Array:
@@ -139,10 +125,6 @@ class PreImputing(AbstractImputing):
     Args:
         matrix: `out` by `in`, an array or a matrix.
         psi: shape `(in,)`.
-
-    Raises:
-        TypeError: psi is no floating array.
-        ValueError: the shapes do not fit.
     """
 
     is_of_samples = False
@@ -175,10 +157,6 @@ class PostImputing(AbstractImputing):
     Args:
         matrix: `out` by `in`, an array or a matrix.
         psi: shape `(out,)`.
-
-    Raises:
-        TypeError: psi is no floating array.
-        ValueError: the shapes do not fit.
     """
 
     is_of_samples = True

@@ -44,17 +44,11 @@ def from_lineax(operator: Any) -> AbstractMatrix:
     >>> weight @ jnp.ones(2)
     Array([1., 2.], dtype=float32)
 
-    The arrays that the operator holds are parameters like any others. The constructors of this module call this
-    themselves: they take an operator wherever they take a matrix.
+    The arrays that the operator holds, in the field `operator`, are parameters like any others. The constructors of
+    this module call this themselves: they take an operator wherever they take a matrix.
 
     Args:
         operator: from vectors to vectors, `(columns,)` to `(rows,)`.
-
-    Returns:
-        A matrix with the operator in its field `operator`.
-
-    Raises:
-        TypeError: it is no lineax operator, or one between other trees than vectors.
     """
     if not _is_operator(operator):
         raise TypeError(f"expected a lineax operator, got {type(operator).__name__}")
@@ -76,12 +70,6 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
     Args:
         matrix: any matrix of this module.
         tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`; it is not checked.
-
-    Returns:
-        A `lineax.FunctionLinearOperator` whose product is that of the matrix.
-
-    Raises:
-        ModuleNotFoundError: lineax is not installed: `pip install 'treeparams[lineax]'`.
     """
     try:
         import lineax

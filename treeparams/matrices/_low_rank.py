@@ -36,13 +36,9 @@ class LowRank(AbstractMatrix):
 
     Args:
         base: `m` by `n`, an array or a matrix; declared frozen, so that no gradient of it is computed.
-        a: shape `(m, rank)`.
+        a: shape `(m, rank)`, complex only if the base is.
         b: shape `(rank, n)`.
         scale: a number, no parameter.
-
-    Raises:
-        TypeError: a factor is no floating array, or complex where the base is real.
-        ValueError: the shapes do not fit, or the base imputes missing data.
     """
 
     base: Weight = field(converter=as_weight, trainable=False)
@@ -75,15 +71,7 @@ class LowRank(AbstractMatrix):
     ) -> "LowRank":
         """Factors that change nothing yet: columns of `a` are random, about of unit length, and `b` is zero.
 
-        Args:
-            base: `m` by `n`, an array or a matrix.
-            rank: of the change.
-            key: of `jax.random`.
-            scale: of the change.
-            dtype: of the factors; `None`: that of the base.
-
-        Raises:
-            ValueError: the rank is not positive.
+        The other arguments are as of `lora`.
         """
         if rank < 1:
             raise ValueError(f"the rank of a change is at least 1, got {rank}")
@@ -161,9 +149,6 @@ def lora(
         scale: of the changes.
         dtype: of the factors; `None`: that of each base.
 
-    Returns:
-        The model with a `LowRank` at each of these places.
-
     Raises:
         ValueError: `where` selects nothing with two axes, one with more or within a matrix, or only some of
             the paths of one array.
@@ -193,9 +178,6 @@ def merge(model: PyTree) -> PyTree:
 
     Args:
         model: any pytree.
-
-    Returns:
-        The model.
     """
     return replace(model, LowRank, LowRank.to_dense)
 

@@ -1,9 +1,5 @@
 """What every matrix of this module is: a node of the model that stands where an array stood.
 
-A layer writes `weight @ x` and does not know what `weight` is. A matrix here is an `equinox.Module` that holds the
-arrays it is made of, which are trained, frozen, flattened and averaged like any others, and knows two products: with a
-vector, and of its transpose with one. Everything else follows from these.
-
 There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M` ever asks the matrix.
 """
 

@@ -91,10 +91,6 @@ class Orthogonal(AbstractOrthogonal):
 
     Args:
         vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
-
-    Raises:
-        TypeError: they are no real floating array.
-        ValueError: they have another rank.
     """
 
     vectors: Float[Array, "reflections n"] = eqx.field(converter=as_real)
@@ -107,17 +103,7 @@ class Orthogonal(AbstractOrthogonal):
     def random(
         cls, n: int, *, key: Array, reflections: int | None = None, dtype: DTypeLike | None = None
     ) -> "Orthogonal":
-        """A random one; of all n reflections it is spread evenly over the orthogonal matrices.
-
-        Args:
-            n: rows and columns.
-            key: of `jax.random`.
-            reflections: how many; `None`: n.
-            dtype: of the vectors; `None`: JAX's default.
-
-        Raises:
-            ValueError: a size is negative.
-        """
+        """A random one of n reflections, which is spread evenly over the orthogonal matrices, or of fewer."""
         reflections = n if reflections is None else reflections
         check_sizes(n=n, reflections=reflections)
         return cls(jax.random.normal(key, (reflections, n), float if dtype is None else dtype))
@@ -158,10 +144,6 @@ class Givens(AbstractOrthogonal):
             (0, 1), (2, 3), ..., layer 1, 3, ... the pairs (1, 2), (3, 4), ..., with (n - 1, 0) as the last where n
             is even.
         n: rows and columns.
-
-    Raises:
-        TypeError: the angles are no real floating array.
-        ValueError: they have another shape.
     """
 
     angles: Float[Array, "layers pairs"] = eqx.field(converter=as_real)
@@ -175,17 +157,7 @@ class Givens(AbstractOrthogonal):
 
     @classmethod
     def random(cls, n: int, *, key: Array, layers: int | None = None, dtype: DTypeLike | None = None) -> "Givens":
-        """One of angles that are spread evenly over the circle.
-
-        Args:
-            n: rows and columns.
-            key: of `jax.random`.
-            layers: how many; `None`: n, with which every rotation can be written.
-            dtype: of the angles; `None`: JAX's default.
-
-        Raises:
-            ValueError: a size is negative.
-        """
+        """One of n layers, with which every rotation can be written, or of fewer; angles spread evenly."""
         layers = n if layers is None else layers
         check_sizes(n=n, layers=layers)
         dtype = float if dtype is None else dtype

@@ -41,10 +41,6 @@ class SVD(AbstractInvertible):
         d: shape `(min(m, n),)`, of any sign.
         v: `n` by `n`.
         inverted: whether it is V diag(1/d) U^T instead, as `inv` makes it; shape `(n, m)` then.
-
-    Raises:
-        TypeError: d is no real floating array.
-        ValueError: the sizes do not fit.
     """
 
     u: Orthogonal | Givens
@@ -80,9 +76,6 @@ class SVD(AbstractInvertible):
                 every matrix of this shape can be written with, `min(m, n)`, or m and n layers of rotations.
             kind: `"householder"` reflections or `"givens"` rotations.
             dtype: of all three factors; `None`: JAX's default.
-
-        Raises:
-            ValueError: `kind` is none of these, or a size is negative.
         """
         if kind not in get_args(Kind):
             raise ValueError(f'kind must be "householder" or "givens", got {kind!r}')
@@ -99,15 +92,7 @@ class SVD(AbstractInvertible):
 
     @classmethod
     def from_dense(cls, w: Weight | Any) -> "SVD":
-        """The decomposition of an array: `min(m, n)` reflections per factor. Singular values may be negative.
-
-        Args:
-            w: shape `(m, n)`, an array or a matrix.
-
-        Raises:
-            TypeError: it is not real and floating.
-            ValueError: it has another rank.
-        """
+        """Of a real array or matrix: `min(m, n)` reflections per factor. Singular values may be negative."""
         w = as_real(to_dense(as_weight(w)))
         u, d, vt = jnp.linalg.svd(wide(w), full_matrices=False)
         (of_u, sign_u), (of_v, sign_v) = _reflections(u), _reflections(vt.T)
@@ -136,20 +121,12 @@ class SVD(AbstractInvertible):
         return self._changed(u=self.v, v=self.u)
 
     def inv(self) -> "SVD":
-        """The inverse, made of the same arrays: in one model with the original it is tied to it.
-
-        Raises:
-            ValueError: the matrix is not square.
-        """
+        """The inverse, made of the same arrays: in one model with the original it is tied to it."""
         self._check_square("an inverse")
         return self._changed(inverted=not self.inverted)
 
     def slogdet(self) -> tuple[Float[Array, "*members"], Float[Array, "*members"]]:
-        """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`.
-
-        Raises:
-            ValueError: the matrix is not square.
-        """
+        """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`."""
         self._check_square("a determinant")
         logarithm = jnp.sum(jnp.log(jnp.abs(wide(self.d))), axis=-1).astype(self.dtype)
         sign = self.u.slogdet()[0] * jnp.prod(jnp.sign(self.d), axis=-1) * self.v.slogdet()[0]

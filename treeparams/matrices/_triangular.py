@@ -30,10 +30,6 @@ class LowerTriangular(AbstractConstrained):
     Args:
         w: square in its last two axes, zero above the diagonal.
         positive_diagonal: whether the diagonal is `softplus(raw)`, as of `Positive`, rather than `raw`.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: w is not square, or has an entry that is not zero above the diagonal or not positive on it.
     """
 
     raw: Float[Array, "... packed"]
@@ -63,19 +59,12 @@ class LowerTriangular(AbstractConstrained):
 
 
 class Symmetric(AbstractConstrained):
-    """Symmetric: its own transpose.
+    """Symmetric in its last two axes: its own transpose.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import matrices
     >>> matrices.Symmetric(jnp.array([[1.0, 2.0], [2.0, 3.0]])).raw
     Array([1., 2., 3.], dtype=float32)
-
-    Args:
-        w: symmetric in its last two axes.
-
-    Raises:
-        TypeError: w is no real floating array.
-        ValueError: w is not square or not symmetric.
     """
 
     raw: Float[Array, "... packed"]
