@@ -64,10 +64,8 @@ def test_slots_paths_sizes_and_mask():
         ([], jnp.float32),
         ([np.ones(0, jnp.complex64)], jnp.float32),
         ([np.ones(2, jnp.bfloat16), np.ones(0)], jnp.bfloat16),
-        ([np.ones(2, jnp.bfloat16), np.ones(2, jnp.float16)], jnp.float32),
         ([np.ones(2, np.float64)], jnp.float32),  # as JAX takes it
         ([np.ones(2, jnp.float8_e4m3fn)], jnp.float8_e4m3fn),
-        ([np.ones(2, jnp.float8_e4m3fn), ramp(2)], jnp.float32),
     ],
 )
 def test_dtype_is_that_of_the_slots_that_have_elements(leaves: list[Any], dtype: Any):

@@ -6,11 +6,8 @@ import itertools
 import json
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
-import flax.nnx
 import jax.tree_util as jtu
 import numpy as np
 import pytest
@@ -18,22 +15,12 @@ from hypothesis import given, settings, strategies as st
 
 import treeparams as tp
 
+from .zoo import Norm, Pair
+
 # Few characters, so that what needs care is met often; and any text.
 texts = st.text(alphabet="ab1.*?[]!\"'\\#\n é", max_size=6) | st.text(max_size=8)
 keys = texts | st.integers(2, 12) | st.booleans() | st.sampled_from([0.5, -1.5])
 few = settings(deadline=None, max_examples=60)
-
-LEAF = np.ones(2, np.float32)
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-class Pair(eqx.Module):
-    left: Any
-    right: Any
 
 
 class Nameless:
@@ -45,7 +32,7 @@ jtu.register_pytree_node(Nameless, lambda node: (node.children, None), lambda _,
 
 
 def leaf() -> np.ndarray:
-    return LEAF.copy()
+    return np.ones(2, np.float32)
 
 
 def ordered(*keys: Any) -> OrderedDict[Any, np.ndarray]:
@@ -93,27 +80,14 @@ def test_siblings_never_share_a_path_and_each_selects_its_own_leaf_alone(keys: l
         assert tp.layout(model)[path].path == path
 
 
-@pytest.mark.parametrize(
-    ("keys", "paths"),
-    [
-        ((1, "2", 1.5, False), ("1", "2", '"1.5"', "False")),
-        (("a.b", "a", ""), ('"a.b"', "a", '""')),
-        (("a b", "a/b", "ü"), ("a b", "a/b", "ü")),
-    ],
-)
-def test_paths_of_keys(keys: tuple[Any, ...], paths: tuple[str, ...]):
-    assert tp.layout(ordered(*keys)).paths == paths
-
-
 def test_keys_of_one_text_are_refused():
-    for keys, names in (
-        ((1, "1"), r"\[1\] and \['1'\] of the root have one text in a path, '1'"),
-        ((True, "True"), "True"),
+    for model, message in (
+        (ordered(1, "1"), r"\[1\] and \['1'\] of the root have one text in a path, '1'"),
+        (ordered(True, "True"), r"of the root have one text in a path, 'True'"),
+        ({"a": [ordered("b", 1.5, "1.5")]}, r"of the node at 'a\.0' have one text"),
     ):
-        with pytest.raises(ValueError, match=names):
-            tp.layout(ordered(*keys))
-    with pytest.raises(ValueError, match=r"of the node at 'a\.0' have one text"):
-        tp.layout({"a": [ordered("b", 1.5, "1.5")]})
+        with pytest.raises(ValueError, match=message):
+            tp.layout(model)
 
 
 # -- One entry per key, whatever the node
@@ -126,13 +100,13 @@ def test_keys_of_one_text_are_refused():
         (lambda a, b: {"b": a, "a": {"c": b}}, ("a.c", "b")),
         (lambda a, b: OrderedDict(b=a, a=b), ("b", "a")),
         (lambda a, b: defaultdict(list, b=a, a=b), ("a", "b")),
-        (lambda a, b: Point(a, [b]), ("x", "y.0")),
-        (lambda a, b: Pair({"k": a}, b), ("left.k", "right")),
+        (lambda a, b: Pair(a, [b]), ("first", "second.0")),
+        (lambda a, b: Norm({"k": a, "b": b}, None), ("scale.b", "scale.k")),
         (lambda a, b: Nameless(a, Nameless(None, b)), ("0", "1.1")),
-        (lambda a, b: {"mlp/~/linear_0": {"w": a, "b": b}}, ("mlp/~/linear_0.b", "mlp/~/linear_0.w")),
+        (lambda a, b: {1: a, 1.5: b}, ("1", '"1.5"')),
+        (lambda a, b: {"a/b c": {"ü": a, "": b}}, ('a/b c.""', "a/b c.ü")),
         (lambda a, b: [None, a, (), {}, b], ("1", "4")),
         (lambda a, b: a, ("",)),
-        (lambda a, b: Pair(flax.nnx.Param(a), [flax.nnx.Param(b)]), ("left", "right.0")),
     ],
 )
 def test_paths_of_nodes(build: Any, paths: tuple[str, ...]):
@@ -170,12 +144,9 @@ def test_globs_are_matched_entry_by_entry(pattern: list[str]):
 @pytest.mark.parametrize(
     ("glob", "selected"),
     [
-        ("a", ("a.0.w", "a.0.b", "a.1.w")),
         ("**.w", ("a.0.w", "a.1.w", '"a.b".w', '"*".w', "w")),
         ("*.w", ('"a.b".w', '"*".w')),
-        ("a.[1-9].?", ("a.1.w",)),
         ('"a.b"', ('"a.b".w',)),
-        ('"a.b".*', ('"a.b".w',)),
         ("a?b", ('"a.b".w',)),
         ("a[.]b", ('"a.b".w',)),
         ('"*"', ('"*".w',)),
@@ -191,40 +162,18 @@ def test_globs_and_entries_with_quotes(glob: str, selected: tuple[str, ...]):
 # -- Cycles
 
 
-class Link(eqx.Module):
-    next: Any
-    weight: Any = 1.0
-
-
-def _cycles() -> dict[str, tuple[Any, str]]:
+def cycles() -> list[tuple[Any, str]]:
     nested = {"a": [leaf()]}
     nested["a"].append({"deep": nested["a"]})
     both: dict[str, Any] = {}
     both |= {"a": both, "b": both}
     inner: dict[str, Any] = {}
-    through = Link({"x": inner})
-    inner["back"] = through
-    return {
-        "list in a dictionary": (nested, "a.1.deep"),
-        "two keys": (both, "a"),
-        "module in a dictionary": (through, "next.x.back"),
-    }
+    inner["back"] = module = Norm({"x": inner}, None)
+    return [(nested, "a.1.deep"), (both, "a"), (module, "scale.x.back")]
 
 
-def _in_a_thread(f: Callable[[], None]) -> None:
-    """Runs tests in which JAX runs out of stack: levels that jaxlib loses belong to a thread."""
-    limit = sys.getrecursionlimit()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(f).result()
-    finally:
-        sys.setrecursionlimit(limit)
-
-
-@pytest.mark.parametrize("name", _cycles())
-def test_a_cyclic_model_is_a_clear_error_and_nothing_is_broken_by_it(name: str):
-    model, path = _cycles()[name]
-
+@pytest.mark.parametrize(("model", "path"), cycles())
+def test_a_cyclic_model_is_a_clear_error_and_nothing_is_broken_by_it(model: Any, path: str):
     def run() -> None:
         for use in (tp.layout, tp.tie, tp.untie, tp.partition, tp.ravel, tp.copy, tp.global_norm):
             with pytest.raises(ValueError, match=f"model is cyclic: the node at '{path}' is one of the nodes above it"):
@@ -234,4 +183,9 @@ def test_a_cyclic_model_is_a_clear_error_and_nothing_is_broken_by_it(name: str):
             deep = [deep]
         assert tp.layout(deep).size == 2  # there are levels left
 
-    _in_a_thread(run)
+    limit = sys.getrecursionlimit()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # levels that jaxlib loses belong to a thread
+            pool.submit(run).result()
+    finally:
+        sys.setrecursionlimit(limit)
