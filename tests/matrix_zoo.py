@@ -1,6 +1,5 @@
 """Every kind of matrix of `treeparams.matrices`, and one of a user's own, in any shape that it can have."""
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,16 +42,11 @@ def composed(seed: int, m: int, n: int) -> Any:
     return product - 2 * low_rank(seed + 6, n, m).T / put(3)[0]
 
 
-def circulant() -> Any:
-    """The class that the documentation shows how to write."""
-    page = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to" / "own-matrix.md"
-    code, names = blocks(page.read_text())[0].code, {"__name__": "own_matrix"}
-    assert code[code.index("class") :].count("\n") <= 25
-    exec(code, names)
-    return names["Circulant"]
-
-
-Circulant = circulant()
+# The class that the documentation shows how to write.
+_PAGE = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to" / "own-matrix.md"
+_names = {"__name__": "own_matrix"}
+exec(blocks(_PAGE.read_text())[0].code, _names)
+Circulant = _names["Circulant"]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -64,19 +58,14 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    make: Callable[[int, int], Any]  # of rows and columns
-    is_square: bool = False
-
-
-MATRICES = {
-    "svd": Kind(lambda m, n: svd(0, m, n)),
-    "svd of rotations": Kind(lambda m, n: rotations(2, m, n)),
-    "inverse of an svd": Kind(lambda m, n: svd(3, n, n).inv(), is_square=True),
-    "low rank": Kind(lambda m, n: low_rank(7, m, n)),
-    "pre-imputing": Kind(lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n))),
-    "post-imputing": Kind(lambda m, n: matrices.PostImputing(normal(12, m, n), normal(13, m))),
-    "composed": Kind(lambda m, n: composed(30, m, n)),
-    "of a user's own": Kind(lambda m, n: Circulant(normal(16, n)), is_square=True),
+# Each of rows and columns; those that are square take the number of columns.
+MATRICES: dict[str, Callable[[int, int], Any]] = {
+    "svd": lambda m, n: svd(0, m, n),
+    "svd of rotations": lambda m, n: rotations(2, m, n),
+    "inverse of an svd": lambda m, n: svd(3, n, n).inv(),
+    "low rank": lambda m, n: low_rank(7, m, n),
+    "pre-imputing": lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n)),
+    "post-imputing": lambda m, n: matrices.PostImputing(normal(12, m, n), normal(13, m)),
+    "composed": lambda m, n: composed(30, m, n),
+    "of a user's own": lambda m, n: Circulant(normal(16, n)),
 }

@@ -277,33 +277,26 @@ def test_all_print_and_pickle(model: dict[str, Any]):
 # -- As parameters
 
 
-def loss(model: Any) -> jax.Array:
-    return sum(jnp.sum((value - 0.1 * SPREAD) ** 2) for value in matrices.materialise(model).values())
-
-
-def test_the_raw_parameters_are_what_is_flattened_averaged_and_tied(model: dict[str, Any]):
+def test_the_raw_parameters_are_what_is_averaged_and_tied(model: dict[str, Any]):
     assert tp.layout(model).paths == tuple(f"{name}.raw" for name in sorted(model))
-    vector, restructure = tp.ravel(model)
-    assert_same(restructure(vector), model)
     average = tp.ema(tp.copy(model), jax.tree.map(lambda leaf: leaf + 1, model), decay=0.5)
     np.testing.assert_allclose(average["simplex"].raw, model["simplex"].raw + 0.5, rtol=1e-6)
     assert all_hold(average)
     assert tp.layout([model["simplex"]] * 2).ties == {"0.raw": ("1.raw",)}
 
 
-def test_training_goes_down_and_what_is_frozen_stays(model: dict[str, Any], standard_promotion: None):
-    tx = optim.trainable(optax.adamw(0.05), tp.layout(model, freeze=["simplex", '**."unit norm"']))
+def test_training_goes_down_and_stays_on_the_set(model: dict[str, Any], standard_promotion: None):
+    tx = optim.trainable(optax.adamw(0.05))
+    distance = lambda model: sum(jnp.sum((value - 0.1 * SPREAD) ** 2) for value in matrices.materialise(model).values())
 
     def step(carry: Any, _: None) -> Any:
         model, state = carry
-        value, grads = tp.value_and_grad(loss, state.layout)(model)
+        value, grads = tp.value_and_grad(distance)(model)
         return optim.step(tx, grads, state, model), value
 
     (after, _), values = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 50))((model, tx.init(model)))
     assert all_hold(after)
     assert values[-1] < 0.8 * values[0]
-    same = {name for name in model if np.array_equal(after[name].raw, model[name].raw)}
-    assert same == {"simplex", "unit norm"}
 
 
 # -- Materialise
