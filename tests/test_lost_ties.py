@@ -23,13 +23,8 @@ def fresh(*batch: int, tied: bool = True) -> dict[str, Any]:
     return {"embed": embed, "head": embed if tied else embed + 0, f"w{next(_count)}": ramp(*batch, 2)}
 
 
-def alike(model: dict[str, Any]) -> dict[str, Any]:
-    """A model of the same structure without the tie."""
-    return {name: leaf + 0 for name, leaf in model.items()}
-
-
 def loss(model: Any, x: Any = 1.0) -> jax.Array:
-    return x * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf))
+    return x * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model))
 
 
 MESSAGE = (
@@ -68,20 +63,13 @@ def test_every_verb_notices(verb: str):
     jax.eval_shape(lambda model: VERBS[verb](model), model)  # once per structure
 
 
-def given(apart: Any) -> tp.Layout:
-    return tp.layout(apart, ties={"head": "embed"})
-
-
-def _restructured(apart: Any) -> Any:
-    vector, restructure = tp.ravel(apart, given(apart))
-    return restructure(vector)
-
+knowing = lambda apart: tp.layout(apart, ties={"head": "embed"})
 
 MEETS = {
     "tie": lambda apart: tp.tie(apart, "head", to="embed"),
-    "combine": lambda apart: tp.combine(*tp.partition(apart, given(apart))),
-    "restructure": _restructured,
-    "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=given(apart)),
+    "combine": lambda apart: tp.combine(*tp.partition(apart, knowing(apart))),
+    "restructure": lambda apart: (lambda vector, restructure: restructure(vector))(*tp.ravel(apart, knowing(apart))),
+    "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=knowing(apart)),
     "tp.jit": lambda apart: tp.jit(lambda model: model)({**apart, "head": apart["embed"]}),
 }
 
@@ -115,9 +103,8 @@ TRACES = {
 }
 
 
-@pytest.mark.parametrize("trace", TRACES)
-def test_in_filter_jit_vmap_and_scan(trace: str):
-    batch, run = TRACES[trace]
+@pytest.mark.parametrize(("batch", "run"), TRACES.values(), ids=TRACES)
+def test_in_filter_jit_vmap_and_scan(batch: tuple[int, ...], run: Any):
     model = fresh(*batch)
     tp.layout(model)
     with noticed():
@@ -125,8 +112,7 @@ def test_in_filter_jit_vmap_and_scan(trace: str):
 
 
 def test_a_model_within_something_larger_is_noticed_too():
-    model = fresh()
-    tp.layout(model)
+    tp.layout(model := fresh())
     with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
         jax.eval_shape(lambda both: tp.ravel(both)[0], {"net": model, "temperature": ramp(2)})
 
@@ -161,9 +147,10 @@ def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
     jax.eval_shape(tp.grad(loss, "w*"), model)
     jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
     jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
-    own = tp.layout(alike(model))
+    apart = {name: leaf + 0 for name, leaf in model.items()}
+    own = tp.layout(apart)
     assert own.ties == {}
-    jax.eval_shape(tp.grad(loss, own), alike(model))
+    jax.eval_shape(tp.grad(loss, own), apart)
 
 
 def test_shared_cotangents_teach_no_ties():
