@@ -17,9 +17,8 @@ def test_the_canonical_gradient():
     got = tp.project(model, grads)
     np.testing.assert_array_equal(got["a"], [3.0, 3.0])
     assert (got["b"], got["norm"].scale, got["norm"].mean, got["n"], got["f"]) == (None,) * 5
-    zeros = tp.project(model, grads, missing="zeros")
-    np.testing.assert_array_equal(zeros["norm"].scale, [0.0])
-    assert zeros["norm"].mean is None
+    zeros = tp.project(model, grads, missing="zeros")["norm"]
+    assert (zeros.scale.tolist(), zeros.mean) == ([0.0], None)
 
 
 @pytest.mark.parametrize("leaf", [np.float32, jnp.bfloat16, np.float16, np.complex64, jnp.float8_e4m3fn])
@@ -32,51 +31,37 @@ def test_each_entry_in_its_leafs_dtype(leaf, entry):
 
 def test_complex_gradients_are_real_where_the_leaf_is_and_never_conjugated():
     value = np.array([1 + 2j], np.complex64)
-    np.testing.assert_array_equal(tp.project({"w": ramp(1)}, {"w": value})["w"], [1.0])
-    np.testing.assert_array_equal(tp.project({"w": 1j * value}, {"w": value})["w"], value)
+    np.testing.assert_array_equal(tp.project(ramp(1), value), [1.0])
+    np.testing.assert_array_equal(tp.project(1j * value, value), value)
 
 
-def test_ties_are_summed_before_they_are_rounded():
+def test_ties_are_summed_before_they_are_rounded_one_object_twice_too():
     shared = ramp(1, dtype=jnp.bfloat16)
-    got = tp.project((shared, shared), (np.array([256.0], "f"), np.array([0.9], "f")))[0]
-    assert float(got[0]) == float(jnp.bfloat16(256.9))
-    mixed = tp.project((shared, shared), (np.array([1.0], "f"), np.ones(1, np.float16)))[0]
-    assert float(mixed[0]) == 2.0
+    first, second, half = np.array([256.0], "f"), np.array([0.9], "f"), np.ones(1, np.float16)
+    for grads, want in (((first, second), 256.9), ((first, half), 257), ((second, second), 1.8)):
+        assert float(tp.project((shared, shared), grads)[0][0]) == float(jnp.bfloat16(want))
 
 
-def test_one_object_at_two_places_is_still_two_cotangents():
-    shared = ramp(2)
-    grads = jax.grad(lambda m: jnp.sum(m[0] + m[1]))((shared, shared))  # outside of `jit` they may be one array
-    np.testing.assert_array_equal(tp.project((shared, shared), grads)[0], [2.0, 2.0])
-
-
+@pytest.mark.usefixtures("without_type_checks")
 @pytest.mark.parametrize(
-    ("entry", "error", "message"),
+    ("entry", "options", "error", "message"),
     [
-        (np.ones(3, "f"), ValueError, r"expected float32\[2\] at 'w', got float32\[3\]"),
-        (0.5, ValueError, r"expected float32\[2\] at 'w', got float of shape \(\)"),
-        ("adam", TypeError, "expected an array at 'w', got str"),
+        (np.ones(3, "f"), {}, ValueError, r"expected float32\[2\] at 'w', got float32\[3\]"),
+        (0.5, {}, ValueError, r"expected float32\[2\] at 'w', got float of shape \(\)"),
+        ("adam", {}, TypeError, "expected an array at 'w', got str"),
+        (None, {"missing": 0}, ValueError, 'missing must be None or "zeros", got 0'),
     ],
 )
-def test_another_shape_is_refused(entry, error, message):
+def test_what_is_refused(entry, options, error, message):
     model = {"w": ramp(2)}
-    for read in (lambda grads: tp.project(model, grads), tp.ravel(model)[1].ravel_gradient):
+    with pytest.raises(error, match=message):
+        tp.project(model, {"w": entry}, **options)
+    if entry is not None:
         with pytest.raises(error, match=message):
-            read({"w": entry})
-
-
-def test_missing_is_checked(without_type_checks):
-    with pytest.raises(ValueError, match='missing must be None or "zeros", got 0'):
-        tp.project({"w": ramp(2)}, {}, missing=0)
+            tp.ravel(model)[1].ravel_gradient({"w": entry})
 
 
 # -- The norm ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_norm_of_ties_is_that_of_the_sum():
-    w = np.array([1.5, 0.0, 0.0], "f")
-    assert float(tp.global_norm(tp.project((w, w), (w, 2 * w)))) == 4.5  # not 3.35
-    assert float(tp.global_norm(tp.project((w, w), (w, -w)))) == 0.0
 
 
 def floats(*values, dtype=np.float32):
@@ -88,11 +73,8 @@ def floats(*values, dtype=np.float32):
     [
         ([np.ones(1000, jnp.bfloat16)], 1000**0.5),
         ([np.full(10, 300, np.float16)], 300 * 10**0.5),
-        ([floats(3e38)], 3e38),
-        ([floats(2e38, 1.0)], 2e38),
         ([np.full(1, np.finfo(np.float32).max)], float(np.finfo(np.float32).max)),
         ([floats(2e38), floats(2e38)], 8**0.5 * 1e38),
-        ([floats(3e38, dtype=jnp.bfloat16)], float(jnp.bfloat16(3e38))),
         ([np.full(10_000, 1e30, "f"), np.ones(3, "f")], 1e32),
         ([np.full(10_000, 1e-30, "f")], 1e-28),
         ([floats(1e-40)], 0.0),  # XLA flushes denormals
@@ -108,16 +90,16 @@ def floats(*values, dtype=np.float32):
     ],
 )
 def test_the_norm_in_every_range(leaves, want):
-    for norm in (tp.global_norm(leaves), tp.jit(tp.global_norm)(leaves)):
-        assert (norm.dtype, norm.shape) == (jnp.float32, ())
-        np.testing.assert_allclose(norm, want, 1e-6)
+    norm = tp.global_norm(leaves)
+    assert (norm.dtype, norm.shape) == (jnp.float32, ())
+    np.testing.assert_allclose(norm, want, 1e-6)
 
 
 def test_the_norm_is_float64_where_a_leaf_is():
     with enable_x64(True):
-        leaves = [np.full(4, 1e200), np.ones(3, np.float32)]
-        assert tp.global_norm(leaves).dtype == jnp.float64
-        np.testing.assert_allclose(tp.global_norm(leaves), 2e200, 1e-14)
+        norm = tp.global_norm([np.full(4, 1e200), np.ones(3, np.float32)])
+        assert norm.dtype == jnp.float64
+        np.testing.assert_allclose(norm, 2e200, 1e-14)
 
 
 def test_the_gradient_of_the_norm():
@@ -145,10 +127,3 @@ def test_the_norm_under_vmap():
     np.testing.assert_allclose(through, slopes, 1e-6)
     # One branch is run for the whole batch: a mapped predicate would make a select of both.
     assert str(jax.make_jaxpr(jax.vmap(jax.vmap(tp.global_norm)))(np.ones((2, 3, 4), "f"))).count("cond[") == 1
-
-
-def test_the_norm_over_devices():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-    sharding = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    tree = {"w": np.full((4, 2), 2.0, "f"), "b": np.full(4, 1.0, "f")}
-    assert float(tp.global_norm(jax.device_put(tree, {"w": sharding("x"), "b": sharding()}))) == 6.0
