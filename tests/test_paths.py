@@ -39,9 +39,6 @@ def ordered(*keys: Any) -> OrderedDict[Any, np.ndarray]:
     return OrderedDict((key, leaf()) for key in keys)
 
 
-# -- Text and back
-
-
 def quoted(text: str) -> str:
     """An entry of a path, as the contract has it."""
     needs_it = text == "" or text.startswith("!") or any(character in text for character in ".*?[]\"'")
@@ -64,9 +61,6 @@ def test_a_path_is_its_keys_quoted_where_the_contract_says_and_reads_back(keys: 
 def test_text_that_is_no_path_says_so(path: str):
     with pytest.raises(ValueError, match=r"the path .* cannot be read at"):
         tp.layout({"a": leaf()}, path)
-
-
-# -- Unique
 
 
 @few
@@ -157,9 +151,6 @@ def test_globs_are_matched_entry_by_entry(pattern: list[str]):
 def test_globs_and_entries_with_quotes(glob: str, selected: tuple[str, ...]):
     blocks = [("a", [ordered("w", "b"), ordered("w")]), ("a.b", ordered("w")), ("*", ordered("w")), ("w", leaf())]
     assert tp.layout(OrderedDict(blocks), glob).paths == selected
-
-
-# -- Cycles
 
 
 def cycles() -> list[tuple[Any, str]]:

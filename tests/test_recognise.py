@@ -34,14 +34,7 @@ def holding(static: Any) -> tp.Layout:
 @dataclasses.dataclass(frozen=True)
 class Config:
     depth: Any
-
-
-class Extended(Config):
-    """Equal to what differs in nothing that the fields of its dataclass say."""
-
-    def __init__(self, depth: int, other: int) -> None:
-        super().__init__(depth)
-        object.__setattr__(self, "other", other)
+    other: Any = dataclasses.field(default=None, compare=False)
 
 
 # -- Static values -----------------------------------------------------------------------------------------------------
@@ -59,8 +52,7 @@ ARRAY = np.arange(3)
         ([1, (2,)], [1, (2,)], True),
         ({1: "a"}, {True: "a"}, False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # a program can tell the order
-        ((Config(1),), (Config(True),), False),
-        (Extended(1, 2), Extended(1, 5), False),
+        ((Config(1, 2),), (Config(1, 5),), False),  # though `==` says that they are
         (slice(0, 2), slice(0, 2), True),
         (np.float32(1), np.float32(1), True),
         (np.float32(1), np.float64(1), False),
@@ -85,17 +77,9 @@ class Plain:
         return x
 
 
-class Slotted:
-    __slots__ = ("sizes",)
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-
-
 MUTABLE = {
     "deque": (lambda: collections.deque([1]), lambda value: value.append(2)),
     "plain object": (lambda: Plain([1]), lambda value: value.sizes.append(2)),
-    "object with slots": (lambda: Slotted([1]), lambda value: value.sizes.append(2)),
     "bound method": (lambda: Plain([1]).__call__, lambda value: value.__self__.sizes.append(2)),
 }
 
@@ -122,27 +106,15 @@ def test_a_value_that_changes_in_place_leaves_no_stale_trace(name, is_leaf):
 def test_static_values_that_hold_themselves():
     static = Plain([1])
     static.sizes.append(static)
-    layout = holding(static)
-    assert holding(static) == layout
+    assert holding(static) == (layout := holding(static))
     static.sizes.append(2)
     assert holding(static) != layout
 
 
 # -- One tree is not taken for another ---------------------------------------------------------------------------------
 
-kinds = st.sampled_from([
-    np.ones(2, np.float32),
-    np.ones(2, np.int32),
-    np.array(["x"]),
-    np.array(None),
-    np.array(["2020"], "datetime64[D]"),
-    ramp(2),
-    ramp(3),
-    1,
-    1.0,
-    True,
-    "x",
-])
+arrays = [ramp(2), ramp(3), np.ones(2, "f"), np.ones(2, "i"), np.array(["x"]), np.array(None), np.array([0], "M8[D]")]
+kinds = st.sampled_from([*arrays, 1, 1.0, True, "x"])
 
 
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
@@ -174,7 +146,6 @@ KEEPERS = {
     "jitted closure": lambda array: jax.jit(lambda x: x + array),
     "plain object": lambda array: Plain([array]),
     "partial of a partial": lambda array: jax.tree_util.Partial(jax.tree_util.Partial(jnp.add, array), 1.0),
-    "list": lambda array: [array],
 }
 
 
