@@ -160,9 +160,6 @@ def test_diff_says_what_differs():
     assert straight.diff(turned) == "their ties have other transforms"
 
 
-# -- Pickles
-
-
 PICKLED = [
     lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
     lambda: tp.layout(tied(), freeze="b", ties=TIES),

@@ -57,10 +57,10 @@ def test_a_path_is_its_keys_quoted_where_the_contract_says_and_reads_back(keys: 
     assert tp.layout([model, leaf()], "0." + path).paths == ("0." + path,)
 
 
-@pytest.mark.parametrize("path", ['"a', '"a.b', 'x."a', '"a"b', '"a""b".c', 'layers."a"b.0'])
-def test_text_that_is_no_path_says_so(path: str):
-    with pytest.raises(ValueError, match=r"the path .* cannot be read at"):
-        tp.layout({"a": leaf()}, path)
+def test_text_that_is_no_path_says_so():
+    for path in ('"a', '"a.b', 'x."a', '"a"b', '"a""b".c', 'layers."a"b.0'):
+        with pytest.raises(ValueError, match=r"the path .* cannot be read at"):
+            tp.layout({"a": leaf()}, path)
 
 
 @few

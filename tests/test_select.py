@@ -249,9 +249,6 @@ def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
     assert inside["a"].tolist() == [1.0, 1.0]
 
 
-# -- What takes away
-
-
 def test_other_lists_need_one_that_selects():
     layout, (vector, restructure) = tp.layout(net()), tp.ravel(net())
     assert layout.freeze("**").thaw(["**", "!scale", "!head"]).paths == BODY
