@@ -52,7 +52,7 @@ def want():
 @axes
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), ()], ids=str)
 @pytest.mark.parametrize("within", [False, True])
-def test_there_and_back_over_sharded_leaves(kind, spec, within):
+def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, want):
     mesh = mesh_of(kind, 2)
     model = put(MODEL, mesh) | {"w": put(MODEL["w"], mesh, *spec)}
     with set_mesh(mesh) if within else contextlib.nullcontext():
@@ -69,20 +69,13 @@ def test_there_and_back_over_sharded_leaves(kind, spec, within):
         np.testing.assert_array_equal(view.at["w"].add(1.0)[2:], VECTOR[2:] + 1)
         np.testing.assert_allclose(tp.global_norm(vector), tp.global_norm(VECTOR), 1e-6)
 
-
-@axes
-@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ()], ids=str)
-def test_gradients_in_the_leaves_and_in_the_vector(kind, spec, want):
-    mesh = mesh_of(kind, 2)
-    model = put(MODEL, mesh) | {"w": put(MODEL["w"], mesh, *spec)}
-
     def gradients(vector, restructure, model, x):
         of_vector = lambda v, x: loss(restructure(v), x)
         through = jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2))(model)
         return jax.grad(of_vector)(vector, x), tp.accumulate(of_vector, pieces=2)(vector, x)[1], through["w"]
 
     with set_mesh(mesh):
-        whole, in_pieces, through = jax.jit(gradients)(*tp.ravel(model, LAYOUT), model, put(X, mesh, "x"))
+        whole, in_pieces, through = jax.jit(gradients)(vector, restructure, model, put(X, mesh, "x"))
     assert_near([whole, in_pieces, through], [want[1], want[1], 2 * MODEL["w"]])
 
 

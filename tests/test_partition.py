@@ -93,16 +93,6 @@ def test_combine_with_what_does_not_fit(params, rest, error, message):
         tp.combine(params, rest)
 
 
-def test_an_ensemble_over_both_halves():
-    params, rest = tp.partition({"w": np.ones(2, "f"), "norm": Norm(ramp(2), ramp(2))})
-    stack = lambda tree: jax.tree.map(lambda x: np.stack([x, 2 * x]), tree)
-    f = jax.jit(lambda p, r: jnp.sum(tp.combine(p, r)["norm"].mean * tp.combine(p, r)["w"]))
-    want = float(f(params, rest))
-    np.testing.assert_allclose(jax.vmap(f)(stack(params), stack(rest)), [want, 4 * want], 1e-6)
-    np.testing.assert_allclose(jax.vmap(f, (None, 0))(params, stack(rest)), [want, 2 * want], 1e-6)
-    assert tp.combine(stack(params), rest)["w"].shape == (2, 2)  # and it is put together as a whole
-
-
 def test_rests_with_other_values_are_other_programs():
     traces = []
     f = jax.jit(lambda p, r: traces.append(1) or tp.combine(p, r)["x"] * tp.combine(p, r)["p"])

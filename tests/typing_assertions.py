@@ -6,7 +6,6 @@ asked to report an ignore that nothing needs; such lines are not run.
 # mypy: warn-unused-ignores
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
-import dataclasses
 import re
 from typing import TYPE_CHECKING, Any, assert_type
 
@@ -45,15 +44,6 @@ class Wide(Codec):
     extra: int = tp.field(static=True, default=0)
 
 
-@dataclasses.dataclass
-class Plain:
-    weight: jax.Array
-    mean: jax.Array = dataclasses.field(metadata={"trainable": False})
-
-
-jax.tree_util.register_dataclass(Plain, ["weight", "mean"], [])
-
-
 def make() -> Codec:
     return Codec(jnp.zeros(3), jnp.ones((3, 2)), decoder=jnp.ones((2, 3)), name="small")
 
@@ -70,15 +60,11 @@ def loss_and_output(model: Codec, x: jax.Array) -> tuple[jax.Array, dict[str, ja
 def declarations() -> None:
     model = assert_type(make(), Codec)
     assert_type(model.mean, jax.Array)
-    assert_type(model.name, str)
     assert_type(Wide(jnp.zeros(3), jnp.ones((3, 2)), jnp.ones((2, 3)), extra=2).extra, int)
-    tp.declare(Plain, frozen="mean", ties={"weight": ("mean", jnp.transpose)})
+    tp.declare(Wide, frozen="mean", ties={"decoder": ("encoder", jnp.transpose)})
     if TYPE_CHECKING:
         Codec()  # type: ignore
         Codec(jnp.zeros(3), jnp.ones(2), jnp.ones(2), jnp.ones(()), "name", 3)  # type: ignore
-
-
-# -- Layouts -----------------------------------------------------------------------------------------------------------
 
 
 def layouts() -> None:
@@ -92,11 +78,9 @@ def layouts() -> None:
     tp.layout({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))}, ties={"b": ("a", jnp.transpose)})
     assert_type(layout.slots, tuple[tp.Slot, ...])
     assert_type(layout.paths, tuple[str, ...])
-    assert_type(layout.size, int)
     assert_type(layout.dtype, np.dtype)
     assert_type(layout.ties, dict[str, tuple[str, ...]])
     assert_type(layout["encoder"], tp.Slot)
-    assert_type(layout["encoder"].shape, tuple[int, ...])
     assert_type(layout.freeze("scale").thaw("mean"), tp.Layout)
     assert_type(layout.diff(layout.freeze("scale")), str)
     assert_type(layout.slice("encoder"), slice)
@@ -107,21 +91,15 @@ def layouts() -> None:
     assert_type(tp.summary(model, depth=1), tp.Summary)
     if TYPE_CHECKING:
         tp.layout(model, freeze=3)  # type: ignore
-        layout[0]  # type: ignore
-
-
-# -- What keeps the model's type ---------------------------------------------------------------------------------------
 
 
 def models() -> None:
     model = make()
     assert_type(tp.copy({"w": jnp.ones(2)}), dict[str, jax.Array])
     model = assert_type(tp.tie(model), Codec)
-    assert_type(tp.tie(model, tp.layout(model)), Codec)
     assert_type(tp.tie(model, "decoder", to="encoder", transform=jnp.transpose), Codec)
     assert_type(tp.untie(model, "encoder"), Codec)
     grads = tp.grad(loss)(model, jnp.ones(3))
-    assert_type(tp.maptrainable(lambda x, g: x if g is None else x - 0.1 * g, model, grads, tied="sum"), Codec)
     assert_type(tp.maptrainable(lambda x, g, s: x + g + s, model, grads, model, tied=("sum", "first")), Codec)
     assert_type(tp.ema(tp.copy(model), model, decay=0.99, buffers={"mean": "keep"}), Codec)
     for path, leaf, other in tp.biwalk(model, tp.copy(model), tied="first"):
@@ -131,18 +109,12 @@ def models() -> None:
     assert_type(tp.trainables(model, "encoder"), dict[str, Any])
     assert_type(tp.global_norm(model), jax.Array)
     tp.project(model, grads, missing="zeros")
+    ema = assert_type(tp.Ema(model, decay=0.99, debias=True), tp.Ema[Codec])
+    assert_type(ema.update(model).average, Codec)
+    assert_type(tp.Ema({"w": jnp.ones(2)}, optax.constant_schedule(0.9)).average, dict[str, jax.Array])
     if TYPE_CHECKING:
         tp.project(model, grads, missing="none")  # type: ignore
         tp.maptrainable(lambda x: x, model, tied="sums")  # type: ignore
-
-
-def averages() -> None:
-    model = make()
-    ema = assert_type(tp.Ema(model, decay=0.99, debias=True), tp.Ema[Codec])
-    ema = assert_type(ema.update(model), tp.Ema[Codec])
-    assert_type(ema.average, Codec)
-    assert_type(ema.rest, tp.Rest[Codec])
-    assert_type(tp.Ema({"w": jnp.ones(2)}, optax.constant_schedule(0.9)).average, dict[str, jax.Array])
 
 
 # -- Forms: the type goes through them and back ------------------------------------------------------------------------
@@ -158,7 +130,6 @@ def forms() -> None:
     assert_type(restructure, tp.Restructure[Codec])
     assert_type(restructure(np.asarray(vector)), Codec)
     assert_type(restructure.ravel(model), jax.Array)
-    assert_type(restructure.ravel_gradient(tp.grad(loss)(model, jnp.ones(3))), jax.Array)
     assert_type(restructure.with_frozen(model), tp.Restructure[Codec])
     view = assert_type(restructure.view(vector), tp.View)
     assert_type(list(view), list[str])
@@ -195,9 +166,7 @@ def functions() -> None:
     assert_type(tp.accumulate(loss, pieces=2)(model, jnp.ones((4, 3)))[0], jax.Array)
 
     assert_type(compiled(model, x, rate=2.0), jax.Array)
-    assert_type(tp.jit(loss, donate="none")(model, x), jax.Array)
-    assert_type(tp.jit(lambda x: x + 1.0)(jnp.ones(2)), Any)
-    assert_type(tp.jit(tp.value_and_grad(loss))(model, x)[0], jax.Array)
+    assert_type(tp.jit(tp.value_and_grad(loss), donate="none")(model, x)[0], jax.Array)
     assert_type(tp.jit(make())(x), jax.Array)
     compiled.lower(model, x).compile()(model, x)
     assert_type(model.decode(jnp.ones(2)), jax.Array)
@@ -206,46 +175,34 @@ def functions() -> None:
         tp.grad(loss)(model, "x")  # type: ignore
         tp.value_and_grad(loss)(model)  # type: ignore
         tp.accumulate(loss, pieces=2)(model, x, rates=2.0)  # type: ignore
-        compiled(model, x, rates=2.0)  # type: ignore
         compiled.lower(x)  # type: ignore
         tp.jit(loss, donate="everything")  # type: ignore
-        model.decode("code")  # type: ignore
         model.encode(jnp.ones(3), True)  # type: ignore
 
 
 def derivatives() -> None:
     model, x = make(), jnp.ones(3)
     assert_type(nested.hessian(loss, model, x), jax.Array)
-    assert_type(nested.hessian_diagonal(loss, model, x), jax.Array)
     energy = lambda model, x: jnp.sum(model(x) ** 2)
     assert_type(nested.laplacian(energy)(model, x), jax.Array)
-    value, jacobian, laplacian = nested.laplacian(energy, full=True)(model, x)
-    assert value.shape == laplacian.shape == ()
+    _, jacobian, _ = nested.laplacian(energy, full=True)(model, x)
     assert_type(jacobian, jax.Array)
-
-
-# -- Steps -------------------------------------------------------------------------------------------------------------
 
 
 def steps() -> None:
     model, x = tp.tie(make()), jnp.ones(3)
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-2)), "!scale")
     assert_type(tx, optim.ModelTransformation)
-    state = tx.init(model)
-    assert_type(state, optim.TrainableState)
-    assert_type(state.layout, tp.Layout)
+    state = assert_type(tx.init(model), optim.TrainableState)
     grads = tp.grad(loss, state.layout)(model, x)
     updates, state = tx.update(grads, state, model)
-    assert_type(state, optim.TrainableState)
     assert_type(optim.clip_state(state), optim.ClipState)
     assert_type(optim.apply_updates(model, updates), Codec)
     assert_type(optim.step(tx, grads, state, model, value=0.0), tuple[Codec, optim.TrainableState])
-    state = optim.set_trainable(tx, state, model, state.layout.freeze("encoder"))
-    assert_type(state, optim.TrainableState)
+    assert_type(optim.set_trainable(tx, state, model, state.layout.freeze("encoder")), optim.TrainableState)
     model, _ = assert_type(step(state, model), tuple[Codec, int])  # which donates the model
     tx = optim.trainable(optim.groups({"encoder": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.sgd(0.1)))
-    state = optim.adjust(tx.init(model), "encoder", learning_rate=0.2)
-    assert_type(state, optim.TrainableState)
+    state = assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
     assert_type(optim.report(tx, model, state), optim.Report)
     tx = optim.flat(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
     assert_type(tx.init(model), optim.TrainableState)
@@ -253,4 +210,4 @@ def steps() -> None:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
 
 
-PARTS = (declarations, layouts, models, averages, forms, functions, derivatives, steps)
+PARTS = (declarations, layouts, models, forms, functions, derivatives, steps)
