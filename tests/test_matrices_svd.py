@@ -26,7 +26,7 @@ def product_of_reflections(vectors: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, v: (x - 2 * v * (v @ x) / (v @ v), None), x, vectors, reverse=True)[0]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 4), (140, 140)])
+@pytest.mark.parametrize("shape", [(0, 3), (7, 4), (140, 140)])
 def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
     ways = [lambda vectors, x: matrices.Orthogonal(vectors) @ x, product_of_reflections]
 
@@ -39,18 +39,19 @@ def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
     with enable_x64(True):
         got, want = jax.jit(lambda vectors: [derivatives(way, vectors) for way in ways])(np.float64(q.vectors))
     assert_close(got, want, 1e-9)
-    np.testing.assert_allclose(entries(q), want[0], atol=5e-6)
-    np.testing.assert_allclose(entries(q.T), want[0].T, atol=5e-6)
-    for each in (q, q.T, q.inv()):
-        np.testing.assert_allclose(each.slogdet(), np.linalg.slogdet(want[0]), atol=1e-5)
+    dense = np.asarray(want[0])
+    np.testing.assert_allclose(entries(q), dense, atol=5e-6)
+    np.testing.assert_allclose(entries(q.T), dense.T, atol=5e-6)
+    for determinant in jax.jit(lambda q: [each.slogdet() for each in (q, q.T, q.inv())])(q):
+        np.testing.assert_allclose(determinant, np.linalg.slogdet(dense), atol=1e-5)
 
 
 def test_it_is_orthogonal_whatever_the_lengths():
     vectors = np.asarray(normal(1, 6, 6))
     lengths = np.array([1, 1e-30, 1e-17, 1e17, 1e20, 1e37], np.float32)
     every_second = np.where(np.arange(6) % 2 == 0, lengths[:, None], np.float32(1))[..., None]
-    ensemble = matrices.Orthogonal(vectors)
-    ensemble = eqx.tree_at(lambda q: q.vectors, ensemble, jax.device_put(every_second * vectors))
+    one = matrices.Orthogonal(jax.device_put(vectors))
+    ensemble = eqx.tree_at(lambda q: q.vectors, one, jax.device_put(every_second * vectors))
     gradient = jax.grad(lambda q: jnp.sum(jnp.sin(q @ jnp.arange(6.0))))
     dense, signs, gradients = jax.jit(jax.vmap(lambda q: (q.to_dense(), q.slogdet(), gradient(q))))(ensemble)
     np.testing.assert_allclose(dense @ np.swapaxes(dense, 1, 2), np.stack([np.eye(6)] * 6), atol=1e-5)
