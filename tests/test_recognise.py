@@ -52,6 +52,7 @@ ARRAY = np.arange(3)
         ([1, (2,)], [1, (2,)], True),
         ({1: "a"}, {True: "a"}, False),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # a program can tell the order
+        ((Config(1),), (Config(True),), False),
         ((Config(1, 2),), (Config(1, 5),), False),  # though `==` says that they are
         (slice(0, 2), slice(0, 2), True),
         (np.float32(1), np.float32(1), True),
