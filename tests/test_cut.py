@@ -90,9 +90,6 @@ def test_joining_what_is_mapped_with_what_is_not():
     np.testing.assert_array_equal(joined, [[0, 1, 1, 0], [1, 1, 1, 0], [2, 1, 1, 0]])
 
 
-# -- What it costs -----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_read_is_not_cut():
     restructure = form(((1000,), (2,)))
     assert cost(lambda v: restructure(v)[1], np.ones(1002, np.float32))["bytes accessed"] <= 32

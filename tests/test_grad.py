@@ -11,19 +11,15 @@ import treeparams as tp
 from .zoo import Norm, cost, ramp
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_aux_and_keyword_arguments(has_aux):
+def test_aux_and_keyword_arguments():
     def f(model, x, *, scale):
         """Of a model."""
-        value = jnp.sum(model["w"] * x) * scale
-        return (value, {"x": x}) if has_aux else value
+        return jnp.sum(model["w"] * x) * scale, {"x": x}
 
     model = {"w": ramp(2)}
-    value, grads = tp.value_and_grad(f, has_aux=has_aux)(model, 2.0, scale=3.0)
-    again = tp.grad(f, has_aux=has_aux)(model, 2.0, scale=3.0)
-    if has_aux:
-        (value, aux), (again, same) = value, again
-        assert aux == same == {"x": 2.0}
+    (value, aux), grads = tp.value_and_grad(f, has_aux=True)(model, 2.0, scale=3.0)
+    again, same = tp.grad(f, has_aux=True)(model, 2.0, scale=3.0)
+    assert aux == same == {"x": 2.0}
     np.testing.assert_allclose(value, 6 * np.sum(model["w"]), 1e-6)
     np.testing.assert_allclose([grads["w"], again["w"]], np.full((2, 2), 6.0))
     assert (tp.grad(f).__name__, tp.value_and_grad(f).__doc__) == ("f", "Of a model.")
@@ -68,9 +64,6 @@ def test_the_gradient_of_a_gradient():
         return ours, jax.grad(lambda v: jnp.linalg.norm(of_vector(v)))(vector)
 
     np.testing.assert_allclose(*both(vector), 1e-4, 1e-6)
-
-
-# -- What it costs -----------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_trunk_costs_what_partition_by_hand_costs():

@@ -61,9 +61,6 @@ def test_what_is_refused(entry, options, error, message):
             tp.ravel(model)[1].ravel_gradient({"w": entry})
 
 
-# -- The norm ----------------------------------------------------------------------------------------------------------
-
-
 def floats(*values, dtype=np.float32):
     return np.asarray(values).astype(dtype)
 

@@ -12,30 +12,12 @@ import treeparams as tp
 from . import zoo
 from .zoo import Norm, assert_same, enable_x64, ramp
 
-EVERYTHING = {
+MIXED = {
     "bf16": ramp(3, dtype=jnp.bfloat16),
     "c64": ramp(2, dtype=jnp.complex64) * 1j,
     "f16": ramp(2, 2, dtype=jnp.float16),
-    "f32": ramp(3, 1),
     "int": jnp.array([2**24 + 1]),
-    "key": jax.random.key(0),
-    "none": None,
-    "raw": jax.random.PRNGKey(0),
-    "tanh": jnp.tanh,
 }
-
-
-def test_every_kind_of_leaf_comes_back_bit_for_bit():
-    vector, restructure = tp.ravel(EVERYTHING)
-    assert (vector.shape, vector.dtype) == ((12,), jnp.complex64)
-    assert restructure.layout.paths == ("bf16", "c64", "f16", "f32")
-    assert_same(restructure(vector), EVERYTHING)
-    with enable_x64(True):
-        model = EVERYTHING | {"f64": jnp.array([1 / 3], jnp.float64)}
-        vector, restructure = tp.ravel(model, pad_to=8)
-        assert vector.dtype == jnp.complex128
-        assert_same(restructure(vector), model)
-        assert tp.ravel(ramp(2), dtype="float64")[0].dtype == jnp.float64
 
 
 @pytest.mark.parametrize("leaf", [ramp(3), np.ones(3, np.float32), ramp(3, 1), ramp()])
@@ -48,7 +30,7 @@ def test_a_fresh_buffer_always(leaf):
 
 
 def test_the_dtype_of_the_vector():
-    assert tp.ravel(EVERYTHING, "bf16", jnp.float32)[0].dtype == jnp.float32
+    assert tp.ravel(MIXED, "bf16", jnp.float32)[0].dtype == jnp.float32
     assert tp.ravel({"w": ramp(2)}, dtype=np.float64)[0].dtype == jnp.float32  # JAX's dtypes
     # A gradient in float32 is not rounded to the leaf's dtype on its way.
     _, restructure = tp.ravel({"w": ramp(4, dtype=jnp.bfloat16)}, dtype=jnp.float32)
@@ -56,6 +38,12 @@ def test_the_dtype_of_the_vector():
     np.testing.assert_array_equal(restructure.ravel_gradient({"w": fine}), fine)
     weak, restructure = tp.ravel({"a": jnp.array(1.0), "b": jnp.array(2.0)})
     assert [leaf.weak_type for leaf in (weak, *restructure(weak).values())] == [False] * 3
+    with enable_x64(True):
+        model = MIXED | {"f64": jnp.array([1 / 3], jnp.float64)}
+        vector, restructure = tp.ravel(model)
+        assert vector.dtype == jnp.complex128
+        assert_same(restructure(vector), model)
+        assert tp.ravel(ramp(2), dtype="float64")[0].dtype == jnp.float64
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, jnp.bfloat16])
@@ -89,7 +77,7 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
         (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),
         (lambda r: r.ravel(TREE | {"d": ramp(1)}), ValueError, "entry at 'd', where the model has no leaf"),
         (lambda _: tp.ravel(TREE, dtype=jnp.int32), TypeError, "must be floating or complex, got int32"),
-        (lambda _: tp.ravel(EVERYTHING, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
+        (lambda _: tp.ravel(MIXED, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
         (lambda _: tp.ravel(TREE, dtype=np.complex64), TypeError, "no parameter is complex, so the .* be complex64"),
         (lambda _: tp.ravel(TREE, pad_to=0), ValueError, "pad_to must be a whole number .* at least 1, got 0"),
         (lambda _: tp.ravel(TREE, pad_to=1.5), ValueError, "pad_to must be a whole number .* at least 1, got 1.5"),
@@ -106,11 +94,7 @@ def test_what_is_refused(use, error, message):
 def test_a_restructure_is_a_pytree_of_the_frozen_arrays():
     model = {"norm": Norm(ramp(2), ramp(3)), "n": jnp.arange(2), "f": jnp.tanh}
     vector, restructure = tp.ravel(model)
-    paths, _ = jax.tree_util.tree_flatten_with_path(restructure)
-    assert [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in paths] == [
-        (".rest['n']", (2,)),
-        (".rest['norm.mean']", (3,)),
-    ]
+    assert [leaf.shape for leaf in jax.tree.leaves(restructure)] == [(2,), (3,)]
     passed = jax.jit(lambda r: jax.tree.map(lambda x: x + 1, r))(restructure)
     np.testing.assert_array_equal(passed(vector)["norm"].mean, model["norm"].mean + 1)
     assert passed(vector)["f"] is jnp.tanh
@@ -156,9 +140,6 @@ def test_programs_made_ahead_of_time_from_shapes_and_for_elsewhere():
     got, gradient = jax.export.export(of, platforms=("cpu", "cuda", "tpu"))(vector).call(vector)
     assert_same(got, weights)
     np.testing.assert_array_equal(gradient, restructure.ravel_gradient([None] * 3 + [np.ones((2, 2), "f")]))
-
-
-# -- Padding and length ------------------------------------------------------------------------------------------------
 
 
 def test_padding_never_leaks():

@@ -112,11 +112,8 @@ def test_several_entries_at_a_tie_need_a_meaning():
 
 
 def test_entries_at_a_transformed_alias():
-    grads = {"encoder": ramp(2, 3), "decoder": ramp(3, 2)}
-    only = {"decoder": grads["decoder"]}
-    want = grads["encoder"] + grads["decoder"].T
-    np.testing.assert_allclose(tp.project(TURNED, grads, TURNED_LAYOUT)["encoder"], want, 1e-6)
-    np.testing.assert_allclose(tp.project(TURNED, only, TURNED_LAYOUT)["encoder"], grads["decoder"].T, 1e-6)
+    only = {"decoder": ramp(3, 2)}
+    np.testing.assert_array_equal(tp.project(TURNED, only, TURNED_LAYOUT)["encoder"], only["decoder"].T)
 
 
 SIMPLE = {"kernel": ramp(2, 2), "bias": ramp(2), "norm": Norm(ramp(1), ramp(1))}
@@ -129,7 +126,6 @@ biwalk_turned = functools.partial(tp.biwalk, TURNED, trainable=TURNED_LAYOUT)
     ("tree", "message"),
     [
         ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
-        ({"kernel": 1.0, "bais": 1.0}, "entry at 'bais', where the model has no leaf; nearest: 'bias'"),
         ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
         ({"norm.scale": 1.0, "norm": {"scale": 1.0}}, r"""entry at '"norm.scale"', where the model has no leaf"""),
         (np.ones(3), "entry at '', where the model has a node"),

@@ -18,8 +18,6 @@ import optax
 import treeparams as tp
 from treeparams import nested, optim
 
-# -- Declarations: `tp.field` is a field specifier, as `equinox.field` is ----------------------------------------------
-
 
 class Codec(eqx.Module):
     mean: jax.Array = tp.field(trainable=False)  # no default: the next field has none either
@@ -70,10 +68,8 @@ def declarations() -> None:
 def layouts() -> None:
     model = tp.tie(make())
     layout = assert_type(tp.layout(model), tp.Layout)
-    for where in ("encoder", "!scale", ["encoder", "scale"], re.compile("enc.*"), Codec, lambda model: model.encoder):
+    for where in ("encoder", ["encoder", "!scale"], re.compile("enc.*"), Codec, lambda model: model.encoder, layout):
         tp.layout(model, where)
-    for trainable in (tp.leaves(lambda path, leaf: leaf.ndim == 2), jax.tree.map(lambda _: True, model), layout):
-        tp.layout(model, trainable)
     tp.layout(model, freeze="encoder", thaw=tp.leaves(lambda path, leaf: leaf.shape == (3,)))
     tp.layout({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))}, ties={"b": ("a", jnp.transpose)})
     assert_type(layout.slots, tuple[tp.Slot, ...])
@@ -117,9 +113,6 @@ def models() -> None:
         tp.maptrainable(lambda x: x, model, tied="sums")  # type: ignore
 
 
-# -- Forms: the type goes through them and back ------------------------------------------------------------------------
-
-
 def forms() -> None:
     model = make()
     params, rest = tp.partition(model)
@@ -134,14 +127,10 @@ def forms() -> None:
     view = assert_type(restructure.view(vector), tp.View)
     assert_type(list(view), list[str])
     assert_type(view.at[tp.leaves(lambda path, leaf: leaf.ndim > 0)].multiply(2), jax.Array)
-    jax.grad(lambda vector, restructure, x: loss(restructure(vector), x))(vector, restructure, jnp.ones(3))
     if TYPE_CHECKING:
         tp.combine(rest, params, model)  # type: ignore
         tp.combine(params, model)  # type: ignore
         restructure.with_frozen({"w": vector})  # type: ignore
-
-
-# -- What keeps the function's parameters ------------------------------------------------------------------------------
 
 
 @tp.jit
