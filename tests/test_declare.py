@@ -156,8 +156,7 @@ def test_variables_of_flax():
 def test_running_statistics_are_no_parameters():
     for mode in ("ema", "batch"):
         options = {"axis_name": "batch", "mode": mode}
-        unmade = eqx.nn.BatchNorm(3, **options)
-        assert tp.layout(unmade).paths == ("weight", "bias")
+        assert tp.layout(eqx.nn.BatchNorm(3, **options)).paths == ("weight", "bias")
         made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
         assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
 

@@ -65,10 +65,16 @@ def test_every_verb_notices(verb: str):
 
 knowing = lambda apart: tp.layout(apart, ties={"head": "embed"})
 
+
+def restructured(apart: Any) -> Any:
+    vector, restructure = tp.ravel(apart, knowing(apart))
+    return restructure(vector)
+
+
 MEETS = {
     "tie": lambda apart: tp.tie(apart, "head", to="embed"),
     "combine": lambda apart: tp.combine(*tp.partition(apart, knowing(apart))),
-    "restructure": lambda apart: (lambda vector, restructure: restructure(vector))(*tp.ravel(apart, knowing(apart))),
+    "restructure": restructured,
     "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=knowing(apart)),
     "tp.jit": lambda apart: tp.jit(lambda model: model)({**apart, "head": apart["embed"]}),
 }
@@ -105,8 +111,7 @@ TRACES = {
 
 @pytest.mark.parametrize(("batch", "run"), TRACES.values(), ids=TRACES)
 def test_in_filter_jit_vmap_and_scan(batch: tuple[int, ...], run: Any):
-    model = fresh(*batch)
-    tp.layout(model)
+    tp.layout(model := fresh(*batch))
     with noticed():
         run(model)
 
@@ -142,8 +147,7 @@ def test_it_is_silent_where_the_ties_are_known_and_for_copies_that_were_untied(u
 
 
 def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
-    model = fresh()
-    tp.layout(model)
+    tp.layout(model := fresh())
     jax.eval_shape(tp.grad(loss, "w*"), model)
     jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
     jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
