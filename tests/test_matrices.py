@@ -222,7 +222,7 @@ NEEDS_ENTRIES = {
 
 @pytest.mark.parametrize("use", NEEDS_ENTRIES.values(), ids=NEEDS_ENTRIES.keys())
 def test_what_needs_all_entries_says_so(use: Any):
-    with pytest.raises(TypeError, match=r"needs an array, and a SVD is none: take M\.to_dense\(\) first"):
+    with pytest.raises(TypeError, match=r"needs an array, which SVD is not: take M\.to_dense\(\) first"):
         use(svd(0, 2, 2))
 
 

@@ -248,6 +248,8 @@ def test_errors():
         nested.hvp(loss, model, {"x": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"expected a vector of 3 elements, .* got an array of shape \(5,\)"):
         nested.hvp(loss, model, jnp.ones(5))
+    with pytest.raises(TypeError, match=r"expected a real tangent at 'w', got complex64\[2\]"):
+        nested.hvp(loss, model, {"w": jnp.ones(2, jnp.complex64)})
     with pytest.raises(ValueError, match=r"expected float32\[2\] at 'w', got float32\[3\]"):
         nested.hessian_operator(loss, model)({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="chunk must be a whole number of columns, at least 1, got 0"):

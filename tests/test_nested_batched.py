@@ -59,6 +59,7 @@ def test_gradients_of_numbers():
 
 
 def test_an_empty_batch():
+    assert nested.batched_jacobian(jnp.tanh, check=True)(X[:0]).shape == (0, 3, 3)
     assert nested.batched_jacobian(jax.vmap(MLP))(X[:0]).shape == (0, 5, 3)
     assert nested.batched_gradient(lambda x: jnp.sum(x, axis=1))(X[:0]).shape == (0, 3)
 
@@ -87,8 +88,9 @@ def test_operations_are_those_of_the_fewer_sweeps(sizes, least):
         lambda x: jax.nn.softmax(x @ x.T) @ x,
         lambda x: jnp.cumsum(x, axis=0),
         lambda x: x[::-1],
+        lambda x: x.at[5].add(1e-3 * x[1]),
     ],
-    ids=["normalisation", "attention", "sum", "order"],
+    ids=["normalisation", "attention", "sum", "order", "two of them"],
 )
 def test_what_mixes_samples_is_found_out(f):
     for derivative in (
@@ -107,6 +109,8 @@ def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         mlp = eqx.nn.MLP(3, 2, 64, 3, jnp.tanh, key=jax.random.key(0), dtype=dtype)
         nested.batched_jacobian(jax.vmap(mlp), check=True)(jax.random.normal(jax.random.key(1), (33, 3), dtype))
+    subnormal = jnp.float16(1e-5)
+    nested.batched_jacobian(lambda x: jnp.tanh(x) * subnormal, check=True)(jnp.ones((9, 3), jnp.float16))
 
 
 def test_errors_of_batches():
@@ -123,7 +127,7 @@ def test_errors_of_batches():
     with pytest.raises(TypeError, match="check=True needs values: call it outside of jit"):
         jax.jit(nested.batched_jacobian(jnp.sin, check=True))(X)
     with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
-        nested.batched_jacobian(jnp.sin, chunk=0)(X)
+        nested.batched_jacobian(jnp.sin, chunk=0)
 
 
 # -- Examples

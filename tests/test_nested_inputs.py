@@ -232,6 +232,7 @@ def test_jacobians_of_any_shape(chunk):
         (f, (3, 1)),
         (lambda model, x: f(model, x) @ x[:1] * x[0, 0], (3, 2)),
         (lambda model, x: f(model, x)[0, 0], ()),
+        (lambda model, x: 3.0, ()),
         (lambda model, x: f(model, x)[:0], (0, 1)),
     ):
         got = nested.jacobian(of, chunk=chunk)(model, x)

@@ -32,7 +32,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     It counts every leaf it is given, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
     `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the
-    local shard.
+    local shard. Under `jax.vmap` a batch with a norm that is zero, tiny, huge or not finite is read twice.
 
     Args:
         tree: any pytree; leaves that are no floating or complex arrays are ignored.

@@ -191,8 +191,8 @@ def _bases(structure: Structure, where: Where) -> list[int]:
         if len(structure.spec(i).shape) > 2:
             raise ValueError(
                 f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}. Leave out "
-                "what is none, such as the kernel of a convolution: select with tp.leaves(lambda path, leaf: leaf.ndim "
-                "== 2). Of an ensemble, call lora within equinox.filter_vmap"
+                "what is none, such as a convolution with its bias, by name: ['**.weight', '!conv']. Of an ensemble, "
+                "call lora within equinox.filter_vmap"
             )
         if i in frozen:
             raise ValueError(f"{paths[i]!r} is declared frozen, and so would the factors be that stand there")

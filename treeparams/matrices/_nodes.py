@@ -16,7 +16,7 @@ def refused(operation: str) -> Callable[..., Any]:
     """For a class body: a method that says how to get an array."""
 
     def refuse(self: "NotAnArray", *_: Any, **__: Any) -> Any:
-        raise TypeError(f"{operation} needs an array, and a {type(self).__name__} is none: take {self.instead} first")
+        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: take {self.instead} first")
 
     return refuse
 

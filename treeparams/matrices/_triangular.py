@@ -97,7 +97,7 @@ def _unpacked(raw: Float[Array, "... packed"]) -> Float[Array, "... n n"]:
     # A gather: as fast as a scatter of the triangle, where it is with computed indices, which are no constants of the
     # program. A scatter with constant ones of n = 1024 takes four seconds to compile.
     row, column = jnp.maximum(i[:, None], i[None]), jnp.minimum(i[:, None], i[None])
-    return raw[..., row * (row + 1) // 2 + column]
+    return jnp.asarray(raw)[..., row * (row + 1) // 2 + column]
 
 
 LowerTriangular.__module__ = Symmetric.__module__ = "treeparams.matrices"

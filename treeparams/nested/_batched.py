@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from .._text import count_of
 from ._inputs import basis, mapped
 
 _ROUNDING = 16  # of what a sample's output may differ by, in units of its dtype; in most programs by nothing
@@ -68,8 +69,8 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
         f: called as `f(x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must depend on
             the input of its own sample alone (no normalisation over the batch).
         chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
-        check: whether to find out, with one random direction, if f mixes samples; of each sample by itself. It needs
-            values, so not inside of a trace.
+        check: whether to find out if f mixes samples, any two of them: with one sweep for each binary digit of their
+            number. It needs values, so not inside of a trace.
 
     Returns:
         A function of `(x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
@@ -79,6 +80,8 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
             `check=True` and f mixes samples.
         TypeError: when called: x or the output is not real and floating; `check=True` inside of a trace.
     """
+    if chunk is not None:
+        count_of("chunk", chunk, "sweeps")
 
     def jacobian(x: Any, *args: Any) -> jax.Array:
         x, of_x = _batch(x), lambda x: f(x, *args)
@@ -119,21 +122,23 @@ def _swept(f: Callable[[Any], Any], of: jax.Array, chunk: int | None) -> jax.Arr
 
 
 def _check_independence(f: Callable[[Any], Any], x: jax.Array) -> None:
-    # Where samples do not mix, scaling the direction of each by a number scales its output by that number: without
-    # rounding, since the numbers are powers of two, each sample with another than those beside it.
-    direction = jax.random.normal(jax.random.key(0), x.shape, x.dtype)
-    number = np.arange(len(x))
-    scales = jnp.asarray((-1.0) ** number * 2.0 ** (number % 7 - 3), x.dtype)
-    wide = lambda array: scales.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype)
+    # Where samples do not mix, turning the sign of a sample's direction turns that of its output, without rounding. It
+    # is turned for those with a one at a binary digit of their number, digit by digit: any two samples differ at one.
+    direction = jax.random.normal(jax.random.key(0), x.shape, x.dtype) + jnp.zeros_like(x)
     _, push = jax.linearize(f, x)
     together = push(direction)
-    apart, expected = push(direction * wide(direction)), together * wide(together)
-    if isinstance(apart, Tracer):
+    if isinstance(together, Tracer):
         raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
-    size = lambda array: np.linalg.norm(np.asarray(array, float).reshape(len(x), -1), axis=1)
-    mixed = np.flatnonzero(size(apart - expected) > _ROUNDING * float(jnp.finfo(together.dtype).eps) * size(expected))
-    if mixed.size:
-        raise ValueError(
-            f"f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample {mixed[0]} with "
-            "others, so there is no Jacobian per sample; use jax.jacobian"
-        )
+    number = np.arange(len(x))
+    for digit in range(len(x).bit_length()):
+        signs = 1 - 2 * (number >> digit & 1)
+        turned = lambda array, signs=signs: array * jnp.asarray(signs.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
+        size = lambda array: np.linalg.norm(np.asarray(array, float).reshape(len(x), array[:1].size), axis=1)
+        expected = turned(together)
+        limit = _ROUNDING * float(jnp.finfo(together.dtype).eps) * size(expected)
+        mixed = np.flatnonzero(size(push(turned(direction)) - expected) > limit)
+        if mixed.size:
+            raise ValueError(
+                "f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample "
+                f"{mixed[0]} with others, so there is no Jacobian per sample; use jax.jacobian"
+            )

@@ -1,5 +1,6 @@
 """Derivatives of a model's output in its input, for losses that contain them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +94,12 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
         # f is called here alone: within nested derivatives two calls at each level would be many.
         closed, out = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
         check_output(out)
-        of_x = lambda x: jaxpr_as_fun(closed)(x)[0]
-        if x.size <= out.size:
+        of_x, shape = lambda x: jnp.asarray(jaxpr_as_fun(closed)(x)[0]), closed.out_avals[0].shape
+        if x.size <= math.prod(shape):
             columns = mapped(lambda column: jax.jvp(of_x, (x,), (column,))[1], basis(x), chunk, "sweeps")
-            return jnp.moveaxis(columns, 0, -1).reshape(*out.shape, *x.shape)
+            return jnp.moveaxis(columns, 0, -1).reshape(*shape, *x.shape)
         y, pull = jax.vjp(of_x, x)
-        return mapped(lambda row: pull(row)[0], basis(y), chunk, "sweeps").reshape(*out.shape, *x.shape)
+        return mapped(lambda row: pull(row)[0], basis(y), chunk, "sweeps").reshape(*shape, *x.shape)
 
     return of
 

@@ -35,7 +35,8 @@ def per_example_gradients(
     eightieth of the memory for a net of four layers.
 
     >>> gradient = tp.grad(loss)
-    >>> square = lambda example: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient(model, example)))
+    >>> wide = lambda example: [leaf.astype(float) for leaf in jax.tree.leaves(gradient(model, example))]
+    >>> square = lambda example: sum(jnp.sum(leaf**2) for leaf in wide(example))
     >>> jnp.sqrt(jax.jit(jax.vmap(square))(batch))
     Array([2.      , 5.656854], dtype=float32)
 

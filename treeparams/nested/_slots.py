@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 from .._forms import vector_of
 from .._index import is_complex
 from .._layout import Layout, index_of
-from .._match import slot_gradients
+from .._match import per_slot, slot_gradients
 from .._parts import Parts, take_apart
 from .._structure import is_array
+from .._text import describe
 
 
 def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
@@ -55,7 +56,7 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
 
     Raises:
         ValueError: a vector of another length, an entry of another shape, or where the model has no leaf.
-        TypeError: an entry is no array.
+        TypeError: an entry is no array, or complex.
     """
     if is_vector(layout, tangent):
         return tuple(vector_of(layout).cut(tangent))
@@ -65,6 +66,9 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
             f"expected a vector of {layout.size} elements, one per trained parameter, or a tree of the model's "
             f"structure, got an array of shape {jnp.shape(tangent)}"
         )
+    for slot, entry in zip(layout.slots, per_slot(index, tangent, "first"), strict=True):
+        if jnp.iscomplexobj(entry):
+            raise TypeError(f"expected a real tangent at {slot.path!r}, got {describe(entry)}")
     return tuple(slot_gradients(index, tangent, "zeros", tied="first"))
 
 

@@ -77,7 +77,7 @@ def _try(tx: Any, extra: dict[str, Any]) -> None:
     try:
         worst = _differences(tx, extra)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
         raise ValueError(
             "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
             f"there ({reason}). Use optim.trainable; if it needs more arguments, give examples of them (trial={{...}})"
