@@ -137,7 +137,7 @@ def load(folder: Path) -> Encoder:
         return jnp.asarray(weight)
 
     model = jax.tree_util.tree_map_with_path(filled, shapes)
-    assert not weights, f"in the checkpoint, but not in the model: {', '.join(weights)}"
+    assert not weights, f"in the checkpoint, but not in the model: {list(weights)}"
     return model
 
 

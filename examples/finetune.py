@@ -4,8 +4,7 @@
 
 A small convolutional network that knows the digits 0 to 4 learns 5 to 9, from the head down: first a new head trains,
 then the last block alone, then everything. `optim.set_trainable` leads from one stage to the next. While the head
-rests, its moments and its count wait in the state; in the last stage it goes on with them. The first table has the
-steps that each leaf was trained.
+rests, its moments and its count wait in the state; in the last stage it goes on with them.
 
 The images, 1,797 of 8 by 8 pixels, come with scikit-learn: `pip install 'treeparams[examples]'`.
 """

@@ -7,8 +7,7 @@ gives the rates as they come. The other gives an energy H(q, p), and the rates b
 and dp/dt = -dH/dq (Greydanus, Dzamba and Yosinski, 2019). Its loss holds the net's derivative in its input, by
 `nested.gradient`, and is differentiated once more, in the parameters.
 
-Then both are let go for a hundred units of time, about 15 swings, from 16 states. Whatever the second has learned, its
-own energy is constant along its motion; and as that is near the pendulum's, so is the pendulum's.
+Then both are let go for about 15 swings. Whatever energy the second has learned, it is constant along the motion.
 """
 
 from collections.abc import Callable

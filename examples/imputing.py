@@ -14,8 +14,7 @@ learns a value for each measurement, by `matrices.PreImputing` in place of the w
 
 Where it tells something that a value is missing, a learned one says it and a mean denies it. At random there is nothing
 to say, and the mean does slightly better, as it cannot overfit. The table is real, but how values get lost is made up
-here. Each seed splits the table, draws what is lost and starts the nets; all are of one table, so that their spread is
-not that of new patients.
+here; the spread over seeds is not that of new patients.
 
 The table comes with scikit-learn: `pip install 'treeparams[examples]'`.
 """

@@ -7,8 +7,7 @@ as mean, standard error and worst value; mean and worst are weighed alike: one p
 that standardise the measurements are arrays of the model, but no parameters. None of the three ways needs to know.
 
 With a penalty of `PENALTY / 2` times the sum of squares the loss is strongly convex: it has one minimum, and where the
-norm of the gradient is g, the parameters are within g / PENALTY of it and the loss within g**2 / (2 PENALTY). So it is
-known how closely the three must agree, once each has reached the gradient asked for.
+norm of the gradient is g, the parameters are within g / PENALTY of it and the loss within g**2 / (2 PENALTY).
 
 The data, 569 images, come with scikit-learn: `pip install 'treeparams[examples]'`.
 """

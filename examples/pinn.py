@@ -6,8 +6,7 @@ On the unit square, with u = 0 on its border, a net u is to solve `laplacian(u) 
 known. The loss is the mean square of what is left at points inside; it holds `nested.laplacian` of the net.
 
 Adam comes near and then crawls, since the loss is steep in some directions and flat in others. Gauss-Newton by
-`nested.ggn_operator` goes on from there: a step solves `(G + damping) step = -gradient` by conjugate gradients, which
-need products with G and never G. A step that does not lower the loss is taken back, and the damping grows.
+`nested.ggn_operator` goes on from there: a step solves `(G + damping) step = -gradient` by conjugate gradients.
 """
 
 import time
