@@ -128,7 +128,6 @@ ONES = np.ones((4, 3))
     ("batch", "pieces", "message"),
     [
         (ONES, 0, "a whole number of pieces, at least 1, got 0"),
-        (ONES, 2.0, "a whole number of pieces, at least 1, got 2.0"),
         (ONES, True, "a whole number of pieces, at least 1, got True"),
         ((), 2, "there are no arrays in the batch"),
         ((ONES, np.ones(5)), 2, r"same number of examples; batch\[0\] has 4, batch\[1\] has 5"),

@@ -94,7 +94,6 @@ def test_buffers_keep_the_dtypes_of_the_average():
         ({"w": np.ones(5, "f")}, {}, ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
         ({"w": 1j * np.ones(1, np.complex64)}, {}, TypeError, r"a real float32 at 'w', got complex64\[1\]"),
         ({"n": None}, {}, ValueError, r"has at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
-        ({"n": np.arange(3)}, {}, ValueError, r"at 'n' \(shape \(2,\); shape \(3,\)\)"),
         ({}, {"buffers": "mean"}, ValueError, 'buffers must be "copy", "keep" or "average"'),
         ({}, {"buffers": {"w": "keep"}}, ValueError, "'w' selects no frozen or integer array, only 'w'"),
     ],
@@ -110,7 +109,6 @@ def test_donating_the_model_leaves_the_average_alive():
     average = tp.copy(model)
     step = tp.jit(lambda m, a: (tp.maptrainable(lambda x: x + 1, m), tp.ema(a, m, decay=0.5)), donate="all")
     model, average = step(*step(model, average))
-    assert model["a"] is model["b"]
     assert average["a"] is average["b"]
     np.testing.assert_allclose(average["a"], ramp(8) + 0.5, 1e-6)
     assert shared.is_deleted()

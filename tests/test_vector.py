@@ -24,6 +24,8 @@ MIXED = {
 def test_a_fresh_buffer_always(leaf):
     vector, restructure = tp.ravel(leaf)
     assert vector is not leaf
+    if isinstance(leaf, jax.Array):
+        assert vector.unsafe_buffer_pointer() != leaf.unsafe_buffer_pointer()
     jax.jit(lambda v: v + 1, donate_argnums=0)(vector)
     assert np.isfinite(np.asarray(leaf)).all()
     assert restructure.ravel(leaf) is not restructure.ravel(leaf)
@@ -64,11 +66,7 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
     [
         (lambda r: r(np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
         (lambda r: jax.eval_shape(r, np.ones(4, "f")), ValueError, r"shape \(3,\) .* got shape \(4,\)"),
-        (
-            lambda r: r(np.ones((3, 1), "f")),
-            ValueError,
-            r"got shape \(3, 1\); map over a stack of vectors with jax.vmap",
-        ),
+        (lambda r: r(np.ones((3, 1), "f")), ValueError, r"got shape \(3, 1\); map over a stack .* with jax.vmap"),
         (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
         (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
         (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; take vector.real"),
@@ -80,7 +78,6 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
         (lambda _: tp.ravel(MIXED, dtype=jnp.float32), TypeError, "'c64' is complex64, which a vector of float32"),
         (lambda _: tp.ravel(TREE, dtype=np.complex64), TypeError, "no parameter is complex, so the .* be complex64"),
         (lambda _: tp.ravel(TREE, pad_to=0), ValueError, "pad_to must be a whole number .* at least 1, got 0"),
-        (lambda _: tp.ravel(TREE, pad_to=1.5), ValueError, "pad_to must be a whole number .* at least 1, got 1.5"),
         # It is not the 1 that is known by now.
         (lambda _: tp.ravel(TREE, pad_to=True), ValueError, "pad_to must be a whole number .* at least 1, got True"),
     ],
@@ -145,8 +142,7 @@ def test_programs_made_ahead_of_time_from_shapes_and_for_elsewhere():
 def test_padding_never_leaks():
     model = {"a": ramp(3), "b": ramp(2)}
     (vector, restructure), (plain, unpadded) = tp.ravel(model, pad_to=4), tp.ravel(model)
-    layout = restructure.layout
-    assert (vector.shape, layout.size) == ((8,), 5)
+    assert (vector.shape, restructure.layout.size) == ((8,), 5)
     assert "padded to 8" in repr(restructure)
     noisy = np.append(plain, np.full(3, np.nan, "f"))
     assert_same(restructure(noisy), model)
@@ -154,11 +150,6 @@ def test_padding_never_leaks():
     gradient = jax.grad(lambda v: zoo.loss(restructure(v)))(noisy)
     np.testing.assert_array_equal(gradient, np.append(jax.grad(lambda v: zoo.loss(unpadded(v)))(plain), [0, 0, 0]))
     np.testing.assert_array_equal(restructure.view(vector).at["**"].set(1.0), [1, 1, 1, 1, 1, 0, 0, 0])
-    assert layout.indices("**").tolist() == [0, 1, 2, 3, 4]
-    hessian = np.arange(64.0).reshape(8, 8)
-    with pytest.raises(ValueError, match=r"expected an array of shape \(5, 5\) .* got shape \(8, 8\)"):
-        layout.block(hessian, "a", "b")
-    np.testing.assert_array_equal(layout.block(hessian[:5, :5], "a", "b"), hessian[:3, 3:5])
 
 
 def test_an_option_means_what_it_says_at_each_call():

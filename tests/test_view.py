@@ -75,11 +75,7 @@ def test_changes(name, compiled):
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (
-            lambda: VIEW.at["layers.0.b"].set(np.ones(3)),
-            ValueError,
-            r"or shape \(2,\) at 'layers.0.b', got shape \(3,\)",
-        ),
+        (lambda: VIEW.at["layers.0.b"].set(np.ones(3)), ValueError, r"number or shape \(2,\) .*, got shape \(3,\)"),
         (lambda: VIEW.at["layers.*.b"].set(np.ones(3)), ValueError, r"the 4 elements selected, got shape \(3,\)"),
         (lambda: VIEW.at["layers.*.b"].set({"layers.0.b": 1.0}), ValueError, r"'layers.1.b'\], got them"),
         (lambda: VIEW.at["layers.1.b"].set(VIEW["layers.0"]), ValueError, r"\['layers.1.b'\], got them at \['head'"),
@@ -92,11 +88,7 @@ def test_changes(name, compiled):
         (lambda: VIEW["layers.1"]["layers.0.b"], KeyError, "not in this part of the view"),
         (lambda: VIEW["layers.1"]["layers.0.*"], KeyError, "selects nothing of this part of the view"),
         (lambda: RESTRUCTURE(VIEW), TypeError, r"a vector of shape \(12,\) and floating dtype, got View"),
-        (
-            lambda: RESTRUCTURE.view(np.ones((2, 12), "f")),
-            ValueError,
-            r"got shape \(2, 12\); map over .* with jax.vmap",
-        ),
+        (lambda: RESTRUCTURE.view(np.ones((2, 12), "f")), ValueError, r"got shape \(2, 12\); map .* with jax.vmap"),
         (lambda: VIEW + VIEW, TypeError, "unsupported operand"),
         (lambda: LAYOUT.slice("layers.0.v"), KeyError, r"'layers\.0\.v' is no path of the model"),
         (lambda: LAYOUT.indices("nowhere"), ValueError, "selects nothing"),

@@ -109,9 +109,6 @@ def test_several_entries_at_a_tie_need_a_meaning():
     np.testing.assert_array_equal(first["embed"], grads["embed"])
     one = dict(grads, embed=None)  # needs none
     np.testing.assert_allclose(tp.maptrainable(SGD, model, one)["embed"], model["embed"] - 0.1, 1e-6)
-
-
-def test_entries_at_a_transformed_alias():
     only = {"decoder": ramp(3, 2)}
     np.testing.assert_array_equal(tp.project(TURNED, only, TURNED_LAYOUT)["encoder"], only["decoder"].T)
 
@@ -142,22 +139,14 @@ def test_an_entry_that_the_model_has_not(walk, tree, message):
     ("use", "error", "message"),
     [
         (lambda m: tp.maptrainable(m, SGD), TypeError, r"the function comes first: tp.maptrainable\(f, .*; got dict"),
-        (
-            lambda _: tp.maptrainable(MLP, SGD),
-            TypeError,
-            "the function comes first: .*; got MLP",
-        ),  # which can be called
+        (lambda _: tp.maptrainable(MLP, SGD), TypeError, "function comes first: .*; got MLP"),  # which can be called
         (lambda m: tp.biwalk(m, m), ValueError, r"entries at \['embed', 'head'\].*tied=\"sum\".*gradients.*\"first\""),
         (lambda m: tp.biwalk(m, m, tied="mean"), ValueError, 'tied must be "sum"'),
         (lambda m: tp.maptrainable(SGD, m, m, m, tied=("sum",)), ValueError, "tied has 1 words for 2 trees"),
         (lambda m: tp.maptrainable(SGD, m, m, m, tied=("sum", None)), ValueError, r"tied=\(\"sum\", \"first\"\)"),
         (lambda _: biwalk_turned(ALIAS), ValueError, r"'decoder'.*tied=\"sum\""),
         (lambda _: biwalk_turned(ALIAS, tied="first"), ValueError, "'decoder' only, which is computed from 'encoder'"),
-        (
-            lambda _: biwalk_turned({"decoder": np.ones((2, 2), "f")}, tied="sum"),
-            ValueError,
-            r"expected float32\[3,2\] at 'decoder', got float32\[2,2\]",
-        ),
+        (lambda _: biwalk_turned({"decoder": ramp(2, 2)}, tied="sum"), ValueError, r"float32\[3,2\] at 'decoder', got"),
     ],
 )
 def test_what_is_refused(use, error, message):

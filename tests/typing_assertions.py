@@ -116,7 +116,6 @@ def models() -> None:
 def forms() -> None:
     model = make()
     params, rest = tp.partition(model)
-    assert_type(rest, tp.Rest[Codec])
     assert_type(tp.combine(params, rest), Codec)
     vector, restructure = tp.ravel(model, "!scale", jnp.float32, pad_to=4)
     assert_type(vector, jax.Array)
@@ -138,11 +137,6 @@ def compiled(model: Codec, x: jax.Array, *, rate: float = 1.0) -> jax.Array:
     return loss(model, x, rate=rate)
 
 
-@tp.jit(donate="all-except-first")
-def step(state: optim.TrainableState, model: Codec) -> tuple[Codec, int]:
-    return tp.maptrainable(lambda x: 0.5 * x, model, trainable=state.layout), 3
-
-
 def functions() -> None:
     model, x = make(), jnp.ones(3)
     assert_type(tp.grad(loss)(model, x, rate=2.0), Any)
@@ -153,7 +147,6 @@ def functions() -> None:
     assert_type(aux, dict[str, jax.Array])
     tp.grad(lambda model: jnp.sum(model["w"] ** 2))({"w": jnp.ones(2)})  # a lambda's parameters are anything
     assert_type(tp.accumulate(loss, pieces=2)(model, jnp.ones((4, 3)))[0], jax.Array)
-
     assert_type(compiled(model, x, rate=2.0), jax.Array)
     assert_type(tp.jit(tp.value_and_grad(loss), donate="none")(model, x)[0], jax.Array)
     assert_type(tp.jit(make())(x), jax.Array)
@@ -189,7 +182,6 @@ def steps() -> None:
     assert_type(optim.apply_updates(model, updates), Codec)
     assert_type(optim.step(tx, grads, state, model, value=0.0), tuple[Codec, optim.TrainableState])
     assert_type(optim.set_trainable(tx, state, model, state.layout.freeze("encoder")), optim.TrainableState)
-    model, _ = assert_type(step(state, model), tuple[Codec, int])  # which donates the model
     tx = optim.trainable(optim.groups({"encoder": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.sgd(0.1)))
     state = assert_type(optim.adjust(tx.init(model), "encoder", learning_rate=0.2), optim.TrainableState)
     assert_type(optim.report(tx, model, state), optim.Report)
