@@ -45,7 +45,8 @@ def composed(seed: int, m: int, n: int) -> Any:
 # The class that the documentation shows how to write.
 _PAGE = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to" / "own-matrix.md"
 _names = {"__name__": "own_matrix"}
-exec(blocks(_PAGE.read_text())[0].code, _names)
+CODE = blocks(_PAGE.read_text())[0].code
+exec(CODE, _names)
 Circulant = _names["Circulant"]
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import treeparams as tp
 from treeparams import matrices
 
-from .matrix_zoo import MATRICES, Circulant, low_rank, normal, put, svd
+from .matrix_zoo import CODE, MATRICES, Circulant, low_rank, normal, put, svd
 from .zoo import assert_close, assert_same, enable_x64
 
 KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
@@ -165,6 +165,10 @@ def random_composition(random: np.random.Generator, depth: int) -> tuple[Any, An
         "array": (put(3)[0] * first, 3 * dense),
     }
     return composed[list(composed)[random.integers(len(composed))]]
+
+
+def test_a_matrix_of_ones_own_takes_25_lines():
+    assert len(CODE.strip().splitlines()) <= 25
 
 
 def test_random_compositions():

@@ -113,6 +113,12 @@ def any_raw(shape: tuple[int, ...], count: int) -> np.ndarray:
     return np.concatenate([numbers, *(np.full((1, *shape), each) for each in extremes)]).astype(np.float32)
 
 
+def test_raw_parameters_of_numpy_within_jit(model: dict[str, Any]):
+    loaded = jax.tree.map(np.asarray, model)
+    found = jax.jit(lambda: matrices.materialise(loaded))()
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, 1e-6), found, dense(model))
+
+
 def test_any_raw_value_is_a_point_with_a_finite_gradient(model: dict[str, Any]):
     raws = {name: with_raw(node, any_raw(node.raw.shape, 300)) for name, node in model.items()}
 

@@ -91,7 +91,7 @@ def _packed(w: Float[Array, "... n n"]) -> Float[Array, "... packed"]:
     return w[..., *np.tril_indices(w.shape[-1])]
 
 
-def _unpacked(raw: Float[Array, "... packed"]) -> Float[Array, "... n n"]:
+def _unpacked(raw: Float[Array | np.ndarray, "... packed"]) -> Float[Array, "... n n"]:
     """Both triangles."""
     i = jnp.arange((math.isqrt(8 * raw.shape[-1] + 1) - 1) // 2)  # there are n (n + 1) / 2 packed entries
     # A gather: as fast as a scatter of the triangle, where it is with computed indices, which are no constants of the
