@@ -207,7 +207,7 @@ def _clamped_jvp(least: float, most: float, primals: tuple[Array], tangents: tup
     return _clamped(*primals, least, most), tangents[0]
 
 
-def _unit(x: Array, axis: int) -> Array:
+def _unit(x: Array | np.ndarray, axis: int) -> Array:
     vectors, is_zero = scaled(wide(x), axis)
     first = (jnp.arange(x.shape[axis]) == 0).astype(vectors.dtype).reshape(-1, *[1] * (-axis - 1))
     vectors = jnp.where(is_zero, jnp.broadcast_to(first, x.shape), vectors)
