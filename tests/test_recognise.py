@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import weakref
 from typing import Any
@@ -55,6 +56,9 @@ ARRAY = np.arange(3)
         ((Config(1),), (Config(True),), False),
         ((Config(1, 2),), (Config(1, 5),), False),  # though `==` says that they are
         (slice(0, 2), slice(0, 2), True),
+        ({1, 2}, {2, 1}, True),
+        (functools.partial(max, 1), functools.partial(max, 1), True),
+        (functools.partial(max, 1), functools.partial(max, 1.0), False),
         (np.float32(1), np.float32(1), True),
         (np.float32(1), np.float64(1), False),
         ([ARRAY], [ARRAY], True),  # arrays by identity
