@@ -136,22 +136,6 @@ def test_derivatives_of_products():
     np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
 
 
-@pytest.mark.parametrize("way", ["restructure", "ravel", "there and back"])
-def test_second_derivatives_go_both_ways(way):
-    y = jnp.arange(1.0, 7.0)
-    split = lambda y: {"first": y[:3], "second": y[3:]}
-    _, restructure = tp.ravel(split(y))
-    first = {
-        "restructure": lambda y: restructure(y)["first"],
-        "ravel": lambda y: tp.ravel(split(y))[0][:3],
-        "there and back": lambda y: restructure(restructure.ravel(split(y)))["first"],
-    }[way]
-    squared_gradient = lambda y: jnp.sum(jax.grad(lambda y: jnp.sum(first(y) ** 2))(y) ** 2)
-    for build in (lambda f: f, jax.jit):
-        np.testing.assert_array_equal(build(jax.grad(squared_gradient))(y), [8.0, 16, 24, 0, 0, 0])
-    np.testing.assert_array_equal(jax.hessian(squared_gradient)(y), np.diag([8.0, 8, 8, 0, 0, 0]))
-
-
 # -- Solvers
 
 

@@ -166,15 +166,6 @@ def test_gradients_of_examples(specimen):
         np.testing.assert_allclose(joined, matrix, 1e-6)
 
 
-def test_a_sum_over_examples_is_the_gradient():
-    batch = (X, jnp.arange(7.0))
-    loss = lambda model, example: jnp.sum(model(example[0])) * example[1]
-    tree = nested.per_example_gradients(loss, MLP, batch, trainable="layers.0")
-    total = tp.grad(lambda model: sum(loss(model, (X[i], batch[1][i])) for i in range(7)), "layers.0")(MLP)
-    assert tree.layers[1].weight is None
-    np.testing.assert_allclose(jnp.sum(tree.layers[0].weight, 0), total.layers[0].weight, 1e-4, 1e-5)
-
-
 def test_errors_of_examples():
     model = {"w": ramp(2)}
     for batch in ((jnp.ones(3), jnp.ones(2)), (jnp.ones(3), 1.0), ()):
