@@ -85,9 +85,6 @@ def with_raw(node: Any, raw: Any) -> Any:
     return eqx.tree_at(lambda node: node.raw, node, raw)
 
 
-# -- On the set
-
-
 def test_the_value_given_is_the_value_had(model: dict[str, Any]):
     outside = {name: constraint.of(constraint.value) for name, constraint in CONSTRAINTS.items()}
     for each in (outside, model):
@@ -234,8 +231,6 @@ def test_packed_is_row_by_row_and_each_parameter_has_an_effect():
         assert_same(value, ones)
 
 
-# -- It is no array
-
 TWO = put([1, 2], [3, 4])
 KEY = jax.random.key(0)
 
@@ -280,9 +275,6 @@ def test_all_print_and_pickle(model: dict[str, Any]):
     assert_same(pickle.loads(pickle.dumps(model)), model)
 
 
-# -- As parameters
-
-
 def test_the_raw_parameters_are_what_is_averaged_and_tied(model: dict[str, Any]):
     assert tp.layout(model).paths == tuple(f"{name}.raw" for name in sorted(model))
     average = tp.ema(tp.copy(model), jax.tree.map(lambda leaf: leaf + 1, model), decay=0.5)
@@ -303,9 +295,6 @@ def test_training_goes_down_and_stays_on_the_set(model: dict[str, Any], standard
     (after, _), values = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 50))((model, tx.init(model)))
     assert all_hold(after)
     assert values[-1] < 0.8 * values[0]
-
-
-# -- Materialise
 
 
 def count(f: Callable[..., Any], model: Any, primitive: str) -> int:
@@ -355,9 +344,6 @@ def test_within_one_another():
     assert count(lambda params: matrices.materialise(tp.combine(params, rest)), params, "reduce_max") == 1
 
 
-# -- And paramax
-
-
 def test_nodes_of_paramax_are_unwrapped_as_there():
     model = {
         "nested": paramax.Parameterize(jnp.multiply, paramax.Parameterize(jnp.exp, normal(7, 2)), put(1, 1)),
@@ -379,8 +365,6 @@ def test_what_paramax_holds_as_frozen_stays(standard_promotion: None):
     assert moved["frozen"].tree is model["frozen"].tree
     assert np.all(moved["trained"] != 1)
 
-
-# -- Errors
 
 ONES = np.ones((2, 3), np.float32)
 EYE = np.eye(2, dtype=np.float32)

@@ -102,9 +102,6 @@ def test_floating_point_operations():
     assert flops(five, vector, [jnp.sin(i + vector) for i in range(5)]) <= 4.2 * one
 
 
-# -- Under transformations
-
-
 def _quartic(model, x):
     return jnp.sum(x * model["w"] ** 4) + model["b"] * jnp.sum(model["w"])
 
@@ -134,9 +131,6 @@ def test_derivatives_of_products():
     np.testing.assert_allclose(third[1:], 24 * x * model["w"], 1e-5)
     by_tree = tp.grad(lambda model: direction @ nested.hvp(_quartic, model, direction, x))(model)
     np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
-
-
-# -- Solvers
 
 
 def test_conjugate_gradients_take_an_operator_with_vectors_and_trees():
@@ -202,18 +196,12 @@ def test_gauss_newton_of_a_network_is_positive_and_not_the_hessian():
     assert np.linalg.eigvalsh(hessian)[0] < -1
 
 
-# -- Matrices and diagonals
-
-
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_every_chunk_gives_the_same(chunk):
     model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
     whole, diagonal = nested.hessian(_quartic, model, x), nested.hessian_diagonal(_quartic, model, x)
     np.testing.assert_allclose(nested.hessian(_quartic, model, x, chunk=chunk), whole, 1e-6)
     np.testing.assert_allclose(nested.hessian_diagonal(_quartic, model, x, chunk=chunk), diagonal, 1e-6)
-
-
-# -- Errors
 
 
 def test_errors():

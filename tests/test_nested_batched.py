@@ -15,9 +15,6 @@ MLP = eqx.nn.MLP(3, 5, 8, 2, jnp.tanh, key=jax.random.key(0))
 X = jax.random.normal(jax.random.key(1), (7, 3))
 
 
-# -- Batches
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 def test_squares(chunk):
     x = jnp.array([[1.0, 2], [3, 4], [5, 6]])
@@ -128,9 +125,6 @@ def test_errors_of_batches():
         jax.jit(nested.batched_jacobian(jnp.sin, check=True))(X)
     with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
         nested.batched_jacobian(jnp.sin, chunk=0)
-
-
-# -- Examples
 
 
 def _loss(model, example):

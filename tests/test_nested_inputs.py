@@ -160,9 +160,6 @@ def test_parameters_in_bound_and_partial_models_and_in_closures():
     assert_close(in_closure, want)
 
 
-# -- Costs
-
-
 def test_they_cost_what_jax_costs_by_itself():
     model, x = {"w": jnp.eye(8)}, jnp.ones((5, 8))
 
@@ -200,9 +197,6 @@ def test_a_jacobian_takes_the_fewer_sweeps():
     for weight in (np.ones((64, 2)), np.ones((2, 64))):
         jacobian = nested.jacobian(lambda weight, x: weight @ jnp.sin(x))
         assert flops(jacobian, weight, np.ones(weight.shape[1])) <= 4 * weight.size + 1000
-
-
-# -- Inputs of other kinds
 
 
 def test_inputs_may_be_trees():
@@ -261,9 +255,6 @@ def test_within_a_shard_map_that_checks_what_varies():
         warnings.filterwarnings("ignore", "nested.laplacian has no rule")
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))
         assert_close(sharded(w, x), jax.jit(run)(w, x))
-
-
-# -- Errors
 
 
 def test_errors(without_type_checks):

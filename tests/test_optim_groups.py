@@ -34,9 +34,6 @@ def rates(tx, model, state=None, grads=None):
     return {path: -float(leaf.ravel()[0]) for path, leaf in tp.trainables(updates).items()}
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
-
-
 def test_any_where_is_a_key_and_the_first_match_wins():
     model = {"b": _model()["b"], "c": [eqx.nn.Linear(2, 1, key=jax.random.key(0))], "d": {"x": ramp(1), "y": ramp(1)}}
     keys = ("b.w", re.compile("b"), eqx.nn.Linear, lambda model: model["d"]["x"], ("d.y", "b.v"))
@@ -186,9 +183,6 @@ def test_report(without_type_checks):
         optim.report(optax.adam(0.1), model)
     with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
         optim.report(flat, {"a": jnp.ones(1)}, {})
-
-
-# -- adjust ------------------------------------------------------------------------------------------------------------
 
 
 def test_adjust_one_group_and_all():

@@ -51,9 +51,6 @@ def made(form, rule):
     return form(rule)
 
 
-# -- What a frozen leaf's steps are ----------------------------------------------------------------------------------
-
-
 @forms
 @rules
 def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, rule):
@@ -169,9 +166,6 @@ def test_any_sequence_of_choices_is_each_leafs_own_run(stages):
             np.testing.assert_allclose(model[name], [leaf], rtol=1e-4)
 
 
-# -- What it costs ---------------------------------------------------------------------------------------------------
-
-
 def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
     model = eqx.nn.MLP(16, 16, 32, 4, key=jax.random.key(0))
     last = tp.layout(model, "layers.4")
@@ -261,9 +255,6 @@ def test_groups():
     updates, state = jax.jit(tx.update)(_ones(model), state, model)
     np.testing.assert_allclose(updates["b"], -0.5)
     assert float(jnp.max(updates["a"])) < 0  # the second of its two calls
-
-
-# -- Ties, hyperparameters, errors -----------------------------------------------------------------------------------
 
 
 def test_ties_are_those_of_the_state():
