@@ -8,24 +8,22 @@ The files, from the ground up:
 
     _slots        a loss as a function of the trained parameters; tangents in either form
     _inputs       gradient, jacobian; a map over all values or some at a time
-    _equations    a program, equation by equation
     _series       what the forward Laplacian carries, through one equation
-    _forward      the same through a program
-    _laplacian    laplacian
-    _operators    hvp, hessian_operator, ggn_operator
-    _dense        hessian, hessian_diagonal
+    _laplacian    laplacian: the same through a program
+    _curvature    hvp, hessian_operator, ggn_operator, hessian, hessian_diagonal
     _batched      batched_gradient, batched_jacobian
     _per_example  per_example_gradients
 """
 
 from ._batched import batched_gradient as batched_gradient, batched_jacobian as batched_jacobian
-from ._dense import hessian as hessian, hessian_diagonal as hessian_diagonal
-from ._inputs import gradient as gradient, jacobian as jacobian
-from ._laplacian import laplacian as laplacian
-from ._operators import (
+from ._curvature import (
     Operator as Operator,
     ggn_operator as ggn_operator,
+    hessian as hessian,
+    hessian_diagonal as hessian_diagonal,
     hessian_operator as hessian_operator,
     hvp as hvp,
 )
+from ._inputs import gradient as gradient, jacobian as jacobian
+from ._laplacian import laplacian as laplacian
 from ._per_example import per_example_gradients as per_example_gradients

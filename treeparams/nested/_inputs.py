@@ -46,14 +46,20 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     """
 
     def of(model: PyTree, x: Any, *args: Any) -> Any:
+        for path, leaf in zip(structure_of(x)[2].paths, jax.tree.leaves(x), strict=True):
+            if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
+                got = describe(leaf) + (f" at {path!r}" if path else "")
+                raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
+
         def scalar(x: Any) -> Any:
             y = f(model, x, *args)
-            if isinstance(y, float) or (_is_real_array(y) and y.shape == ()):
+            is_real_array = hasattr(y, "dtype") and jnp.issubdtype(y.dtype, jnp.floating)
+            if isinstance(y, float) or (is_real_array and y.shape == ()):
                 return y
-            instead = "use nested.jacobian" if _is_real_array(y) else "it has no gradient"
+            instead = "use nested.jacobian" if is_real_array else "it has no gradient"
             raise TypeError(f"expected f to return a real floating scalar, got {describe(y)}; {instead}")
 
-        return jax.grad(scalar)(_floating(x))
+        return jax.grad(scalar)(jax.tree.map(jnp.asarray, x))
 
     return of
 
@@ -105,17 +111,7 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
 
 
 def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -> Any:
-    """`f` of each of the values, stacked.
-
-    Args:
-        f: of one value, a tree without the leading axis.
-        values: a tree of arrays with one leading axis.
-        chunk: how many at once; `None`: all.
-        what: the values, in words.
-
-    Raises:
-        ValueError: `chunk` is no count.
-    """
+    """`f` of each of the values, a tree of arrays with one leading axis; `chunk` of them at once, stacked."""
     length = len(jax.tree.leaves(values)[0])
     size = length if chunk is None else count_of("chunk", chunk, what)
     if size >= length:
@@ -138,11 +134,7 @@ def basis(like: jax.Array) -> jax.Array:
 
 
 def real_array(x: Any) -> jax.Array:
-    """An input as an array.
-
-    Raises:
-        TypeError: it is no real floating array.
-    """
+    """An input as an array, if it is a real floating one."""
     if not hasattr(x, "dtype") and not isinstance(x, float):
         raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there is nested.gradient")
     x = jnp.asarray(x)
@@ -152,23 +144,7 @@ def real_array(x: Any) -> jax.Array:
 
 
 def check_output(y: Any, kind: str = "real floating") -> None:
-    """Raises if an output, or its shape and dtype, is no array of real floating numbers, or of "floating or complex".
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Refuses an output, or its shape and dtype, that is no array of `kind`: this, or "floating or complex"."""
     allowed = jnp.floating if kind == "real floating" else jnp.inexact
     if not hasattr(y, "dtype") or not jnp.issubdtype(y.dtype, allowed):
         raise TypeError(f"expected f to return a {kind} array, got {describe(y)}")
-
-
-def _is_real_array(y: Any) -> bool:
-    return hasattr(y, "dtype") and jnp.issubdtype(y.dtype, jnp.floating)
-
-
-def _floating(x: Any) -> Any:
-    for path, leaf in zip(structure_of(x)[2].paths, jax.tree.leaves(x), strict=True):
-        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
-            got = describe(leaf) + (f" at {path!r}" if path else "")
-            raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
-    return jax.tree.map(jnp.asarray, x)

@@ -12,7 +12,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._equations import CALLS, CUSTOM, bind, inner
+CALLS = frozenset({"jit", "pjit", "closed_call"})  # "pjit" up to JAX 0.6
+CUSTOM = "custom_jvp_call"
+CHECKPOINT = "remat2"
 
 # No last term: linear over the reals in all that depends on the input together,
 _LINEAR = frozenset({
@@ -56,27 +58,29 @@ class Series(NamedTuple):
 Rule = Callable[[Any, Function, list[Series]], list[Series]]
 
 
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation, of these operands."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def inner(eqn: Any) -> Any:
+    """The closed program that an equation calls."""
+    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+
+
 def rule_of(eqn: Any, which: Sequence[bool], pointwise: bool) -> Rule | None:
-    """How an equation is gone through, given the function that it is of what depends on the input.
-
-    Args:
-        eqn: the equation.
-        which: of its operands, the ones that depend on the input.
-        pointwise: what `is_pointwise` says of it.
-
-    Returns:
-        The rule; `None` if there is none but `traced`.
-
-    Raises:
-        TypeError: a function has a rule for `vjp` alone.
-    """
+    """How an equation is gone through of whose operands `which` depend on the input; `None` if only as `traced`."""
     name = eqn.primitive.name
     if is_linear_in(eqn, which):
         return _linear
     if name in _BILINEAR:
         return _bilinear
     if name in _ELEMENTWISE or pointwise:
-        return _elementwise
+        return lambda eqn, of, depends: [elementwise(of, depends)]
     if name.startswith("custom_vjp_call"):
         raise TypeError(
             "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no derivative forward; give it a "
@@ -107,24 +111,15 @@ def _linear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
 def _bilinear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
     ((value, jacobian, laplacian),) = _linear(eqn, of, depends)
     a, b = (operand.jacobian for operand in depends)
-    if eqn.primitive.name == "dot_general":
-        crossed = _summed_dot(eqn, a, b)
+    if eqn.primitive.name == "dot_general":  # the products for all entries of the input, summed by the product itself
+        contracted, batched = eqn.params["dimension_numbers"]
+        shifted = lambda axes: tuple(axis + 1 for axis in axes)
+        contracted = tuple((0, *shifted(axes)) for axes in contracted)
+        params = eqn.params | {"dimension_numbers": (contracted, tuple(map(shifted, batched)))}
+        crossed = eqn.primitive.bind(a, b, **params)
     else:
         crossed = jnp.sum(jax.vmap(of)(a, b)[0], 0)
     return [Series(value, jacobian, laplacian + 2 * crossed)]
-
-
-def _summed_dot(eqn: Any, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The products for all entries of the input, summed by the product itself."""
-    contracted, batched = eqn.params["dimension_numbers"]
-    shifted = lambda axes: tuple(axis + 1 for axis in axes)
-    contracted = tuple((0, *shifted(axes)) for axes in contracted)
-    params = eqn.params | {"dimension_numbers": (contracted, tuple(map(shifted, batched)))}
-    return eqn.primitive.bind(a, b, **params)
-
-
-def _elementwise(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
-    return [elementwise(of, depends)]
 
 
 def elementwise(of: Function, depends: Sequence[Series]) -> Series:
@@ -134,7 +129,8 @@ def elementwise(of: Function, depends: Sequence[Series]) -> Series:
     count, dtype = len(depends), result.dtype
     ones = [tuple(jnp.full_like(value, i == j) for i, value in enumerate(values)) for j in range(count)]
     first = [lambda *values, ones=each: jax.jvp(of, values, ones)[1][0] for each in ones]
-    jacobians = [_aligned(each, result.ndim + 1) for each in jacobians]
+    ones_in = lambda jacobian: tuple(range(1, 2 + result.ndim - jacobian.ndim))  # of a scalar, beside an array
+    jacobians = [jnp.expand_dims(each, ones_in(each)) for each in jacobians]
     jacobian, laplacian = jnp.zeros((), dtype), jnp.zeros((), dtype)
     for j in range(count):
         slope = first[j](*values)
@@ -144,11 +140,6 @@ def elementwise(of: Function, depends: Sequence[Series]) -> Series:
             curvature = (1 if i == j else 2) * jax.jvp(first[j], values, ones[i])[1]
             laplacian += curvature * jnp.sum(jacobians[i] * jacobians[j], 0).astype(dtype)
     return Series(result, jacobian, laplacian)
-
-
-def _aligned(jacobian: jax.Array, ndim: int) -> jax.Array:
-    """The Jacobian of a scalar beside that of an array."""
-    return jnp.expand_dims(jacobian, tuple(range(1, 1 + ndim - jacobian.ndim)))
 
 
 def traced(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:

@@ -18,17 +18,7 @@ from .._text import describe
 
 
 def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
-    """The model taken apart, with JAX arrays in its slots.
-
-    Args:
-        model: any pytree.
-        trainable: as for `tp.layout`.
-        real: whether trained parameters must be real.
-
-    Raises:
-        TypeError: a trained parameter is complex where second derivatives are taken; as `tp.layout`.
-        ValueError: as `tp.layout`.
-    """
+    """The model taken apart, with JAX arrays in its slots, which must be real for second derivatives."""
     parts = take_apart(model, trainable)
     found = next((slot for slot in parts.layout.slots if is_complex(slot.dtype)), None)
     if real and found is not None:
@@ -53,10 +43,6 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
     """A tangent, vector or tree, as one array per slot in the slot's dtype; what a tree has not is zero.
 
     A tangent is a value of the parameters, so at a tie the slot's own entry counts, and not a sum of several.
-
-    Raises:
-        ValueError: a vector of another length, an entry of another shape, or where the model has no leaf.
-        TypeError: an entry is no array, or complex.
     """
     if is_vector(layout, tangent):
         return tuple(vector_of(layout).cut(tangent))
