@@ -13,12 +13,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ._declare import field
-from ._index import Index, widened
+from ._index import widened
 from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
 from ._recognise import keep_apart, name_deleted, structure_of
-from ._structure import flatten
+from ._structure import flatten, is_inexact
 from ._where import select
 
 M = TypeVar("M")
@@ -107,35 +107,6 @@ def step_size(decay: Any) -> Any:
     return 1 - decay
 
 
-def as_decay(decay: Any) -> Any:
-    """The decay of an average that is carried along: a Python float, or a function of the count."""
-    if isinstance(decay, Tracer):
-        raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
-    if callable(decay):
-        return decay
-    step_size(decay)
-    return float(decay)
-
-
-def next_step(decay: Any, count: Any, weight: Any, *, debias: bool, warmup: bool) -> tuple[Any, Any]:
-    """The size of the average's next move, and the share of it that then comes from updates.
-
-    Args:
-        decay: from `as_decay`.
-        count: of the updates so far.
-        weight: how much of the average comes from them.
-        debias: whether the values at the start have no weight.
-        warmup: whether the decay starts low.
-    """
-    decay = decay(count) if callable(decay) else decay
-    step = step_size(jnp.minimum(decay, (1 + count) / (10 + count)) if warmup else decay)
-    weight = jnp.asarray(weight + step * (1 - weight), jnp.float32)
-    if debias:
-        # The same as dividing by the weight at the end, but the shadow is itself the average at any time.
-        step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
-    return step, weight
-
-
 @jax.jit
 def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
     """`old + step * (new - old)` of each pair, computed in at least float32, in the dtype of `old`."""
@@ -151,11 +122,22 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: the arrays that are no slots, by their policies."""
     olds = kept_arrays(rest)
-    policies = _policies(index_in(rest), buffers)
+    structure = index_in(rest).structure
+    usual, said = (buffers, {}) if isinstance(buffers, str) else ("copy", buffers)
+    for policy in (usual, *said.values()):
+        if policy not in ("copy", "keep", "average"):
+            raise ValueError(
+                f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}'
+            )
+    policies = dict.fromkeys(olds, usual)
+    among = frozenset(structure.index[path] for path in olds)
+    for where, policy in said.items():
+        for leaf in select(structure, where, among, "frozen or integer array"):
+            policies[structure.paths[leaf]] = policy
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
-    leaves, _, structure = structure_of(model)
-    found = {path: leaves[i] for path, i in structure.index.items()}
+    leaves, _, others = structure_of(model)
+    found = {path: leaves[i] for path, i in others.index.items()}
     wrong = [
         f"{path!r} (shape {jnp.shape(old)}; {'nothing' if path not in found else f'shape {jnp.shape(found[path])}'})"
         for path, old in olds.items()
@@ -166,37 +148,19 @@ def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest
             f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
             'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
         )
-    news = [
-        old if policies[path] == "keep" else _next_buffer(old, found[path], policies[path], step)
-        for path, old in olds.items()
-    ]
+    news = []
+    for path, old in olds.items():
+        new, policy = found.get(path), policies[path]
+        if policy == "keep":
+            new = old
+        elif policy == "average" and is_inexact(jnp.result_type(old)) and is_inexact(jnp.result_type(new)):
+            new = lerp([old], [new], step)[0]
+        elif jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            new = copy_leaf(new)
+        else:
+            new = jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
+        news.append(new)
     return with_kept_arrays(rest, news)
-
-
-def _next_buffer(old: Any, new: Any, policy: str, step: Any) -> Any:
-    if policy == "average" and all(jnp.issubdtype(jnp.result_type(each), jnp.inexact) for each in (old, new)):
-        return lerp([old], [new], step)[0]
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-        return copy_leaf(new)
-    return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
-
-
-def _policies(index: Index, buffers: Buffers) -> dict[str, str]:
-    structure, paths = index.structure, index.kept_paths
-    if isinstance(buffers, str):
-        return dict.fromkeys(paths, _check_policy(buffers))
-    among = frozenset(structure.index[path] for path in paths)
-    policies = dict.fromkeys(paths, "copy")
-    for where, policy in buffers.items():
-        for leaf in select(structure, where, among, "frozen or integer array"):
-            policies[structure.paths[leaf]] = _check_policy(policy)
-    return policies
-
-
-def _check_policy(policy: Any) -> str:
-    if policy not in ("copy", "keep", "average"):
-        raise ValueError(f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}')
-    return policy
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -261,7 +225,11 @@ class Ema(eqx.Module, Generic[M]):
             buffers: what to do with integers, bools, keys and frozen arrays; see `tp.ema`.
             trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
-        decay = as_decay(decay)
+        if isinstance(decay, Tracer):
+            raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
+        if not callable(decay):
+            step_size(decay)  # checks it
+            decay = float(decay)
         parts = take_apart(model, trainable)
         self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots]
         self.rest = with_kept_arrays(parts.rest, list(map(copy_leaf, kept_arrays(parts.rest).values())))
@@ -285,7 +253,12 @@ class Ema(eqx.Module, Generic[M]):
             ValueError: the model lacks an array of the average, or has another shape there.
             TypeError: the model is complex where the average is real.
         """
-        step, weight = next_step(self.decay, self.count, self.weight, debias=self.debias, warmup=self.warmup)
+        decay = self.decay(self.count) if callable(self.decay) else self.decay
+        step = step_size(jnp.minimum(decay, (1 + self.count) / (10 + self.count)) if self.warmup else decay)
+        weight = jnp.asarray(self.weight + step * (1 - self.weight), jnp.float32)
+        if self.debias:
+            # The same as dividing by the weight at the end, but the shadow is itself the average at any time.
+            step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         news = read_slots(index_in(self.rest), model, exact_shapes=True)
         rest = next_rest(self.rest, model, step, self.buffers)
         changed = lerp(self.shadow, news, step), rest, self.count + 1, weight

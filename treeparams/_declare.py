@@ -97,7 +97,7 @@ else:
             said["trainable"] = trainable
         if tied_to is not None:
             said["tied_to"] = tied_to if transform is None else (tied_to, transform)
-            check_source(said["tied_to"], "tp.field")
+            read_source(said["tied_to"], "tp.field")
         elif transform is not None:
             raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
         if kwargs.get("static") and (trainable or tied_to is not None):
@@ -144,10 +144,14 @@ def declare(
         raise TypeError(f"tp.declare takes a class, got {cls!r}; for one model write tp.layout(model, freeze=...)")
     frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
     ties = dict(ties or {})
-    for alias, source in ties.items():
-        check_source(source, f"tp.declare, {alias!r}")
-    sources = [source if isinstance(source, str) else source[0] for source in ties.values()]
-    _check_fields(cls, (*frozen, *ties, *sources))
+    sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
+    names = getattr(cls, "_fields", ())  # of a NamedTuple
+    if dataclasses.is_dataclass(cls):
+        names = [each.name for each in dataclasses.fields(cls)]
+    for path in (*frozen, *ties, *sources) if names else ():
+        first = split_path(path)[:1]
+        if not any(first and selects(first, (quote(name),)) for name in names):
+            raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
     registry.classes[cls] = Declared({}, frozen, ties)
     registry.version += 1
 
@@ -164,7 +168,7 @@ def declared(cls: type, version: int) -> Declared:
             _check_bool(each.metadata["trainable"], where)
             fields[each.name] = each.metadata["trainable"]
         if "tied_to" in each.metadata:
-            check_source(each.metadata["tied_to"], where)
+            read_source(each.metadata["tied_to"], where)
             ties[quote(each.name)] = each.metadata["tied_to"]
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
     frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
@@ -191,20 +195,9 @@ def _check_bool(value: object, where: str) -> None:
         raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
 
 
-def check_source(source: object, where: str) -> None:
-    """Checks what a tie is to: a path, or a path and a function."""
+def read_source(source: Any, where: str) -> tuple[str, Any]:
+    """What a tie is to: a path, and a function or `None`."""
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
         raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {source!r}")
-
-
-def _check_fields(cls: type, paths: Sequence[str]) -> None:
-    names = getattr(cls, "_fields", ())  # of a NamedTuple
-    if dataclasses.is_dataclass(cls):
-        names = [each.name for each in dataclasses.fields(cls)]
-    if not names:
-        return
-    for path in paths:
-        first = split_path(path)[:1]
-        if not any(first and selects(first, (quote(name),)) for name in names):
-            raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
+    return path, transform

@@ -49,9 +49,15 @@ class Vector:
     def __reduce__(self) -> Any:
         return Vector, (self.shapes, self.dtypes, self.dtype, self.length)  # hashes differ between processes
 
+    # Compiled as one program where it is called outside of a trace: a call per leaf would take 20 times as long. Inside
+    # of one, inlining leaves no trace of that.
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def join(self, arrays: Sequence[Any]) -> jax.Array:
         """The vector of one array per slot."""
-        return _joined(self, arrays)
+        if not arrays:
+            return jnp.zeros(self.length, self.dtype)
+        cast = [_cast(replicated(jnp.asarray(array)), self.dtype) for array in arrays]
+        return join(cast, self.shapes, self.length)
 
     def cut(self, vector: Any) -> list[jax.Array]:
         """One array per slot, in its shape and dtype."""
@@ -72,16 +78,7 @@ class Vector:
             raise TypeError(f"{expected}, got {given.dtype}, and no parameter is complex; take vector.real")
 
 
-# Each is compiled as one program where it is called outside of a trace: a call per leaf would take 20 times as long.
-# Inside of one, inlining leaves no trace of that.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _joined(kind: Vector, arrays: Sequence[Any]) -> jax.Array:
-    if not arrays:
-        return jnp.zeros(kind.length, kind.dtype)
-    cast = [_cast(replicated(jnp.asarray(array)), kind.dtype) for array in arrays]
-    return join(cast, kind.shapes, kind.length)
-
-
+# As for `Vector.join`; a vector is checked before, where it may be anything.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _cut(kind: Vector, vector: Any) -> list[jax.Array]:
     pieces = cut(replicated(jnp.asarray(vector)), kind.shapes)

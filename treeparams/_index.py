@@ -51,11 +51,28 @@ class Index:
             if trained[alias.source]:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
         self.aliases = {source: tuple(aliases) for source, aliases in at.items()}  # of each source
+        # The source of each alias that has a transform, and so is trained if and only if its source is.
+        self.follows = {alias.leaf: alias.source for alias in ties if alias.transforms}
+        # The leaves that hold one array in the models that are put together.
+        self.tied_pairs = [(each.source, each.leaf) for each in ties if not each.transforms and trained[each.leaf]]
+        # The trained aliases with a transform, and their slots.
+        self.computed = [(self.by_leaf[each.leaf], each) for each in ties if each.transforms and trained[each.leaf]]
+        self.shapes = [structure.spec(i).shape for i in self.positions]
+        self.dtypes = [structure.spec(i).dtype for i in self.positions]
+        self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
 
-    @functools.cached_property
-    def follows(self) -> dict[int, int]:
-        """The source of each alias that has a transform, and so is trained if and only if its source is."""
-        return {alias.leaf: alias.source for alias in self.ties if alias.transforms}
+        # A model is taken apart and put together by pieces of its list of leaves, each taken by one call that runs in C.
+        others = [i for i in range(len(trained)) if i not in self.by_leaf]
+        kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
+        values = [i for i in others if structure.specs[i] is None]
+        self.kept_paths = tuple(structure.paths[i] for i in kept)  # of all arrays that are no slots, each object once
+        self.take_slots, self.take_kept, self.take_values = getter(self.positions), getter(kept), getter(values)
+        # The place of each leaf in slots + kept + values + computed.
+        places = dict(self.by_leaf)
+        rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
+        places |= {leaf: place for place, leaf in enumerate(rest, start=len(self.positions))}
+        self.order = tuple([places[i] if i in places else places[first] for i, first in enumerate(structure.first)])
+        self.all_leaves = getter(self.order)
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
@@ -84,33 +101,13 @@ class Index:
             offset += slots[-1].size
         return tuple(slots)
 
-    @functools.cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [self.structure.spec(i).shape for i in self.positions]
-
-    @functools.cached_property
-    def dtypes(self) -> list[Any]:
-        return [self.structure.spec(i).dtype for i in self.positions]
-
-    @functools.cached_property
-    def complex_slots(self) -> tuple[int, ...]:
-        return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
-
-    # -- A model taken apart and put together: pieces of its list of leaves, each taken by one call that runs in C
-
-    @functools.cached_property
-    def take_slots(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From the leaves of a model to one array per slot."""
-        return getter(self.positions)
+    # -- Trees of one value per slot
 
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
         """From one value per slot and `None` to the leaves of the canonical tree."""
-        nothing = len(self.positions)
-        places = [nothing] * len(self.trained)
-        for slot, leaf in enumerate(self.positions):
-            places[leaf] = slot
-        return getter(places)
+        places = dict(zip(self.positions, range(len(self.positions)), strict=True))
+        return getter([places.get(leaf, len(places)) for leaf in range(len(self.trained))])
 
     @functools.cached_property
     def canonical_treedef(self) -> Any:
@@ -119,35 +116,6 @@ class Index:
     def canonical(self, slots: Sequence[Any], treedef: Any) -> PyTree:
         """The canonical tree of one value per slot."""
         return jtu.tree_unflatten(treedef, self.canonical_leaves([*slots, None]))
-
-    @functools.cached_property
-    def _kept(self) -> tuple[list[int], list[int]]:
-        structure = self.structure
-        others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
-        arrays = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
-        return arrays, [i for i in others if structure.specs[i] is None]
-
-    @functools.cached_property
-    def kept_paths(self) -> tuple[str, ...]:
-        """The paths of all arrays that are no slots, each object once."""
-        return tuple(self.structure.paths[i] for i in self._kept[0])
-
-    @functools.cached_property
-    def take_kept(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From the leaves of a model to these arrays."""
-        return getter(self._kept[0])
-
-    @functools.cached_property
-    def take_values(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From the leaves of a model to what is no array."""
-        return getter(self._kept[1])
-
-    @functools.cached_property
-    def computed(self) -> tuple[tuple[int, Alias], ...]:
-        """The trained aliases with a transform, and their slots."""
-        return tuple(
-            (self.by_leaf[each.leaf], each) for each in self.ties if each.transforms and self.trained[each.leaf]
-        )
 
     def computed_from(self, slots: Sequence[Any]) -> list[Any]:
         """The values of `computed`, from one value per slot; `None` where that is none."""
@@ -163,25 +131,6 @@ class Index:
         nothing = len(self.positions)
         places = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
         return getter([places.get(leaf, nothing) for leaf in range(len(self.trained))])
-
-    @functools.cached_property
-    def order(self) -> tuple[int, ...]:
-        """The place of each leaf in slots + frozen + values + computed."""
-        places = dict(self.by_leaf)
-        others = [*self._kept[0], *self._kept[1], *(alias.leaf for _, alias in self.computed)]
-        places |= {leaf: place for place, leaf in enumerate(others, start=len(self.positions))}
-        first = self.structure.first
-        return tuple([places[i] if i in places else places[first[i]] for i in range(len(first))])
-
-    @functools.cached_property
-    def all_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From slots + frozen + values + computed to the leaves of the model."""
-        return getter(self.order)
-
-    @functools.cached_property
-    def tied_pairs(self) -> list[tuple[int, int]]:
-        """The leaves that hold one array in the models that are put together."""
-        return [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
 
 
 def common_dtype(dtypes: Iterable[Any]) -> np.dtype:

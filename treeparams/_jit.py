@@ -160,23 +160,17 @@ def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
     traced = [spec is not None for spec in structure.specs]
     arrays = [i for i in range(count) if traced[i] and structure.first[i] == i]
     values = [i for i in range(count) if not traced[i]]
-    safe = _not_donated(treedef, count, donate)
+    safe = range(count if donate == "none" else 0)
+    if donate.endswith("except-first"):
+        fun, args, _ = treedef.children()
+        first = args.children()[0].num_leaves if args.children() else 0
+        safe = range(fun.num_leaves, fun.num_leaves + first)
     shared = {structure.first[i] for i in safe}  # what also stands among what is not donated
     donated = [i for i in arrays if i not in shared]
     kept = [i for i in arrays if i in shared]
     places = {i: place for place, i in enumerate([*donated, *kept, *values])}
     order = getter([places[structure.first[i]] for i in range(count)])
     return _Plan(getter(donated), getter(kept), getter(values), order, traced)
-
-
-def _not_donated(treedef: Any, count: int, donate: Donate) -> range:
-    if donate == "none":
-        return range(count)
-    if not donate.endswith("except-first"):
-        return range(0)
-    fun, args, _ = treedef.children()
-    first = args.children()[0].num_leaves if args.children() else 0
-    return range(fun.num_leaves, fun.num_leaves + first)
 
 
 class _Call:

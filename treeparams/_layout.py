@@ -1,8 +1,6 @@
 """The layout of a model: which leaves are trained, which of them are one, and where each lies in the vector.
 
-A layout is static. It holds paths, shapes, dtypes and bools but no array, so it is hashable, goes into `jax.jit` as a
-static argument or a closure, and is the same for all models of one kind. Made outside a `jit` and passed in, it tells
-what the traced arguments no longer know: which of them are one array.
+It is static and holds no array, so that it goes into `jax.jit` as a static argument or a closure.
 """
 
 import functools

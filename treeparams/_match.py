@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,23 +18,27 @@ from ._text import describe, quoted
 from ._ties import Alias
 
 Tied = Literal["sum", "first"] | None
+_shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
+_float0 = jax.dtypes.float0  # of a gradient that is none, of an integer
 
 
 def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
-    """Looks up the entry of another tree for each slot; `None` where it has none.
-
-    Args:
-        index: of the model.
-        tree: a tree with entries at paths of the model.
-        tied: what several entries at one tie mean: `"sum"` (gradients) or `"first"` (values).
-        exact_shapes: whether each entry must have its leaf's shape.
-    """
+    """Looks up the entry of another tree for each slot; `None` where it has none."""
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
     leaves, treedef = flatten(tree)
-    if exact_shapes and same_treedef(treedef, index.canonical_treedef) and _are_arrays(leaves, index.shapes):
-        return leaves
-    found = _entries(index, tree, leaves, treedef)
+    if same_treedef(treedef, index.canonical_treedef):
+        try:  # in a few calls that run in C
+            if exact_shapes and list(map(_shape, leaves)) == index.shapes and _float0 not in map(_dtype, leaves):
+                return leaves
+        except AttributeError:  # not all are arrays
+            pass
+        pairs = zip(index.positions, leaves, strict=True)
+    elif same_treedef(treedef, index.structure.treedef):
+        pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
+    else:
+        pairs = _by_path(index, tree)
+    found = {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != _float0}
     if exact_shapes:
         for leaf, value in found.items():
             check_shape(index.structure, leaf, value)
@@ -69,42 +72,13 @@ def check_shape(structure: Structure, leaf: int, value: Any) -> None:
         raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
 
 
-def _are_arrays(leaves: list[Any], shapes: list[tuple[int, ...]]) -> bool:
-    """Whether these are arrays of these shapes, in a few calls that run in C."""
-    try:
-        return list(map(_shape, leaves)) == shapes and jax.dtypes.float0 not in map(_dtype, leaves)
-    except AttributeError:
-        return False
-
-
-def _are_of(dtypes: list[Any], arrays: list[Any]) -> bool:
-    """Whether these are arrays of JAX of these dtypes, none of them weak."""
-    try:
-        return list(map(_dtype, arrays)) == dtypes and not any(map(_weak_type, arrays))
-    except AttributeError:
-        return False
-
-
-_shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
-
-
-def _entries(index: Index, tree: PyTree, leaves: list[Any], treedef: Any) -> dict[int, Any]:
-    """The entries of a tree by leaf of the model, at trained parameters."""
-    if same_treedef(treedef, index.canonical_treedef):
-        pairs = zip(index.positions, leaves, strict=True)
-    elif same_treedef(treedef, index.structure.treedef):
-        pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
-    else:
-        pairs = _by_path(index, tree)
-    return {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != jax.dtypes.float0}
-
-
 def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
-    model = index.structure
-    paths = structure.paths
-    if any(path not in model.index for path in paths):
-        paths = _named(model.index, structure) or paths
+    model, paths = index.structure, structure.paths
+    if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
+        # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
+        whole = tuple(map(unquote, paths))
+        paths = whole if all(path in model.index for path in whole) else paths
     unknown = [path for path in paths if path not in model.index]
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
@@ -115,15 +89,6 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
 
 
-def _named(index: Mapping[str, int], tree: Structure) -> list[str] | None:
-    """The keys of a dictionary all of which are whole paths, as of `tp.trainables`; `None` of any other tree."""
-    if any(len(entries) != 1 for entries in tree.entries):
-        return None
-    # Such a key is one entry of the dictionary that may hold dots, and so stands in quotes.
-    paths = [unquote(path) for path in tree.paths]
-    return paths if all(path in index for path in paths) else None
-
-
 def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
     places = (Alias(position, position, ()), *index.aliases.get(position, ()))
     entries = [(place, found[place.leaf]) for place in places if place.leaf in found]
@@ -131,7 +96,16 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         return None
     only_computed = bool(entries[0][0].transforms)  # so says nothing of the source's own value
     if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
-        raise ValueError(_ambiguous(index.structure, position, [place for place, _ in entries], tied))
+        paths, source = [index.structure.paths[place.leaf] for place, _ in entries], index.structure.paths[position]
+        if tied == "first":
+            raise ValueError(
+                f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
+            )
+        raise ValueError(
+            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
+            'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; '
+            'of several trees a word for each, tied=("sum", "first")'
+        )
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
     source = index.structure.spec(position)
@@ -142,17 +116,6 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         values.append(place.pull_back(value, source))
     dtype = common_dtype(jnp.result_type(value) for value in values)
     return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
-
-
-def _ambiguous(structure: Structure, position: int, places: list[Alias], tied: Tied) -> str:
-    paths, source = [structure.paths[place.leaf] for place in places], structure.paths[position]
-    if tied == "first":
-        return f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
-    return (
-        f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
-        'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; of '
-        'several trees a word for each, tied=("sum", "first")'
-    )
 
 
 # -- The canonical gradient --------------------------------------------------------------------------------------------
@@ -204,30 +167,23 @@ def slot_gradients(
     wide: bool = False,
     tied: Tied = "sum",
 ) -> list[Any]:
-    """The projected gradient, or tangent, of each slot, real where the slot is.
+    """The projected gradient, or tangent (a value: `tied="first"`), of each slot, real where the slot is.
 
-    Args:
-        index: of the model.
-        grads: in any form.
-        missing: what a slot without a gradient gets.
-        dtype: of all; `None`: each has its slot's.
-        wide: whether a gradient of another dtype than that keeps at least single precision.
-        tied: what several entries at one tie mean; of a tangent, which is a value, `"first"`.
+    Each has its slot's dtype, or the one given; `wide` keeps at least single precision of a gradient in another.
     """
     found = per_slot(index, grads, tied, exact_shapes=True)
-    if dtype is None and _are_of(index.dtypes, found):
-        return found
+    try:  # the usual case: arrays of JAX, all as they should be
+        if dtype is None and list(map(_dtype, found)) == index.dtypes and not any(map(_weak_type, found)):
+            return found
+    except AttributeError:
+        pass
     for i, (value, own) in enumerate(zip(found, index.dtypes, strict=True)):
         to = own if dtype is None else dtype
         if value is None:
             found[i] = jnp.zeros(index.shapes[i], to) if missing else None
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
-            found[i] = _as_gradient(value, to, is_complex(own) and is_complex(to), wide)
+            array = jnp.asarray(value)
+            if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
+                array = array.real
+            found[i] = array.astype(widened(to) if wide and array.dtype != to else to)
     return found
-
-
-def _as_gradient(value: Any, dtype: Any, may_be_complex: bool, wide: bool) -> jax.Array:
-    array = jnp.asarray(value)
-    if jnp.iscomplexobj(array) and not may_be_complex:
-        array = array.real
-    return array.astype(widened(dtype) if wide and array.dtype != dtype else dtype)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._declare import Given, check_source
+from ._declare import Given, read_source
 from ._paths import join_path, nearest, split_path
 from ._structure import Spec, Structure
 from ._text import describe
@@ -108,7 +108,7 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
     found = []
     for node, said in declaring_nodes(structure):
         for alias, source in said.ties.items():
-            path, transform = (source, None) if isinstance(source, str) else source
+            path, transform = read_source(source, node.cls.__qualname__)
             ends = [(*node.entries, *split_path(each)) for each in (alias, path)]
             if join_path(ends[0]) in structure.index:
                 found.append(_tie(structure, join_path(ends[0]), join_path(ends[1]), transform))
@@ -124,12 +124,8 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
 def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
     if not isinstance(given, Mapping):
         raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(given)}")
-    for alias, source in given.items():
-        check_source(source, f"ties, {alias!r}")
-    return [
-        _tie(structure, alias, *((source, None) if isinstance(source, str) else source))
-        for alias, source in given.items()
-    ]
+    read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in given.items()}
+    return [_tie(structure, alias, *source) for alias, source in read.items()]
 
 
 def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[int, int, Transform | None]:
@@ -154,14 +150,14 @@ def checked(structure: Structure, alias: int, source: int, function: Any) -> Tra
     """The transform of a tie, `None` where it is the identity."""
     want, have = structure.spec(alias), structure.spec(source)
     transform = None if function is None else Transform(function)
-    got = have if transform is None else transform.result(have.shape, have.dtype)
+    got, is_identity = (have, True) if transform is None else transform.tried(have.shape, have.dtype)
     if (got.shape, got.dtype) != (want.shape, want.dtype):
         after = f" after {transform}" if transform else ""
         raise ValueError(
             f"{structure.paths[alias]!r} is {describe(want)} and cannot be tied to {structure.paths[source]!r}, which "
             f"is {describe(got)}{after}"
         )
-    return None if transform is None or transform.is_identity(have.shape, have.dtype) else transform
+    return None if is_identity else transform
 
 
 # -- Trained as a whole ------------------------------------------------------------------------------------------------

@@ -51,19 +51,12 @@ class Transform:
         ]
         return self._place[1] + (f"({', '.join(arguments)})" if arguments else "")
 
-    def result(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the result."""
-        return self._tried(shape, dtype)[0]
-
-    def is_identity(self, shape: tuple[int, ...], dtype: Any) -> bool:
-        """Whether the function returns an array of this shape itself, as a transpose does of one axis.
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
+    def tried(self, shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, bool]:
+        """What comes of an array, and whether it is the array itself, as by a transpose of one axis.
 
         The array at an alias is then that at its source, and nothing tells such a tie from one without a transform.
         """
-        return self._tried(shape, dtype)[1]
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
-    def _tried(self, shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, bool]:
         source = jax.ShapeDtypeStruct(shape, dtype)
         try:
             jaxpr, result = jax.make_jaxpr(self.__call__, return_shape=True)(source)
