@@ -137,12 +137,12 @@ def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]
         return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)
     chains = [operand for operand in depends if isinstance(operand, _Chain)]
-    roots = {id(root): root for root in (getattr(operand, "root", operand) for operand in depends)}
+    root = lambda operand: operand.root if isinstance(operand, _Chain) else operand
     # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
     begins_linear = not chains and is_linear_in(eqn, which)
     is_long = any(len(chain.steps) >= _LONGEST for chain in chains)
-    if pointwise and len(roots) == 1 and not (begins_linear or is_long):
-        return [_Chain(*roots.values(), eqn, operands, *bind(eqn, values))]
+    if pointwise and all(root(each) is root(depends[0]) for each in depends) and not (begins_linear or is_long):
+        return [_Chain(root(depends[0]), eqn, operands, *bind(eqn, values))]
     if eqn.primitive.name in CALLS and not pointwise:
         return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands, unknown)
     if eqn.primitive.name == CHECKPOINT:

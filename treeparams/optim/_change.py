@@ -89,8 +89,13 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
     if parts.layout == roles.layout and not reset:
         return state
     layouts = [trained_at(roles.layout, positions) for positions in roles.running + roles.held]
-    kept = zip(layouts, state.runs + state.held, state.counts, _origins(state), strict=True)
-    histories = [History(layout, run, count, origin) for layout, run, count, origin in kept]
+    origins: list[int] = []
+    together: dict[int, Any] = {}
+    for origin, count in zip(roles.origins, map(np.asarray, state.counts), strict=True):
+        # What has taken other steps than the first part of its own is of a new one.
+        is_parted = not np.array_equal(together.setdefault(origin, count), count)
+        origins.append(1 + max((*roles.origins, *origins)) if is_parted else origin)
+    histories = list(map(History, layouts, state.runs + state.held, state.counts, origins))
     if histories and jtu.tree_structure(rule.form.fresh(layouts[0]).state) != jtu.tree_structure(histories[0].state):
         raise ValueError("the state was made by another transformation than this one; pass the one whose init made it")
     if reset:
@@ -111,16 +116,6 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
     roles = Roles(parts.layout, tuple(at[0]), tuple(at[1]), tuple(history.origin for history in both))
     runs, waiting = (tuple(history.state for history in side) for side in (running, held))
     return TrainableState(runs, waiting, tuple(history.count for history in both), roles)
-
-
-def _origins(state: TrainableState) -> list[int]:
-    """The origin of each history, a new one for what has taken other steps than the first part of its own."""
-    found: dict[int, Any] = {}
-    origins: list[int] = []
-    for origin, count in zip(state.roles.origins, map(np.asarray, state.counts), strict=True):
-        is_parted = not np.array_equal(found.setdefault(origin, count), count)
-        origins.append(1 + max((*state.roles.origins, *origins)) if is_parted else origin)
-    return origins
 
 
 def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]) -> list[History]:

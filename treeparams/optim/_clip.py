@@ -79,7 +79,11 @@ def clip_by_global_norm(
         return ClipState(jnp.zeros((), norm.dtype), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, ClipState]:
-        norm = _over(axis_name, global_norm(updates))
+        norm = global_norm(updates)
+        if axis_name is not None:  # scaled by the largest, so that squares neither overflow nor vanish
+            largest = jax.lax.pmax(norm, axis_name)
+            safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+            norm = safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))
         with np.errstate(over="ignore"):  # 1e39 is infinity
             limit = jnp.asarray(max_norm, norm.dtype)
         is_within = norm <= limit
@@ -87,9 +91,14 @@ def clip_by_global_norm(
         outside = jnp.where(jnp.isfinite(norm), limit / jnp.where(is_within, 1, norm), jnp.nan)
         scale = jnp.where(is_within, 1, outside)
         clipped = state.clipped + jnp.where(is_within, 0, 1).astype(state.clipped.dtype)
-        return jax.tree.map(lambda leaf: _scaled(leaf, scale), updates), ClipState(
-            norm.astype(state.norm.dtype), clipped
-        )
+
+        def scaled(leaf: Any) -> Any:
+            if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+                return leaf
+            wide = common_dtype([leaf.dtype, scale.dtype])
+            return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
+
+        return jax.tree.map(scaled, updates), ClipState(norm.astype(state.norm.dtype), clipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -119,19 +128,3 @@ def clip_state(state: PyTree) -> ClipState:
     if not found:
         raise ValueError("there is no optim.clip_by_global_norm in this state")
     return found[0]
-
-
-def _scaled(leaf: Any, scale: jax.Array) -> Any:
-    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
-        return leaf
-    wide = common_dtype([leaf.dtype, scale.dtype])
-    return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
-
-
-def _over(axis_name: Any, norm: jax.Array) -> jax.Array:
-    if axis_name is None:
-        return norm
-    # Scaled by the largest, so that squares neither overflow nor vanish.
-    largest = jax.lax.pmax(norm, axis_name)
-    safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))

@@ -55,9 +55,24 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
     tried: list[bool] = []
 
     def init(vector: Any) -> Any:
-        if not tried:
-            _try(plain, dict(trial or {}))
-            tried.append(True)
+        if tried:
+            return plain.init(vector)
+        try:
+            worst = _differences(plain, dict(trial or {}))
+        except Exception as error:
+            reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
+            raise ValueError(
+                "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it "
+                f"fails there ({reason}). Use optim.trainable; if it needs more arguments, give examples of them "
+                "(trial={...})"
+            ) from error
+        if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
+            raise ValueError(
+                "the transformation looks at the shapes of leaves: of three leaves, apart and joined to one vector, "
+                f"its updates differ by {', '.join(f'{each:.0e}' for each in worst)} of the largest; use "
+                "optim.trainable"
+            )
+        tried.append(True)
         return plain.init(vector)
 
     rule.tx = plain._replace(init=init)
@@ -71,22 +86,6 @@ _CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not
 _SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
 _TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
-
-
-def _try(tx: Any, extra: dict[str, Any]) -> None:
-    try:
-        worst = _differences(tx, extra)
-    except Exception as error:
-        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
-        raise ValueError(
-            "optim.flat tries the transformation on three small leaves, apart and joined to one vector, and it fails "
-            f"there ({reason}). Use optim.trainable; if it needs more arguments, give examples of them (trial={{...}})"
-        ) from error
-    if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
-        raise ValueError(
-            "the transformation looks at the shapes of leaves: of three leaves, apart and joined to one vector, its "
-            f"updates differ by {', '.join(f'{each:.0e}' for each in worst)} of the largest; use optim.trainable"
-        )
 
 
 def _differences(tx: Any, extra: dict[str, Any]) -> list[float]:

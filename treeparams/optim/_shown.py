@@ -58,11 +58,7 @@ class Shown(abc.ABC):
         return self._fresh[layout, longer]
 
     def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
-        """The state of the slots of `to`: each one's own part as it is, and what is shared that of the first history.
-
-        Raises:
-            ValueError: the state is not kept leaf by leaf, or is of L-BFGS.
-        """
+        """The state of the slots of `to`: each one's own part as it is, what is shared that of the first history."""
         if histories[0].layout == to:
             return histories[0].state
         check_no_memory(histories)
@@ -107,21 +103,18 @@ class Tree(Shown):
             known |= each.by_path
         like = next((each for each in histories if each.layout == to), None) or self.fresh(to)
         fits = all(path in known and jnp.shape(known[path]) == jnp.shape(x) for path, x in like.by_path.items())
-        if not (fits and self._can_divide(max((to, *(each.layout for each in histories)), key=lambda each: each.size))):
+        if fits and self._is_by_leaf is None:
+            # A state kept as a list of leaves has the same paths for other leaves: two halves have fewer than all.
+            whole = max((to, *(each.layout for each in histories)), key=lambda layout: layout.size)
+            halves = [trained_at(whole, index_of(whole).positions[start::2]) for start in (0, 1)]
+            zero, one, both = (self.fresh(each).by_path.keys() for each in (*halves, whole))
+            self._is_by_leaf = zero | one == both
+        if not (fits and self._is_by_leaf):
             raise ValueError(
                 "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: "
                 'give all of them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
             )
         return jtu.tree_unflatten(jtu.tree_structure(like.state), [known[path] for path in like.by_path])
-
-    def _can_divide(self, layout: Layout) -> bool:
-        # A state kept as a list of leaves has the same paths for other leaves: those of two halves are fewer than all.
-        if self._is_by_leaf is None:
-            positions = index_of(layout).positions
-            halves = [trained_at(layout, positions[start::2]) for start in (0, 1)]
-            zero, one, whole = (self.fresh(each).by_path.keys() for each in (*halves, layout))
-            self._is_by_leaf = zero | one == whole
-        return self._is_by_leaf
 
 
 class Vector(Shown):
@@ -190,17 +183,14 @@ def settled(state: PyTree) -> PyTree:
 
 
 def steady(new: PyTree, old: PyTree) -> PyTree:
-    """The new state in the shapes and dtypes of the old one.
-
-    Raises:
-        ValueError: it has others that no cast mends.
-    """
+    """The new state in the dtypes of the old one, whose structure and shapes it must have."""
     news, new_treedef = jtu.tree_flatten(new)
     leaves, treedef = jtu.tree_flatten(old)
     if treedef != new_treedef:
         raise ValueError(f"the transformation changed the structure of its state from {treedef} to {new_treedef}")
+    kind = operator.attrgetter("shape", "dtype", "weak_type")
     try:
-        if list(map(_kind, news)) == list(map(_kind, leaves)):
+        if list(map(kind, news)) == list(map(kind, leaves)):
             return new
     except AttributeError:  # not all are arrays
         pass
@@ -213,9 +203,6 @@ def steady(new: PyTree, old: PyTree) -> PyTree:
             raise ValueError(f"the transformation changed the shape of its state at {where} {got}")
         news[i] = jax.lax.convert_element_type(leaf, before.dtype)
     return jtu.tree_unflatten(treedef, news)
-
-
-_kind = operator.attrgetter("shape", "dtype", "weak_type")
 
 
 def _is_numbers(leaf: Any) -> bool:

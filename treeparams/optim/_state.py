@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._layout import Layout
@@ -30,17 +29,14 @@ ONE = (
 Plain = optax.GradientTransformation | optax.MultiSteps
 """A rule of Optax."""
 
-Positions = tuple[int, ...]
-"""Some parameters of a model, as positions of leaves."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Which parameters each history is of; static."""
+    """Which parameters each history is of, as positions of leaves; static."""
 
     layout: Layout  # of what trains
-    running: tuple[Positions, ...]  # the parameters of each history that trains
-    held: tuple[Positions, ...]  # of each that waits
+    running: tuple[tuple[int, ...], ...]  # the parameters of each history that trains
+    held: tuple[tuple[int, ...], ...]  # of each that waits
     origins: tuple[int, ...]  # of all: the number of the history that it is a part of
 
 
@@ -77,11 +73,6 @@ jtu.register_dataclass(TrainableState, ["runs", "held", "counts"], ["roles"])
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
     """The nodes of a class in a tree."""
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
-
-
-def is_staged() -> bool:
-    """Whether this runs within `jax.jit` or the like, where even constants are traced."""
-    return isinstance(jnp.zeros(()), Tracer)
 
 
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:

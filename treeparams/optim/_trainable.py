@@ -15,23 +15,12 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._grad import nothing_trained
-from .._layout import Layout, Trainable, trained_at
+from .._layout import Trainable, trained_at
 from .._parts import Parts, kept_arrays, take_apart
 from .._text import describe, first_few
 from ._groups import check_groups
 from ._shown import History, Tree, Vector, settled, steady
-from ._state import (
-    ONE,
-    ModelTransformation,
-    Plain,
-    Roles,
-    TrainableState,
-    extended,
-    in_own_buffers,
-    is_staged,
-    nodes_of,
-    rates_in,
-)
+from ._state import ONE, ModelTransformation, Plain, Roles, TrainableState, extended, in_own_buffers, nodes_of, rates_in
 
 
 def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
@@ -187,13 +176,19 @@ class Rule:
         layouts = [layout] if len(state.runs) == 1 else [trained_at(layout, each) for each in state.roles.running]
         histories = list(map(History, layouts, state.runs))
         update = lambda before: self.tx.update(shown[0], before, shown[1], **further)
-        if len(histories) > 1 and is_staged():
-            update = jax.jit(update)  # within jit, so that the rule is traced once and not for each history
+        is_staged = isinstance(jnp.zeros(()), Tracer)  # within jit even constants are traced
+        if len(histories) > 1 and is_staged:
+            update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps, runs, counts = [None] * len(gradients), list(state.runs), list(state.counts[: len(state.runs)])
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
             own = [index.by_leaf[each] for each in positions if gradients[index.by_leaf[each]] is not None]
             if not own:
-                self._warn_of_none(history.layout, counts[number])
+                first_time = not isinstance(counts[number], Tracer) and not int(counts[number])
+                if first_time and hash(history.layout) not in self._warned:
+                    self._warned.add(hash(history.layout))
+                    message = "trains, and no gradient has come for it since: take gradients by what the state says"
+                    paths = first_few(history.layout.paths)
+                    warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=3)
                 continue
             is_all = seen is history.layout
             others = [*histories[:number], *histories[number + 1 :]]
@@ -223,13 +218,6 @@ class Rule:
             if gradients[slot] is not None:
                 gradients[slot] = jnp.conj(gradients[slot])
         return gradients
-
-    def _warn_of_none(self, layout: Layout, count: Any) -> None:
-        if isinstance(count, Tracer) or hash(layout) in self._warned or int(count):
-            return
-        self._warned.add(hash(layout))
-        message = "trains, and no gradient has come for it since: take gradients by what the state says"
-        warnings.warn(f"{first_few(layout.paths)} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=4)
 
     def _argument(self, parts: Parts[Any], here: Sequence[int], name: str, value: Any) -> Any:
         """An extra argument as the rule understands it: gradients and functions are of what it is shown."""
