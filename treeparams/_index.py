@@ -61,7 +61,7 @@ class Index:
         self.dtypes = [structure.spec(i).dtype for i in self.positions]
         self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
 
-        # A model is taken apart and put together by pieces of its list of leaves, each taken by one call that runs in C.
+        # A model is taken apart and put together by pieces of its list of leaves, each taken by one call in C.
         others = [i for i in range(len(trained)) if i not in self.by_leaf]
         kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
         values = [i for i in others if structure.specs[i] is None]

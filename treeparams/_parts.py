@@ -1,8 +1,7 @@
 """A model taken apart into its trained parameters, one array per slot, and the rest; and put together again.
 
 Every function of this library is `take_apart`, a line of its own work on `parts.slots`, and `parts.model(...)` or
-`parts.canonical(...)`. The slots and the frozen arrays in `Rest` are ordinary arrays, so they pass every transformation
-of JAX. What would not - functions, strings, the structure, the ties - is static in `Rest`.
+`parts.canonical(...)`.
 """
 
 import dataclasses
@@ -106,8 +105,8 @@ class Parts(Generic[M]):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the model."""
-        return _halves(self.rest)[1].layout
+        """What trains."""
+        return self.rest.layout
 
     @property
     def index(self) -> Index:
@@ -232,16 +231,9 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    try:
-        has_shapes = list(map(_shape, leaves)) == index.shapes
-    except AttributeError:  # no arrays: labels, or what `jax.tree.map` was given to make
-        has_shapes = False
-    if not has_shapes:
-        for leaf, slot in zip(leaves, index.slots, strict=True):
-            shape = getattr(leaf, "shape", slot.shape)
-            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
-                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    for leaf, position, own in zip(leaves, index.positions, index.shapes, strict=True):
+        shape = getattr(leaf, "shape", own)  # labels have none, nor what `jax.tree.map` was given to make
+        if shape != own and tuple(shape[max(len(shape) - len(own), 0) :]) != own:
+            slot = index.slots[index.by_leaf[position]]
+            raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)
-
-
-_shape = operator.attrgetter("shape")

@@ -32,23 +32,12 @@ _FEW = 16
 
 
 def cut(vector: jax.Array, shapes: Shapes) -> list[jax.Array]:
-    """Arrays of these shapes, from the front of a vector on; what is left at its end is dropped.
-
-    Args:
-        vector: shape `(n,)`, or a stack of such, `(*batch, n)`.
-        shapes: of the arrays, without the batch.
-    """
+    """Arrays of these shapes, from the front of a vector, or of each of a stack, on; what is left over is dropped."""
     return cut_p.bind(vector, shapes=shapes) if shapes else []
 
 
 def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int) -> jax.Array:
-    """The vector of these arrays, one after another, and zeros up to the length. The transpose of `cut`.
-
-    Args:
-        arrays: all of one dtype, of the shapes, or stacks of such.
-        shapes: of the arrays, without the batch. At least one.
-        length: of the vector.
-    """
+    """The vector of these arrays (at least one), or stacks of such, and zeros up to the length: `cut` transposed."""
     return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length)
 
 

@@ -93,13 +93,9 @@ _aval = operator.attrgetter("aval")
 
 
 def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, Structure]:
-    """The leaves of a tree, its treedef, and its structure.
+    """The leaves of a tree, its treedef, and its structure; without `by_shape` that of another in shapes and dtypes.
 
     The structure's own treedef may hold other static *objects* of the same type and value.
-
-    Args:
-        tree: any pytree.
-        by_shape: whether the shapes and dtypes of the structure must be those of the tree.
     """
     leaves, treedef = flatten(tree)
     kinds = list(map(type, leaves))
@@ -161,12 +157,8 @@ def _meet(structure: Structure, is_call: bool) -> None:
 def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: int | None = None) -> None:
     """Remembers that parameters of a structure are one array, outside of any trace.
 
-    A model may be a part of something else, such as a state: each node that holds both places is remembered.
-
-    Args:
-        structure: of the tree.
-        pairs: of leaves.
-        above: how many entries the path of a node has at least; `None`: any, also of a kind that was met apart.
+    A model may be a part of something else, such as a state: each node that holds both places is remembered, if its
+    path has at least `above` entries; without that also a node of a kind that was met apart.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
     for number, node in enumerate(structure.nodes):
@@ -196,11 +188,7 @@ def keep_apart(tracers: Iterable[Any]) -> None:
 def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:
     """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
 
-    Args:
-        structure: of the traced model, or of what holds it.
-        leaves: its leaves.
-        sources: the source of each alias that is known in spite of the trace.
-        trained: whether each leaf is; of frozen ones there is no gradient to part.
+    Not of aliases whose sources are known in spite of the trace, nor of what is frozen: it has no gradient to part.
     """
     root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
     for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
@@ -210,7 +198,11 @@ def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapp
             within = [(a + node.start, b + node.start) for a, b in pairs]
             lost = [pair for pair in within if root(pair[0]) != root(pair[1]) and any(trained[i] for i in pair)]
             lost = [pair for pair in lost if not all(id(leaves[i]) in _on_purpose for i in pair)]
-            if lost and _is_mapped(structure.specs[node.start : node.stop], shapes):
+            # Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each.
+            specs = zip(structure.specs[node.start : node.stop], shapes, strict=True)
+            now = [(spec.shape, shape) for spec, shape in specs if spec is not None]
+            mapped = {len(shape) - len(inner) for inner, shape in now}
+            if lost and len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now):
                 _warned_of.add(kind)
                 names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
                 warn(_LOST.format(first_few(names)))
@@ -231,13 +223,6 @@ def warn(message: str) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
-
-
-def _is_mapped(specs: Sequence[Any], shapes: Sequence[Any]) -> bool:
-    # Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each.
-    pairs = [(spec.shape, shape) for spec, shape in zip(specs, shapes, strict=True) if spec is not None]
-    mapped = {len(shape) - len(now) for now, shape in pairs}
-    return len(mapped) == 1 and all(now == shape[len(shape) - len(now) :] for now, shape in pairs)
 
 
 def name_deleted(error: Exception, tree: Any) -> None:
@@ -304,7 +289,11 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
     What is not known to hold none is not remembered: a tree with a closure over an array is worked out at each call.
     """
     kind = type(static)
-    if isinstance(static, _PLAIN) or kind is object or _is_global(static):
+    if isinstance(static, _PLAIN) or kind is object:
+        return True
+    # What a module holds by name lives as long as the module, whoever remembers it.
+    module, name = getattr(static, "__module__", None), getattr(static, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and found_at(module, name) is static:
         return True
     if isinstance(static, (jax.Array, np.ndarray)) or depth == 0:
         return False
@@ -337,9 +326,3 @@ _PLAIN = (
     *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
 )
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter
-
-
-def _is_global(value: Any) -> bool:
-    # What a module holds by name lives as long as the module, whoever remembers it.
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return isinstance(module, str) and isinstance(name, str) and found_at(module, name) is value

@@ -39,13 +39,6 @@ that are equal have equal static values, and nothing else in which a program cou
 def static_key(value: Any, *, strict: bool = False) -> Any:
     """A hashable key, equal for values that are equal in type and content.
 
-    >>> (
-    ...     static_key(2) == static_key(2.0),
-    ...     static_key([1, (2,)]) == static_key([1, (2,)]),
-    ...     static_key([]) == static_key(()),
-    ... )
-    (False, True, False)
-
     Containers, dataclasses and other objects go by content, arrays by identity. Bare `object()`s, which have no
     content, go by the order in which they appear in the value, so that a key is equal to itself after pickling; where
     that does not do, `strict` has them go by identity.
@@ -115,7 +108,11 @@ class StaticKeys:
         if isinstance(value, np.ndarray):
             return _Identity(value, value.copy() if value.flags.writeable else None)
         if kind is object:
-            return kind, value if self._strict else self._number(value)
+            if self._strict:
+                return kind, value
+            if not any(each is value for each in self.bare):
+                self.bare.append(value)
+            return kind, next(i for i, each in enumerate(self.bare) if each is value)
         if id(value) in self._above:
             return kind, "contains itself"
         self._above.add(id(value))
@@ -123,11 +120,6 @@ class StaticKeys:
             return kind, self._content(value)
         finally:
             self._above.discard(id(value))
-
-    def _number(self, bare: object) -> int:
-        found = [i for i, each in enumerate(self.bare) if each is bare]
-        self.bare += [] if found else [bare]
-        return found[0] if found else len(self.bare) - 1
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, (tuple, list, collections.deque)):

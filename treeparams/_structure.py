@@ -148,12 +148,7 @@ class Structure:
         return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
 
     def differences(self, other: "Structure", *, as_template: bool = False) -> Iterator[str]:
-        """Says what differs between two structures, one line per leaf or node.
-
-        Args:
-            other: the second.
-            as_template: whether anything may stand where the first has no array.
-        """
+        """Says what differs, one line per leaf or node; of a template anything may stand where it has no array."""
         leaf = lambda spec: describe(spec) if spec else "no array"
         for path in self.paths:
             if path not in other.index:
@@ -187,7 +182,12 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
     same, first = list(range(len(leaves))), {}
     for i, leaf in enumerate(leaves):
         try:
-            spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
+            spec = None
+            if _is_jax_type(type(leaf)):
+                spec = _spec_of(leaf.shape, leaf.dtype)
+            elif is_array(leaf):
+                dtype = _jax_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
+                spec = _spec_of(tuple(leaf.shape), dtype)
         except TypeError as error:
             raise TypeError(
                 f"{join_path(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or "
@@ -260,23 +260,13 @@ def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: b
     )
 
 
-def _spec(leaf: Any) -> Spec | None:
-    if not is_array(leaf):
-        return None
-    dtype = leaf.dtype
-    if isinstance(leaf, np.ndarray):
-        _check_dtype(dtype)
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return _spec_of(tuple(leaf.shape), dtype)
-
-
 @functools.cache
-def _check_dtype(dtype: np.dtype) -> None:
-    if dtype == jax.dtypes.float0:
-        return
-    if dtype.names or not dtype.isnative:
-        raise TypeError("it has fields, or the byte order of another machine")
-    jax.eval_shape(lambda array: array, np.empty((), dtype))
+def _jax_dtype(dtype: np.dtype) -> Any:
+    if dtype != jax.dtypes.float0:
+        if dtype.names or not dtype.isnative:
+            raise TypeError("it has fields, or the byte order of another machine")
+        jax.eval_shape(lambda array: array, np.empty((), dtype))
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -167,24 +167,20 @@ class Change(NamedTuple):
         return self._changed(jnp.multiply, value)
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
+        # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
         vector = jnp.asarray(self.vector)
-        return _replaced(vector, list(zip(self.slots, _values(self.slots, vector.dtype, value), strict=True)), change)
-
-
-def _replaced(vector: Any, parts: Sequence[tuple[Slot, Any]], change: Callable[[Any, Any], Any]) -> Any:
-    # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
-    shapes, news, at = [], {}, 0
-    for slot, new in parts:
-        if slot.offset > at:
-            shapes.append((slot.offset - at,))
-        news[len(shapes)] = new.astype(vector.dtype).reshape(-1 if new.ndim else ())
-        shapes.append((slot.size,))
-        at = slot.offset + slot.size
-    shapes.append((vector.shape[0] - at,))
-    pieces = cut(replicated(vector), tuple(shapes))
-    for i, new in news.items():
-        pieces[i] = change(pieces[i], replicated(new))
-    return laid_as(join(pieces, tuple(shapes), vector.shape[0]), vector)
+        shapes, news, at = [], {}, 0
+        for slot, new in zip(self.slots, _values(self.slots, vector.dtype, value), strict=True):
+            if slot.offset > at:
+                shapes.append((slot.offset - at,))
+            news[len(shapes)] = new.astype(vector.dtype).reshape(-1 if new.ndim else ())
+            shapes.append((slot.size,))
+            at = slot.offset + slot.size
+        shapes.append((vector.shape[0] - at,))
+        pieces = cut(replicated(vector), tuple(shapes))
+        for i, new in news.items():
+            pieces[i] = change(pieces[i], replicated(new))
+        return laid_as(join(pieces, tuple(shapes), vector.shape[0]), vector)
 
 
 def _values(slots: Sequence[Slot], dtype: Any, value: Any) -> list[jax.Array]:

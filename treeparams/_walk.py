@@ -82,14 +82,10 @@ def maptrainable(
         name_deleted(error, model)
         raise
     if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
-        results = [_as_leaf(*pair) for pair in zip(results, parts.slots, strict=True)]
+        for i, (result, leaf) in enumerate(zip(results, parts.slots, strict=True)):
+            if isinstance(result, np.generic):
+                results[i] = np.asarray(result) if isinstance(leaf, np.ndarray) else jnp.asarray(result)
     return parts.model(results)
-
-
-def _as_leaf(result: Any, leaf: Any) -> Any:
-    if not isinstance(result, np.generic):
-        return result
-    return np.asarray(result) if isinstance(leaf, np.ndarray) else jnp.asarray(result)
 
 
 def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:

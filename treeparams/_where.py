@@ -1,14 +1,4 @@
-"""From a `where` or a mask to leaves, and from declarations, masks and wheres in turn to what is trained.
-
-A `where` is one of
-- a glob over paths, matched entry by entry (`*`, `?`, `[..]` within one entry, `**` for any number of entries); one
-  that matches a node selects all below it, one that starts with `!` takes away;
-- a compiled regular expression that matches the whole path of a node or leaf;
-- a class: every node of it;
-- `leaves(predicate)`: the parameters for which the predicate holds;
-- a callable from the model to a node or nodes of it, as for `equinox.tree_at`;
-- a sequence of these: what they select together, less what is taken away.
-"""
+"""From a `where` (see `tp.layout`) or a mask to leaves, and from these and declarations to what is trained."""
 
 import dataclasses
 import re
@@ -68,10 +58,7 @@ statement names the alias itself; a later statement about its source removes tha
 def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> Said:
     """Reads a mask, a `where` or the declarations (`None`) for each parameter.
 
-    Args:
-        structure: of the model.
-        follows: the source of each alias that has a transform.
-        trainable: as for `tp.layout`.
+    `follows` has the source of each alias that has a transform.
     """
     declarations = _declarations(structure)
     frozen = frozenset[int]().union(*declarations)
@@ -275,7 +262,13 @@ def _some(structure: Structure, selected: frozenset[int], count: int = 3) -> str
 
 def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
     if isinstance(where, str):
-        yield from _matched(structure, where)
+        pattern = split_path(where)
+        if any(entry[:1] == "[" and entry[1:2] in ("'", '"') for entry in pattern):
+            raise ValueError(
+                f"{where!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, "
+                "such as 'layers.0.weight'"
+            )
+        yield from (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
     elif isinstance(where, re.Pattern):
         yield from (i for i, path in enumerate(structure.paths) if where.fullmatch(path))
         for node in structure.nodes:
@@ -299,20 +292,10 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
         )
 
 
-def _matched(structure: Structure, glob: str) -> Iterator[int]:
-    pattern = split_path(glob)
-    if any(entry[:1] == "[" and entry[1:2] in ("'", '"') for entry in pattern):
-        raise ValueError(
-            f"{glob!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
-            "'layers.0.weight'"
-        )
-    yield from (i for i, entries in enumerate(structure.entries) if selects(pattern, entries))
-
-
 def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
     # The callable gets the model with a distinct object for each leaf, so that what it returns can be found again by
     # identity; the model's own leaves may be one object in several places.
-    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else _Place() for spec in structure.specs]
+    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     index = {id(place): i for i, place in enumerate(places)}
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
     try:
@@ -325,10 +308,6 @@ def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[i
         if id(leaf) not in index:
             raise ValueError(f"{expected}; got {describe(leaf)}")
         yield index[id(leaf)]
-
-
-class _Place:
-    """Stands for a leaf that is no array."""
 
 
 def name_of(where: Any) -> str:

@@ -133,13 +133,12 @@ def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
         if len(groups) <= _LABELS:
             break
     chosen = list(groups.items())[:: -(-len(groups) // _LABELS) or 1]
-    return [_label_of(name, slots, strip.length, tied) for name, slots in chosen]
-
-
-def _label_of(name: str, slots: list[Slot], length: int, tied: dict[str, str]) -> _Label:
-    ties = tied.get(slots[0].path) if len(slots) == 1 else None
-    start, stop = slots[0].offset / max(length, 1), (slots[-1].offset + slots[-1].size) / max(length, 1)
-    return _Label((name or "the model") + (f" = {ties}" if ties else ""), (start + stop) / 2, stop - start)
+    labels, length = [], max(strip.length, 1)
+    for name, slots in chosen:
+        ties = tied.get(slots[0].path) if len(slots) == 1 else None
+        start, stop = slots[0].offset / length, (slots[-1].offset + slots[-1].size) / length
+        labels.append(_Label((name or "the model") + (f" = {ties}" if ties else ""), (start + stop) / 2, stop - start))
+    return labels
 
 
 def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
