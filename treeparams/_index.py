@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,16 @@ class Slot(NamedTuple):
 Slot.__module__ = "treeparams"
 
 
-_LEAF_AND_SOURCE = operator.attrgetter("leaf", "source")
+class Gathers(NamedTuple):
+    """Pieces of the list of a model's leaves, and the way back: each is one call that runs in C."""
+
+    slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
+    kept: Callable[[Any], tuple[Any, ...]]  # ... to all arrays that are no slots, each object once
+    values: Callable[[Any], tuple[Any, ...]]  # ... to what is no array
+    kept_paths: tuple[str, ...]
+    order: tuple[int, ...]  # the place of each leaf in slots + kept + values + computed
+    leaves: Callable[[Any], tuple[Any, ...]]  # from these to the leaves
+    tied_pairs: list[tuple[int, int]]  # which of these are one array
 
 
 class Index:
@@ -41,38 +49,23 @@ class Index:
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self.trained = trained  # of each leaf
         self.ties = ties
-        self.sources = dict(map(_LEAF_AND_SOURCE, ties))
+        self.sources = {alias.leaf: alias.source for alias in ties}
         self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
         self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
-        at: dict[int, list[Alias]] = {}
+        self.aliases: dict[int, list[Alias]] = {}  # of each source
+        # The source of each alias that has a transform, and so is trained if and only if its source is; and of those
+        # that are trained the slots.
+        self.follows: dict[int, int] = {}
+        self.computed: list[tuple[int, Alias]] = []
         for alias in ties:
-            at.setdefault(alias.source, []).append(alias)
+            self.aliases.setdefault(alias.source, []).append(alias)
+            if alias.transforms:
+                self.follows[alias.leaf] = alias.source
             if trained[alias.source]:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
-        self.aliases = {source: tuple(aliases) for source, aliases in at.items()}  # of each source
-        # The source of each alias that has a transform, and so is trained if and only if its source is.
-        self.follows = {alias.leaf: alias.source for alias in ties if alias.transforms}
-        # The leaves that hold one array in the models that are put together.
-        self.tied_pairs = [(each.source, each.leaf) for each in ties if not each.transforms and trained[each.leaf]]
-        # The trained aliases with a transform, and their slots.
-        self.computed = [(self.by_leaf[each.leaf], each) for each in ties if each.transforms and trained[each.leaf]]
-        self.shapes = [structure.spec(i).shape for i in self.positions]
-        self.dtypes = [structure.spec(i).dtype for i in self.positions]
-        self.complex_slots = tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
-
-        # A model is taken apart and put together by pieces of its list of leaves, each taken by one call in C.
-        others = [i for i in range(len(trained)) if i not in self.by_leaf]
-        kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
-        values = [i for i in others if structure.specs[i] is None]
-        self.kept_paths = tuple(structure.paths[i] for i in kept)  # of all arrays that are no slots, each object once
-        self.take_slots, self.take_kept, self.take_values = getter(self.positions), getter(kept), getter(values)
-        # The place of each leaf in slots + kept + values + computed.
-        places = dict(self.by_leaf)
-        rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
-        places |= {leaf: place for place, leaf in enumerate(rest, start=len(self.positions))}
-        self.order = tuple([places[i] if i in places else places[first] for i, first in enumerate(structure.first)])
-        self.all_leaves = getter(self.order)
+                if alias.transforms:
+                    self.computed.append((self.by_leaf[alias.leaf], alias))
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
@@ -101,7 +94,33 @@ class Index:
             offset += slots[-1].size
         return tuple(slots)
 
-    # -- Trees of one value per slot
+    @functools.cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [self.structure.spec(i).shape for i in self.positions]
+
+    @functools.cached_property
+    def dtypes(self) -> list[Any]:
+        return [self.structure.spec(i).dtype for i in self.positions]
+
+    @functools.cached_property
+    def complex_slots(self) -> tuple[int, ...]:
+        return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
+
+    # -- Trees
+
+    @functools.cached_property
+    def gathers(self) -> Gathers:
+        """Worked out when a model is first taken apart, which a layout by itself is not."""
+        structure = self.structure
+        others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
+        kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
+        values = [i for i in others if structure.specs[i] is None]
+        rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
+        places = self.by_leaf | {leaf: place for place, leaf in enumerate(rest, start=len(self.positions))}
+        order = tuple([places[i] if i in places else places[first] for i, first in enumerate(structure.first)])
+        paths = tuple([structure.paths[i] for i in kept])
+        tied = [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
+        return Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
 
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
@@ -135,9 +154,6 @@ class Index:
 
 def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
     """The dtype that holds all of these; JAX's float when there are none.
-
-    >>> common_dtype([jnp.bfloat16, jnp.float16])
-    dtype('float32')
 
     Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
     """

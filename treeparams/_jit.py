@@ -85,7 +85,13 @@ class Jitted(Generic[P, R]):
         def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
             fun, args, kwargs = call.restore(donated, kept)
             keep_apart((*donated, *kept))
-            return _Result.of(fun(*args, **kwargs))
+            leaves, treedef = jtu.tree_flatten(fun(*args, **kwargs))
+            arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf)}
+            values = [leaf for leaf in leaves if id(leaf) not in arrays]
+            places = {key: place for place, key in enumerate(arrays)}
+            at = iter(range(len(arrays), len(leaves)))
+            order = [places[id(leaf)] if id(leaf) in places else next(at) for leaf in leaves]
+            return _Result(list(arrays.values()), (getter(order), treedef, values))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
@@ -220,21 +226,9 @@ class _Call:
 class _Result:
     """A result as a pytree of its distinct arrays; all else is static."""
 
-    def __init__(
-        self, arrays: Sequence[Any], gather: Callable[[Any], tuple[Any, ...]], treedef: Any, values: list[Any]
-    ) -> None:
+    def __init__(self, arrays: Sequence[Any], static: tuple[Any, ...]) -> None:
         self.arrays = arrays
-        self.static = gather, treedef, values
-
-    @classmethod
-    def of(cls, tree: Any) -> "_Result":
-        leaves, treedef = jtu.tree_flatten(tree)
-        arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf)}
-        values = [leaf for leaf in leaves if id(leaf) not in arrays]
-        places = dict(zip(arrays, range(len(arrays)), strict=True))
-        at = iter(range(len(arrays), len(arrays) + len(values)))
-        order = [places[id(leaf)] if id(leaf) in places else next(at) for leaf in leaves]
-        return cls(list(arrays.values()), getter(order), treedef, values)
+        self.static = static
 
     def restore(self) -> Any:
         gather, treedef, values = self.static
@@ -242,5 +236,5 @@ class _Result:
 
 
 jtu.register_pytree_node(
-    _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, *static)
+    _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, static)
 )

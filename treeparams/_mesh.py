@@ -15,10 +15,7 @@ except ImportError:  # JAX 0.6
 
 
 def is_sharded(array: Any) -> bool:
-    """Whether the type of an array says that it is split over a mesh.
-
-    Arrays that are split in different ways cannot be joined without moving them.
-    """
+    """Whether the type of an array says that it is split over a mesh."""
     spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
 

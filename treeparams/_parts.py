@@ -39,13 +39,13 @@ class _Static:
             return NotImplemented
         return self is other or (
             self.layout == other.layout
-            and self.index.order == other.index.order
+            and self.index.gathers.order == other.index.gathers.order
             and identical(self.index.structure.bare, other.index.structure.bare)
             and self.values == other.values
         )
 
     def __hash__(self) -> int:
-        return hash((self.layout, self.index.order))
+        return hash((self.layout, self.index.gathers.order))
 
     def __reduce__(self) -> Any:
         return _static, (self.layout, self.index.structure, self.values.values)
@@ -86,7 +86,7 @@ _halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrg
 
 def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
     frozen, static = _halves(rest)
-    return tuple(zip(map(jtu.DictKey, static.index.kept_paths), frozen, strict=True)), static
+    return tuple(zip(map(jtu.DictKey, static.index.gathers.kept_paths), frozen, strict=True)), static
 
 
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
@@ -139,8 +139,8 @@ def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
     layout, index = look_up(structure, trainable, leaves)
-    static = _Static(layout, index, treedef, index.take_values(leaves))
-    return Parts(index.take_slots(leaves), Rest(index.take_kept(leaves), static))
+    static = _Static(layout, index, treedef, index.gathers.values(leaves))
+    return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
 
 
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
@@ -150,18 +150,18 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     computed = index.computed_from(slots) if index.computed else ()
     if slots and isinstance(slots[0], Tracer):
         keep_apart(slots)
-    elif index.tied_pairs and not index.are_ties_noted:
-        note_ties(index.structure, index.tied_pairs)
+    elif index.gathers.tied_pairs and not index.are_ties_noted:
+        note_ties(index.structure, index.gathers.tied_pairs)
         index.are_ties_noted = True
     # One gather and one unflatten, since the place of each leaf is known.
-    leaves = index.all_leaves([*slots, *frozen, *static.values.values, *computed])
+    leaves = index.gathers.leaves([*slots, *frozen, *static.values.values, *computed])
     return jtu.tree_unflatten(static.treedef, leaves)
 
 
 def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
     """The arrays that are no slots, each object once, by path."""
     frozen, static = _halves(rest)
-    return dict(zip(static.index.kept_paths, frozen, strict=True))
+    return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
 
 
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:

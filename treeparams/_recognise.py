@@ -16,8 +16,8 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jaxtyping
@@ -35,24 +35,33 @@ _BUCKETS = 256
 _PER_BUCKET = 64
 
 
-class _Known(NamedTuple):
+class _Known:
     """A structure and the tree it was worked out from: a tree that agrees in all of this has the same structure."""
 
-    structure: Structure
-    treedef: Any
-    context: tuple[Any, ...]
-    types: list[type]
-    positions: list[int]  # of the leaves whose type is that of an array
-    arrays: Callable[[list[Any]], tuple[Any, ...]]  # leaves -> those
-    shapes: list[tuple[int, ...]]
-    dtypes: list[Any]
-    avals: list[Any]  # of arrays that fitted last, where all are JAX's
-    numpy: Callable[[list[Any]], tuple[Any, ...]]  # leaves -> the NumPy arrays, whose type says nothing of the dtype
-    numpy_dtypes: list[Any]
-    distinct: int  # array objects among the arrays
-    statics: list[Any]  # holding them keeps their identity theirs
-    settled: bool  # whether the same static objects have the same content
-    key: Any  # of the statics, where they are not settled: a snapshot
+    def __init__(
+        self, tree: Any, leaves: list[Any], treedef: Any, context: Any, statics: list[Any], settled: bool
+    ) -> None:
+        self.structure = scan(tree, leaves, treedef)
+        self.treedef = treedef
+        self.context = context
+        self.types = list(map(type, leaves))
+        # The leaves whose type is that of an array. An object or text array is none to JAX, but its type is.
+        specs = enumerate(self.structure.specs)
+        self.positions = [i for i, spec in specs if spec is not None or isinstance(leaves[i], np.ndarray)]
+        self.arrays = getter(self.positions)
+        found = self.arrays(leaves)
+        self.shapes = list(map(_shape, found))
+        self.dtypes = list(map(_dtype, found))
+        self.distinct = len(set(map(id, found)))
+        # The avals of the arrays that fitted last, where all are JAX's.
+        is_concrete = not self.structure.is_traced and all(map(_is_concrete, set(map(type, found))))
+        self.avals = list(map(_aval, found)) if is_concrete else []
+        # Of a NumPy array the type says nothing of the dtype.
+        self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
+        self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
+        self.statics = statics  # holding them keeps their identity theirs
+        self.settled = settled  # whether the same static objects have the same content; else a snapshot is kept
+        self.key = None if settled else _key(statics)
 
     def fits(self, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any]) -> bool:
         """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type."""
@@ -110,7 +119,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
             return leaves, treedef, known.structure
     looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
     settled = all(map(is_settled, looked_at))
-    known = _work_out(tree, leaves, treedef, context, kinds, statics, settled)
+    known = _Known(tree, leaves, treedef, context, statics, settled)
     if not known.structure.is_traced:
         _meet(known.structure, is_call=not by_shape)
     if all(map(_is_harmless, looked_at)):
@@ -253,30 +262,6 @@ def _static_values(treedef: Any) -> list[Any]:
 
     treedef.walk(visit, bool, range(treedef.num_leaves))
     return values
-
-
-def _work_out(
-    tree: Any, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any], settled: bool
-) -> _Known:
-    structure = scan(tree, leaves, treedef)
-    # An object or text array is none to JAX, but its type is that of those that are.
-    positions = [i for i, spec in enumerate(structure.specs) if spec is not None or isinstance(leaves[i], np.ndarray)]
-    arrays, numpy = getter(positions), getter([i for i in positions if isinstance(leaves[i], np.ndarray)])
-    found = arrays(leaves)
-    is_concrete = not structure.is_traced and all(map(_is_concrete, set(map(type, found))))
-    return _Known(
-        *(structure, treedef, context, kinds),
-        *(
-            positions,
-            arrays,
-            list(map(_shape, found)),
-            list(map(_dtype, found)),
-            list(map(_aval, found)) if is_concrete else [],
-        ),
-        *(numpy, list(map(_dtype, numpy(leaves)))),
-        len(set(map(id, found))),
-        *(statics, settled, None if settled else _key(statics)),
-    )
 
 
 def _is_concrete(kind: type) -> bool:

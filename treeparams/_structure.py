@@ -182,12 +182,7 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
     same, first = list(range(len(leaves))), {}
     for i, leaf in enumerate(leaves):
         try:
-            spec = None
-            if _is_jax_type(type(leaf)):
-                spec = _spec_of(leaf.shape, leaf.dtype)
-            elif is_array(leaf):
-                dtype = _jax_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
-                spec = _spec_of(tuple(leaf.shape), dtype)
+            spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
         except TypeError as error:
             raise TypeError(
                 f"{join_path(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or "
@@ -260,13 +255,23 @@ def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: b
     )
 
 
+def _spec(leaf: Any) -> Spec | None:
+    if not is_array(leaf):
+        return None
+    dtype = leaf.dtype
+    if isinstance(leaf, np.ndarray):
+        _check_dtype(dtype)
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return _spec_of(tuple(leaf.shape), dtype)
+
+
 @functools.cache
-def _jax_dtype(dtype: np.dtype) -> Any:
-    if dtype != jax.dtypes.float0:
-        if dtype.names or not dtype.isnative:
-            raise TypeError("it has fields, or the byte order of another machine")
-        jax.eval_shape(lambda array: array, np.empty((), dtype))
-    return jax.dtypes.canonicalize_dtype(dtype)
+def _check_dtype(dtype: np.dtype) -> None:
+    if dtype == jax.dtypes.float0:
+        return
+    if dtype.names or not dtype.isnative:
+        raise TypeError("it has fields, or the byte order of another machine")
+    jax.eval_shape(lambda array: array, np.empty((), dtype))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -52,13 +52,7 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def first_lines(lines: Iterable[str], count: int = 5) -> str:
-    """Lines of a message, of many the first ones and how many more there are.
-
-    >>> print(first_lines("abc", count=2))
-    a
-    b
-    ... and 1 more
-    """
+    """Lines of a message, of many the first ones and how many more there are."""
     lines = list(lines)
     more = [f"... and {len(lines) - count:,} more"] if len(lines) > count else []
     return "\n".join([*lines[:count], *more])

@@ -1,9 +1,4 @@
-"""Walks over the trained parameters of a model, with other trees beside it.
-
-The model comes first and decides what is trained; each slot is visited once, in tree order. The other trees are matched
-by path: they may be canonical, partial (`None`, `optax.MaskedNode`, `float0`, a missing branch: nothing here) or of
-another type with the same paths, or a dictionary `{path: array}` as `trainables` returns it.
-"""
+"""Walks over the trained parameters of a model, each slot once, with other trees beside it that are matched by path."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

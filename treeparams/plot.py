@@ -89,7 +89,13 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
         _name(ax, base, *_divided(each, width))
     ax.set(xlim=(-0.005, 1.07), ylim=(bottom, 1.8))
     ax.axis("off")
-    _legend(ax, known)
+    marks = []
+    if known.ties:
+        marks.append(Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths"))
+    if index_of(known).frozen:
+        marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
+    if marks:
+        ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=8, borderaxespad=0)
     return ax
 
 
@@ -191,13 +197,3 @@ def _apart(middles: Sequence[float]) -> np.ndarray:
     """
     steps = 0.98 / max(len(middles), _LABELS) * np.arange(len(middles))
     return np.minimum(np.maximum.accumulate(np.asarray(middles) - steps) + steps, 1 - steps[::-1])
-
-
-def _legend(ax: Axes, known: Layout) -> None:
-    marks = []
-    if known.ties:
-        marks.append(Patch(facecolor="grey", edgecolor="white", hatch="//", label="tied: at several paths"))
-    if index_of(known).frozen:
-        marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
-    if marks:
-        ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=8, borderaxespad=0)
