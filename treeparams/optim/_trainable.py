@@ -176,8 +176,7 @@ class Rule:
         layouts = [layout] if len(state.runs) == 1 else [trained_at(layout, each) for each in state.roles.running]
         histories = list(map(History, layouts, state.runs))
         update = lambda before: self.tx.update(shown[0], before, shown[1], **further)
-        is_staged = isinstance(jnp.zeros(()), Tracer)  # within jit even constants are traced
-        if len(histories) > 1 and is_staged:
+        if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
             update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps, runs, counts = [None] * len(gradients), list(state.runs), list(state.counts[: len(state.runs)])
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
