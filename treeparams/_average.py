@@ -1,6 +1,6 @@
 """Copies, and exponential moving averages of models: target networks, Polyak averages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import equinox as eqx
@@ -18,7 +18,7 @@ from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
 from ._recognise import keep_apart, name_deleted, structure_of
-from ._structure import flatten, is_inexact
+from ._structure import Structure, flatten, is_inexact
 from ._where import select
 
 M = TypeVar("M")
@@ -122,18 +122,7 @@ def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
 def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: the arrays that are no slots, by their policies."""
     olds = kept_arrays(rest)
-    structure = index_in(rest).structure
-    usual, said = (buffers, {}) if isinstance(buffers, str) else ("copy", buffers)
-    for policy in (usual, *said.values()):
-        if policy not in ("copy", "keep", "average"):
-            raise ValueError(
-                f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}'
-            )
-    policies = dict.fromkeys(olds, usual)
-    among = frozenset(structure.index[path] for path in olds)
-    for where, policy in said.items():
-        for leaf in select(structure, where, among, "frozen or integer array"):
-            policies[structure.paths[leaf]] = policy
+    policies = _policies(index_in(rest).structure, olds, buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
     leaves, _, others = structure_of(model)
@@ -161,6 +150,21 @@ def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest
             new = jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
         news.append(new)
     return with_kept_arrays(rest, news)
+
+
+def _policies(structure: Structure, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
+    usual, said = (buffers, {}) if isinstance(buffers, str) else ("copy", buffers)
+    for policy in (usual, *said.values()):
+        if policy not in ("copy", "keep", "average"):
+            raise ValueError(
+                f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}'
+            )
+    policies = dict.fromkeys(paths, usual)
+    among = frozenset(structure.index[path] for path in paths)
+    for where, policy in said.items():
+        for leaf in select(structure, where, among, "frozen or integer array"):
+            policies[structure.paths[leaf]] = policy
+    return policies
 
 
 def copy_leaf(leaf: Any) -> Any:
