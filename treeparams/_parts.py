@@ -231,9 +231,9 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    for leaf, position, own in zip(leaves, index.positions, index.shapes, strict=True):
-        shape = getattr(leaf, "shape", own)  # labels have none, nor what `jax.tree.map` was given to make
-        if shape != own and tuple(shape[max(len(shape) - len(own), 0) :]) != own:
-            slot = index.slots[index.by_leaf[position]]
-            raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    if [getattr(leaf, "shape", None) for leaf in leaves] != index.shapes:
+        for leaf, slot in zip(leaves, index.slots, strict=True):
+            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor what `jax.tree.map` was given to make
+            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
+                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)
