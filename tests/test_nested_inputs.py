@@ -16,7 +16,7 @@ from .zoo import ZOO, assert_close, enable_x64, flops, inexact_leaves
 
 
 def test_a_function_of_a_gradient():
-    """Of (-sum(x) / r^3)^3, by hand; the value is the one that Zygote's users compare, Zygote.jl issue 1070."""
+    """Of (-sum(x) / r^3)^3, by hand."""
     gradient = nested.gradient(lambda model, x: 1 / jnp.linalg.norm(x))
     h = lambda x: jnp.sum(gradient(None, x)) ** 3
     with enable_x64(True):
