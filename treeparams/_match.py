@@ -167,7 +167,7 @@ def slot_gradients(
     wide: bool = False,
     tied: Tied = "sum",
 ) -> list[Any]:
-    """The projected gradient, or tangent (a value: `tied="first"`), of each slot, real where the slot is.
+    """The projected gradient of each slot, real where the slot is; or a tangent, a value (`tied="first"`) that must be.
 
     Each has its slot's dtype, or the one given; `wide` keeps at least single precision of a gradient in another.
     """
@@ -184,6 +184,8 @@ def slot_gradients(
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
             array = jnp.asarray(value)
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
+                if tied == "first":
+                    raise TypeError(f"expected a real tangent at {index.slots[i].path!r}, got {describe(value)}")
                 array = array.real
             found[i] = array.astype(widened(to) if wide and array.dtype != to else to)
     return found

@@ -39,12 +39,13 @@ def batched_gradient(f: Callable[..., Array], *, check: bool = False) -> Callabl
     """
 
     def gradient(x: Any, *args: Any) -> jax.Array:
-        y, pull = jax.vjp(lambda x: f(x, *args), _batch(x))
+        x, of_x = _batch(x), lambda x: f(x, *args)
+        y, pull = jax.vjp(of_x, x)
         _check_output(x, y)
         if y.ndim != 1:
             raise ValueError(f"expected f to return ({len(x)},), one number per sample, got shape {y.shape}")
         if check:
-            _check_independence(lambda x: f(x, *args), jnp.asarray(x))
+            _check_independence(jax.linearize(of_x, x)[1], x)
         return pull(jnp.ones_like(y))[0]
 
     return gradient
@@ -84,11 +85,11 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
         count_of("chunk", chunk, "sweeps")
 
     def jacobian(x: Any, *args: Any) -> jax.Array:
-        x, of_x = _batch(x), lambda x: f(x, *args)
-        y, push = jax.linearize(of_x, x)
+        x = _batch(x)
+        y, push = jax.linearize(lambda x: f(x, *args), x)
         _check_output(x, y)
         if check:
-            _check_independence(of_x, x)
+            _check_independence(push, x)
         if math.prod(x.shape[1:]) <= math.prod(y.shape[1:]):
             columns = _swept(push, x, chunk)
             return jnp.moveaxis(columns, 0, -1).reshape(*y.shape, *x.shape[1:])
@@ -121,22 +122,20 @@ def _swept(f: Callable[[Any], Any], of: jax.Array, chunk: int | None) -> jax.Arr
     return mapped(lambda direction: f(zeros + direction[None]), basis(sample), chunk, "sweeps")
 
 
-def _check_independence(f: Callable[[Any], Any], x: jax.Array) -> None:
+def _check_independence(push: Callable[[Any], Any], x: jax.Array) -> None:
     # Where samples do not mix, turning the sign of a sample's direction turns that of its output, without rounding. It
     # is turned for those with a one at a binary digit of their number, digit by digit: any two samples differ at one.
     direction = jax.random.normal(jax.random.key(0), x.shape, x.dtype) + jnp.zeros_like(x)
-    _, push = jax.linearize(f, x)
     together = push(direction)
     if isinstance(together, Tracer):
         raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
-    number = np.arange(len(x))
-    for digit in range(len(x).bit_length()):
+    number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
+    signed = lambda signs, array: array * jnp.asarray(signs.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
+    size = lambda array: np.linalg.norm(np.asarray(array, float).reshape(len(x), math.prod(array.shape[1:])), axis=1)
+    for digit in range((len(x) - 1).bit_length()):
         signs = 1 - 2 * (number >> digit & 1)
-        turned = lambda array, signs=signs: array * jnp.asarray(signs.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
-        size = lambda array: np.linalg.norm(np.asarray(array, float).reshape(len(x), array[:1].size), axis=1)
-        expected = turned(together)
-        limit = _ROUNDING * float(jnp.finfo(together.dtype).eps) * size(expected)
-        mixed = np.flatnonzero(size(push(turned(direction)) - expected) > limit)
+        expected = signed(signs, together)
+        mixed = np.flatnonzero(size(push(signed(signs, direction)) - expected) > _ROUNDING * eps * size(expected))
         if mixed.size:
             raise ValueError(
                 "f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample "

@@ -46,8 +46,9 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     """
 
     def of(model: PyTree, x: Any, *args: Any) -> Any:
-        for path, leaf in zip(structure_of(x)[2].paths, jax.tree.leaves(x), strict=True):
+        for i, leaf in enumerate(jax.tree.leaves(x)):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
+                path = structure_of(x)[2].paths[i]
                 got = describe(leaf) + (f" at {path!r}" if path else "")
                 raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
 

@@ -11,10 +11,9 @@ from jaxtyping import PyTree
 from .._forms import vector_of
 from .._index import is_complex
 from .._layout import Layout, index_of
-from .._match import per_slot, slot_gradients
+from .._match import slot_gradients
 from .._parts import Parts, take_apart
 from .._structure import is_array
-from .._text import describe
 
 
 def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
@@ -52,9 +51,6 @@ def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
             f"expected a vector of {layout.size} elements, one per trained parameter, or a tree of the model's "
             f"structure, got an array of shape {jnp.shape(tangent)}"
         )
-    for slot, entry in zip(layout.slots, per_slot(index, tangent, "first"), strict=True):
-        if jnp.iscomplexobj(entry):
-            raise TypeError(f"expected a real tangent at {slot.path!r}, got {describe(entry)}")
     return tuple(slot_gradients(index, tangent, "zeros", tied="first"))
 
 
