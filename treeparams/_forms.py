@@ -91,6 +91,24 @@ def _cast(array: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.convert_element_type(array, dtype)
 
 
+@functools.cache
+def row_shape(key: str) -> tuple[int, ...] | None:
+    """The shape in the key of a stack, `"float32[3,4]"`; `None` of another text."""
+    name, _, shape = key.partition("[")
+    try:
+        sizes = tuple(int(size) for size in shape.removesuffix("]").split(",") if size)
+        is_key = is_inexact(jnp.dtype(name)) and key == f"{name}[{','.join(map(str, sizes))}]"
+    except (TypeError, ValueError):
+        return None
+    return sizes if is_key else None
+
+
+def is_stack(path: Sequence[Any], leaf: Any) -> bool:
+    """Whether an array is a stack: it stands in a dictionary under the key of its rows, whatever its own dtype."""
+    key, shape = getattr(path[-1], "key", None) if path else None, getattr(leaf, "shape", ())
+    return isinstance(key, str) and len(shape) > 0 and row_shape(key) == tuple(shape[1:])
+
+
 def vector_of(layout: Layout, dtype: Any = None, pad_to: SupportsIndex = 1) -> Vector:
     """The kind of vector that holds the slots of a layout."""
     pad_to = count_of("pad_to", pad_to, "elements")
