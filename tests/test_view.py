@@ -79,7 +79,7 @@ def test_changes(name, compiled):
         (lambda: VIEW.at["layers.*.b"].set(np.ones(3)), ValueError, r"the 4 elements selected, got shape \(3,\)"),
         (lambda: VIEW.at["layers.*.b"].set({"layers.0.b": 1.0}), ValueError, r"'layers.1.b'\], got them"),
         (lambda: VIEW.at["layers.1.b"].set(VIEW["layers.0"]), ValueError, r"\['layers.1.b'\], got them at \['head'"),
-        (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' lies in a vector of float32, got complex64"),
+        (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' lies in an array of float32, got complex64"),
         (lambda: VIEW["layers.0.v"], KeyError, "'layers.0.v' selects nothing.*layers.0.b"),
         (lambda: VIEW["frozen"], KeyError, "'frozen' is frozen, so it has no slot"),
         (lambda: VIEW["fro*"], KeyError, "'fro[*]' selects only what is frozen, such as 'frozen'"),
@@ -122,7 +122,7 @@ def test_it_prints_its_paths_and_is_equal_to_itself_and_no_pytree():
     assert view != restructure.view(vector)
     assert len({view, view}) == 1
     assert jax.tree.leaves(VIEW) == [VIEW]
-    assert VIEW.vector is VECTOR
+    assert VIEW.form is VECTOR
 
 
 def test_nothing_leaks_out_of_an_inner_trace():

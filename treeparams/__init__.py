@@ -25,8 +25,12 @@ only from those above it:
     _grad         grad, value_and_grad, accumulate
     _average      copy, ema, Ema
     _tie          tie, untie
-    _view         names over a vector
-    _forms        ravel, Restructure
+    _joined       one array of many: a vector, a stack; the form that these are the leaves of
+    _stacks       which slots are the rows of which stack
+    _view         names over a form
+    _nodes        equal nodes as one, single nodes by themselves: from a form
+    _restructure  Restructure
+    _forms        ravel, stack
     _summary      summary: a model as a table
     optim        Optax over models; a module of its own, imported by name
     nested       derivatives within losses, curvature, by sample; a module of its own, imported by name
@@ -36,7 +40,7 @@ only from those above it:
 
 from ._average import Ema as Ema, copy as copy, ema as ema
 from ._declare import declare as declare, field as field
-from ._forms import Restructure as Restructure, ravel as ravel
+from ._forms import ravel as ravel, stack as stack
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._index import Slot as Slot
 from ._jit import jit as jit
@@ -45,6 +49,7 @@ from ._match import project as project
 from ._norm import global_norm as global_norm
 from ._parts import Rest as Rest, combine as combine, partition as partition
 from ._resolve import layout as layout
+from ._restructure import Restructure as Restructure
 from ._summary import Summary as Summary, summary as summary
 from ._tie import tie as tie, untie as untie
 from ._view import View as View

@@ -1,4 +1,4 @@
-"""The place of each leaf of a model in each form: among the slots, in the canonical tree, in the vector."""
+"""The place of each leaf of a model in each form: among the slots, in the canonical tree, in the vector, in stacks."""
 
 import functools
 import math
@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._structure import Structure, getter, is_inexact
+from ._text import describe
 from ._ties import Alias
 
 
 class Slot(NamedTuple):
-    """One distinct trained parameter and its place in the vector."""
+    """One distinct trained parameter and its place in the vector and in the stacks."""
 
     path: str
     aliases: tuple[str, ...]
@@ -24,6 +25,8 @@ class Slot(NamedTuple):
     dtype: np.dtype
     offset: int  # in elements
     size: int  # in elements
+    key: str  # of its stack
+    row: int
 
 
 Slot.__module__ = "treeparams"
@@ -46,6 +49,7 @@ class Index:
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
+        self.forms: dict[Any, Any] = {}  # those that were asked for
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self.trained = trained  # of each leaf
         self.ties = ties
@@ -87,10 +91,13 @@ class Index:
 
     def _described(self, leaves: Iterable[int]) -> tuple[Slot, ...]:
         slots, offset, paths = [], 0, self.structure.paths
+        rows: dict[str, int] = {}
         for i in leaves:
             shape, dtype, _ = self.structure.spec(i)
             aliases = tuple(paths[alias.leaf] for alias in self.aliases.get(i, ()))
-            slots.append(Slot(paths[i], aliases, shape, dtype, offset, math.prod(shape)))
+            key = describe(self.structure.spec(i))
+            rows[key] = row = rows.get(key, -1) + 1
+            slots.append(Slot(paths[i], aliases, shape, dtype, offset, math.prod(shape), key, row))
             offset += slots[-1].size
         return tuple(slots)
 

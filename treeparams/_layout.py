@@ -1,4 +1,4 @@
-"""The layout of a model: which leaves are trained, which of them are one, and where each lies in the vector.
+"""The layout of a model: which leaves are trained, which of them are one, and where each lies in the forms.
 
 It is static and holds no array, so that it goes into `jax.jit` as a static argument or a closure.
 """
@@ -227,9 +227,9 @@ class Layout:
 
     def __str__(self) -> str:
         frozen, tied_to = self._index.frozen, self._index.tied_to
-        rows = [_row(slot, f"{slot.offset:,}", tied_to) for slot in self.slots]
-        rows += [_row(slot, "frozen", tied_to) for slot in frozen]
-        lines = in_columns(["path", "shape", "dtype", "offset", "size", "tied to"], rows, right=[3, 4])
+        rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in self.slots]
+        rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
+        lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
         total = f"{_count(self.slots)}, {self.size:,} elements, {self.nbytes:,} bytes"
         held = f"; {sum(slot.size for slot in frozen):,} elements frozen" if frozen else ""
         return "\n".join([*lines, total + held])
@@ -247,9 +247,8 @@ def _again(*parts: Any) -> Layout:
     return Layout(Index(*parts))
 
 
-def _row(slot: Slot, offset: str, tied_to: Mapping[str, str]) -> list[str]:
-    shape = ",".join(map(str, slot.shape)) or "()"
-    return [slot.path or '""', shape, str(slot.dtype), offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
+def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
+    return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
 
 
 def _count(slots: tuple[Slot, ...]) -> str:

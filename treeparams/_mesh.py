@@ -28,6 +28,12 @@ def replicated(array: Any) -> Any:
     return _reshard(array, sharding)
 
 
+def alike(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays of one shape that lie alike over the devices by type: as they do, or else whole on each."""
+    shardings = {jax.typeof(array).sharding for array in arrays if is_sharded(array)}
+    return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
+
+
 def laid_as(array: Any, like: Any) -> Any:
     """The array as another lies over the devices; if that is whole on each, as it is."""
     if is_sharded(like):

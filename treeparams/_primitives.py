@@ -1,4 +1,7 @@
-"""One vector cut into arrays, and arrays joined into one vector: two linear maps, each the transpose of the other.
+"""One array cut into many, and many joined into one: two linear maps, each the transpose of the other.
+
+A vector is cut into arrays of any shapes. So is a stack, into its rows: the axis that is cut is then followed by others
+(`rank` counts them) that stay as they are, and lie over the devices of a mesh as they did.
 
 XLA has no views: every leaf that is cut out of a vector is a slice with a kernel of its own, and compiling thousands of
 those is what makes a flat model slow to compile. Here the leaves of one shape share a kernel (see `_hidden`).
@@ -20,7 +23,7 @@ from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._mesh import broadcast_as, leading_axis, varying_alike
+from ._mesh import broadcast_as, laid_as, leading_axis, varying_alike
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -31,42 +34,57 @@ Shapes = tuple[tuple[int, ...], ...]
 _FEW = 16
 
 
-def cut(vector: jax.Array, shapes: Shapes) -> list[jax.Array]:
-    """Arrays of these shapes, from the front of a vector, or of each of a stack, on; what is left over is dropped."""
-    return cut_p.bind(vector, shapes=shapes) if shapes else []
+def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
+    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; what is left over is dropped.
+
+    Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
+    """
+    return cut_p.bind(array, shapes=shapes, rank=rank) if shapes else []
 
 
-def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int) -> jax.Array:
-    """The vector of these arrays (at least one), or stacks of such, and zeros up to the length: `cut` transposed."""
-    return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length)
+def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int, rank: int = 0) -> jax.Array:
+    """The array of this length of these pieces (at least one) and zeros up to the length: `cut` transposed."""
+    return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length, rank=rank)
 
 
 # -- How it is done ----------------------------------------------------------------------------------------------------
 
 
-def _split(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
-    sizes = [math.prod(shape) for shape in shapes]
-    rest = vector.shape[-1] - sum(sizes)
-    pieces = jax.lax.split(vector, [*sizes, rest], axis=vector.ndim - 1)
-    return [piece.reshape(vector.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False)]
+def _lengths(shapes: Shapes, rank: int) -> list[int]:
+    return [math.prod(shape[: len(shape) - rank]) for shape in shapes]
 
 
-def _cut_at_run_time(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
-    sizes = [math.prod(shape) for shape in shapes]
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+def _split(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+    axis = array.ndim - 1 - rank
+    lengths = _lengths(shapes, rank)
+    pieces = jax.lax.split(array, [*lengths, array.shape[axis] - sum(lengths)], axis=axis)
+    return [_as_piece(piece, axis, shape) for piece, shape in zip(pieces, shapes, strict=False)]
+
+
+def _cut_at_run_time(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+    axis = array.ndim - 1 - rank
+    lengths = _lengths(shapes, rank)
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
     counts = collections.Counter(shapes)
     often = [i for i, shape in enumerate(shapes) if counts[shape] >= _FEW]
     hidden = dict(zip(often, _hidden([starts[i] for i in often]), strict=True))
-    batch = vector.shape[:-1]
-    zeros = [np.uint32(0)] * len(batch)
+    before, after = [np.uint32(0)] * axis, [np.uint32(0)] * rank
     pieces = []
-    for i, (shape, size, start) in enumerate(zip(shapes, sizes, starts, strict=True)):
+    for i, (shape, length, start) in enumerate(zip(shapes, lengths, starts, strict=True)):
         if i in hidden:
-            piece = jax.lax.dynamic_slice(vector, [*zeros, hidden[i]], [*batch, size])
+            sizes = (*array.shape[:axis], length, *array.shape[axis + 1 :])
+            piece = jax.lax.dynamic_slice(array, [*before, hidden[i], *after], sizes)
         else:
-            piece = jax.lax.slice_in_dim(vector, start, start + size, axis=len(batch))
-        pieces.append(jax.lax.reshape(piece, batch + shape))
+            piece = jax.lax.slice_in_dim(array, start, start + length, axis=axis)
+        pieces.append(_as_piece(piece, axis, shape))
     return pieces
+
+
+def _as_piece(piece: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    # Of an array that lies over several devices JAX knows where it lies after `squeeze`, and not after any reshape.
+    if len(shape) == piece.ndim - axis - 1:
+        return jax.lax.squeeze(piece, [axis])
+    return jax.lax.reshape(piece, piece.shape[:axis] + shape)
 
 
 def _hidden(offsets: Sequence[int]) -> Sequence[jax.Array]:
@@ -85,67 +103,75 @@ def _hidden(offsets: Sequence[int]) -> Sequence[jax.Array]:
     )
 
 
-def _join(*arrays: jax.Array, shapes: Shapes, length: int) -> jax.Array:
-    batch = arrays[0].shape[: arrays[0].ndim - len(shapes[0])]
-    sizes = [math.prod(shape) for shape in shapes]
-    pieces = [jax.lax.reshape(array, (*batch, size)) for array, size in zip(arrays, sizes, strict=True)]
-    if length > sum(sizes):
-        pieces.append(jnp.zeros((*batch, length - sum(sizes)), arrays[0].dtype))
-    return jax.lax.concatenate(pieces, len(batch))
+def _join(*arrays: jax.Array, shapes: Shapes, length: int, rank: int) -> jax.Array:
+    axis = arrays[0].ndim - len(shapes[0])
+    pieces = []
+    for array, shape, size in zip(arrays, shapes, _lengths(shapes, rank), strict=True):
+        if len(shape) == rank:
+            pieces.append(jax.lax.expand_dims(array, [axis]))
+        else:
+            pieces.append(jax.lax.reshape(array, (*array.shape[:axis], size, *array.shape[array.ndim - rank :])))
+    like = pieces[0]
+    missing = length - sum(piece.shape[axis] for piece in pieces)
+    if missing:
+        zeros = jnp.zeros((*like.shape[:axis], missing, *like.shape[axis + 1 :]), like.dtype)
+        pieces.append(laid_as(zeros, like))
+    return jax.lax.concatenate(pieces, axis)
 
 
 # -- As primitives -----------------------------------------------------------------------------------------------------
 
 cut_p = jax.extend.core.Primitive("cut")
 cut_p.multiple_results = True
-_cut_compiled = jax.jit(cut_p.bind, static_argnames="shapes")
+_cut_compiled = jax.jit(cut_p.bind, static_argnames=("shapes", "rank"))
 
 join_p = jax.extend.core.Primitive("join")
-join_p.def_impl(jax.jit(_join, static_argnames=("shapes", "length")))
+join_p.def_impl(jax.jit(_join, static_argnames=("shapes", "length", "rank")))
 
 
 @cut_p.def_impl
-def _cut_now(vector: jax.Array, *, shapes: Shapes) -> list[jax.Array]:
+def _cut_now(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
     # With `jax.disable_jit` the compiled one would come back here.
     is_eager = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    return (_split if is_eager else _cut_compiled)(vector, shapes=shapes)
+    return (_split if is_eager else _cut_compiled)(array, shapes=shapes, rank=rank)
 
 
 @cut_p.def_abstract_eval
-def _cut_types(vector: Any, *, shapes: Shapes) -> list[Any]:
-    return [_like(vector, 1, shape) for shape in shapes]
+def _cut_types(array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
+    return [_like(array, 1 + rank, shape, rank) for shape in shapes]
 
 
 @join_p.def_abstract_eval
-def _join_type(*arrays: Any, shapes: Shapes, length: int) -> Any:
-    return _like(arrays[0], len(shapes[0]), (length,))
+def _join_type(*arrays: Any, shapes: Shapes, length: int, rank: int) -> Any:
+    return _like(arrays[0], len(shapes[0]), (length, *shapes[0][len(shapes[0]) - rank :]), rank)
 
 
-def _like(aval: Any, replaced: int, shape: tuple[int, ...]) -> Any:
-    # The type of an array with other trailing axes, whole on each device; the leading ones lie as they did.
-    batch = aval.ndim - replaced
-    spec = PartitionSpec(*aval.sharding.spec[:batch], *[None] * len(shape))
+def _like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
+    # The type of an array with other axes before the last `rank` ones, whole on each device; all others lie as before.
+    batch, spec = aval.ndim - replaced, aval.sharding.spec
+    spec = PartitionSpec(*spec[:batch], *[None] * (len(shape) - rank), *spec[aval.ndim - rank :])
     sharding = NamedSharding(aval.sharding.mesh, spec)
     return aval.update(shape=aval.shape[:batch] + shape, sharding=sharding, weak_type=False)
 
 
-def _transpose_cut(cotangents: Sequence[Any], vector: Any, *, shapes: Shapes) -> list[Any]:
-    length = vector.aval.shape[-1]
-    return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length)]
+def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
+    length = array.aval.shape[array.aval.ndim - 1 - rank]
+    return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
 
 
-def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int) -> list[Any]:
+def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int, rank: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(array.aval) if ad.is_undefined_primal(array) else None for array in arrays]
-    pieces = cut(cotangent, shapes)
+    pieces = cut(cotangent, shapes, rank)
     return [piece if ad.is_undefined_primal(array) else None for piece, array in zip(pieces, arrays, strict=True)]
 
 
-def _batch_cut(vectors: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes) -> tuple[list[Any], list[int]]:
-    return cut(jnp.moveaxis(vectors[0], axes[0], 0), shapes), [0] * len(shapes)
+def _batch_cut(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
+    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), **params)
+    return pieces, [0] * len(pieces)
 
 
-def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, length: int) -> tuple[Any, int]:
+def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
     stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
     mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
     size = mapped[0].shape[0]
@@ -153,12 +179,12 @@ def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, l
     for i, axis in enumerate(axes):
         if axis is None:
             stacks[i] = broadcast_as(stacks[i], size, along)
-    return join(stacks, shapes, length), 0
+    return join(stacks, **params), 0
 
 
-def _taylor_of_cut(vectors: Sequence[Any], series: Sequence[Any], *, shapes: Shapes) -> tuple[list[Any], list[Any]]:
-    terms = [cut(term, shapes) for term in series[0]]
-    return cut(vectors[0], shapes), [list(each) for each in zip(*terms, strict=True)]
+def _taylor_of_cut(arrays: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    terms = [cut(term, **params) for term in series[0]]
+    return cut(arrays[0], **params), [list(each) for each in zip(*terms, strict=True)]
 
 
 def _taylor_of_join(arrays: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[Any, list[Any]]:

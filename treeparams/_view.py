@@ -1,15 +1,16 @@
-"""Names over a vector: its parts as a mapping from paths to arrays, and changes of parts that give a new vector."""
+"""Names over a form: its parts as a mapping from paths to arrays, and changes of parts that give a new form."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact
 
 from ._index import Slot, is_complex
+from ._joined import Form, whole
 from ._layout import Layout, index_of, slot_at, slots_in
 from ._mesh import laid_as, replicated
 from ._primitives import cut, join
@@ -18,7 +19,7 @@ from ._where import Where, select
 
 
 class View(Mapping[str, Any]):
-    """A mapping from paths to the parts of a vector. Made by `restructure.view(vector)`, where it is read.
+    """A mapping from paths to the parts of a vector or of stacks. Made by `restructure.view(vector)`, where it is read.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> vector, restructure = tp.ravel({"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}})
@@ -26,8 +27,8 @@ class View(Mapping[str, Any]):
     >>> {path: part.shape for path, part in view.items()}
     {'a.b': (1,), 'a.w': (1, 2), 'c.w': (3,)}
 
-    A path gives the part in the shape of its leaf and the dtype of the vector (an alias gives that of its slot, through
-    its transform); any other `where` - a glob, a regex, a class - gives the view of what it selects:
+    A path gives the part in the shape of its leaf and the dtype of what it is read from (an alias gives that of its
+    slot, through its transform); any other `where` - a glob, a regex, a class - gives the view of what it selects:
 
     >>> dict(view["a"])
     {'a.b': Array([0.], dtype=float32), 'a.w': Array([[1., 1.]], dtype=float32)}
@@ -37,29 +38,40 @@ class View(Mapping[str, Any]):
     >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
     Array([[2., 2.]], dtype=float32)
 
-    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector. A view is neither an
-    array nor a pytree: arithmetic is done on `view.vector`, and that is what goes into `jax.jit`.
+    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector, or stacks. A view is
+    neither an array nor a pytree: arithmetic is done on `view.form`, and that is what goes into `jax.jit`.
     """
 
-    def __init__(self, layout: Layout, vector: Any, chosen: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None
+    ) -> None:
         """For this library's own use; users write `restructure.view(vector)`."""
-        self.vector = vector
         self._layout = layout
+        self._form = form
+        self._leaves = leaves
         self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
         self._inside = frozenset(self._chosen)
         # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the parts that nobody reads.
-        shapes = tuple(slot.shape for slot in layout.slots)
-        self._pieces = cut(replicated(vector), shapes) if isinstance(vector, Tracer) else None
+        self._pieces = {
+            number: cut(whole(block, leaf), block.shapes, block.rank)
+            for number, (block, leaf) in enumerate(zip(form.blocks, leaves, strict=True))
+            if isinstance(leaf, Tracer)
+        }
+
+    @property
+    def form(self) -> Any:
+        """The vector, or the stacks, that it was made of."""
+        return jtu.tree_unflatten(self._form.treedef, self._leaves)
 
     @property
     def at(self) -> "At":
-        """For `view.at[where].set(value)`: a vector with some of its parts changed."""
+        """For `view.at[where].set(value)`: the form with some of its parts changed."""
         return At(self._change)
 
     def __getitem__(self, where: Where) -> Any:
         if not self._is_path(where):
-            return View(self._layout, self.vector, self._select(where))
+            return View(self._layout, self._form, self._leaves, self._select(where))
         slot, index = self._slot(where), index_of(self._layout)
         leaf, source = index.structure.index[where], index.positions[slot]
         alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)
@@ -77,7 +89,7 @@ class View(Mapping[str, Any]):
         return index.by_leaf.get(leaf) in self._inside if leaf is not None else False
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # whether all is equal is a question for the vectors, as it is for arrays
+        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
 
     def __hash__(self) -> int:
         return id(self)
@@ -100,7 +112,7 @@ class View(Mapping[str, Any]):
     def _change(self, where: Where) -> "Change":
         """The slots that `where` selects, for writing."""
         slots, index = self._select(where), index_of(self._layout)
-        change = Change(self.vector, tuple([self._layout.slots[i] for i in slots]))
+        change = Change(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:
             return change
         paths = index.structure.index
@@ -122,12 +134,15 @@ class View(Mapping[str, Any]):
         return slot
 
     def _part(self, i: int) -> Any:
-        if self._pieces is not None:
-            return self._pieces[i]
-        slot = self._layout.slots[i]
+        number, place = self._form.places[i]
+        if number in self._pieces:
+            return self._pieces[number][place]
+        block, leaf = self._form.blocks[number], whole(self._form.blocks[number], self._leaves[number])
         # With the offset as an operand one compiled slice serves all parts of one size.
-        vector = replicated(jnp.asarray(self.vector))
-        return jax.lax.dynamic_slice(vector, (np.uint32(slot.offset),), (slot.size,)).reshape(slot.shape)
+        start, stop = block.starts[place : place + 2]
+        zeros = [np.uint32(0)] * block.rank
+        piece = jax.lax.dynamic_slice(leaf, [np.uint32(start), *zeros], (stop - start, *leaf.shape[1:]))
+        return piece.reshape(block.shapes[place])
 
 
 View.__module__ = "treeparams"
@@ -148,42 +163,45 @@ class Change(NamedTuple):
 
     Each method takes a number, for all elements; an array, for one parameter in its shape or flat, for several as one
     vector in the order of the view; or a mapping with an array for each path, such as a view. It returns the whole new
-    vector.
+    vector, or all stacks.
     """
 
-    vector: Any
+    form: Form
+    leaves: Sequence[Any]
+    numbers: tuple[int, ...]
     slots: tuple[Slot, ...]
 
-    def set(self, value: Any) -> Inexact[Array, " n"]:
-        """The vector with these elements in place of what was there."""
+    def set(self, value: Any) -> Any:
+        """The form with these elements in place of what was there."""
         return self._changed(lambda part, new: jnp.broadcast_to(new, part.shape), value)
 
-    def add(self, value: Any) -> Inexact[Array, " n"]:
-        """The vector with this added to the parts."""
+    def add(self, value: Any) -> Any:
+        """The form with this added to the parts."""
         return self._changed(jnp.add, value)
 
-    def multiply(self, value: Any) -> Inexact[Array, " n"]:
-        """The vector with the parts multiplied by this."""
+    def multiply(self, value: Any) -> Any:
+        """The form with the parts multiplied by this."""
         return self._changed(jnp.multiply, value)
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
-        # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
-        vector = jnp.asarray(self.vector)
-        shapes, news, at = [], {}, 0
-        for slot, new in zip(self.slots, _values(self.slots, vector.dtype, value), strict=True):
-            if slot.offset > at:
-                shapes.append((slot.offset - at,))
-            news[len(shapes)] = new.astype(vector.dtype).reshape(-1 if new.ndim else ())
-            shapes.append((slot.size,))
-            at = slot.offset + slot.size
-        shapes.append((vector.shape[0] - at,))
-        pieces = cut(replicated(vector), tuple(shapes))
-        for i, new in news.items():
-            pieces[i] = change(pieces[i], replicated(new))
-        return laid_as(join(pieces, tuple(shapes), vector.shape[0]), vector)
+        leaves = list(map(jnp.asarray, self.leaves))
+        news: dict[int, dict[int, Any]] = {}  # of each leaf, by number within it
+        dtypes = [leaves[self.form.places[number][0]].dtype for number in self.numbers]
+        for number, new in zip(self.numbers, _values(self.slots, dtypes, value), strict=True):
+            block, place = self.form.places[number]
+            news.setdefault(block, {})[place] = new
+        for b, its in news.items():
+            # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
+            block, leaf = self.form.blocks[b], leaves[b]
+            pieces, shapes = block.between(whole(block, leaf), sorted(its))
+            for i, place in enumerate(sorted(its)):
+                part, new = pieces[2 * i + 1], its[place].astype(leaf.dtype)
+                pieces[2 * i + 1] = change(part, replicated(new).reshape(part.shape if new.ndim else ()))
+            leaves[b] = laid_as(join(pieces, shapes, block.length, block.rank), leaf)
+        return jtu.tree_unflatten(self.form.treedef, leaves)
 
 
-def _values(slots: Sequence[Slot], dtype: Any, value: Any) -> list[jax.Array]:
+def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Any) -> list[jax.Array]:
     if isinstance(value, Mapping):
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):
@@ -200,9 +218,9 @@ def _values(slots: Sequence[Slot], dtype: Any, value: Any) -> list[jax.Array]:
                 f"shape {whole.shape}"
             )
         values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
-    for slot, new in zip(slots, values, strict=True):
+    for slot, dtype, new in zip(slots, dtypes, values, strict=True):
         if is_complex(new.dtype) and not is_complex(dtype):
-            raise TypeError(f"{slot.path!r} lies in a vector of {dtype}, got {new.dtype}")
+            raise TypeError(f"{slot.path!r} lies in an array of {dtype}, got {new.dtype}")
     return values
 
 

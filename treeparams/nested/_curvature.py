@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from .._forms import vector_of
+from .._joined import vector_of
 from .._layout import Layout, Trainable
 from ._inputs import mapped
 from ._slots import given_back, of_slots, parts_of, taken

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._forms import vector_of
+from .._joined import vector_of
 from .._layout import Trainable
 from ._inputs import mapped
 from ._slots import of_slots, parts_of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._forms import vector_of
+from .._joined import vector_of
 from .._index import is_complex
 from .._layout import Layout, index_of
 from .._match import slot_gradients

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -14,12 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from .._layout import Trainable, index_of, trained_at
-from .._parts import take_apart
+from .._parts import Parts, take_apart
 from .._resolve import retrained
 from .._structure import is_array
 from .._text import describe
 from .._where import Where
 from ._groups import group_name, groups_in
+from ._per_leaf import PerLeafState
 from ._shown import History, check_no_memory
 from ._state import Roles, TrainableState, free_rates, in_own_buffers, map_injected, nodes_of, rates_in, rule_of
 
@@ -100,14 +101,15 @@ def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, re
         raise ValueError("the state was made by another transformation than this one; pass the one whose init made it")
     if reset:
         fresh = rule.start(parts)
-        return dataclasses.replace(fresh, runs=tuple(_with_rates(rule, run, histories, model) for run in fresh.runs))
+        runs = tuple(_with_rates(rule, run, parts, histories, model) for run in fresh.runs)
+        return dataclasses.replace(fresh, runs=runs)
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
     known = frozenset(position for layout in layouts for position in index_of(layout).positions)
     running, held = (_parts_of(rule, histories, positions) for positions in (now, known - now))
     if now - known:
         own = take_apart(model, trained_at(parts.layout, list(now - known)))
-        run = _with_rates(rule, rule.fresh(own), histories, model)
+        run = _with_rates(rule, rule.fresh(own), own, histories, model)
         number = 1 + max((history.origin for history in histories), default=-1)
         running.append(History(own.layout, run, jnp.zeros((), jnp.int32), number))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
@@ -132,22 +134,53 @@ def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]
     return result
 
 
-def _with_rates(rule: Any, fresh: PyTree, histories: Sequence[History], model: PyTree) -> PyTree:
+def _with_rates(rule: Any, fresh: PyTree, parts: Parts[Any], histories: Sequence[History], model: PyTree) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
     width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
-    known = [(rates_in(history.state), history.layout) for history in histories]
-    now, layout = max(known, key=lambda pair: width(pair[0]), default=([], None))
-    if not width(now):
+    known = [(rates_in(history.state), history) for history in histories]
+    rates, history = max(known, key=lambda pair: width(pair[0]), default=([], None))
+    if history is None or not width(rates):
         return fresh
-    made = rates_in(rule.fresh(take_apart(model, layout)))
+    before = take_apart(model, history.layout)
+    made, now = (_by_rule(rule, before, state) for state in (rule.fresh(before), history.state))
+    place = _places(rule, parts)
 
-    def restore(_: Any, node: Any) -> Any:
-        before, rates = made.pop(0), now.pop(0)
-        changed = {name for name, rate in rates.items() if not np.array_equal(rate, before[name], equal_nan=True)}
-        new = {name: jnp.array(rates[name], node.hyperparams[name].dtype) for name in changed}
+    def restore(path: Any, node: Any) -> Any:
+        key = place(path)
+        if key not in now:  # of a group that had no leaf, optim.per_leaf has no state
+            return node
+        old, rates = made[key].hyperparams, free_rates(now[key])
+        changed = {name for name, rate in rates.items() if not np.array_equal(rate, old[name], equal_nan=True)}
+        new = {name: _for_rows(rates[name], node.hyperparams[name]) for name in changed}
         return node._replace(hyperparams=node.hyperparams | new)
 
     return map_injected(restore, fresh)
+
+
+def _by_rule(rule: Any, parts: Parts[Any], state: PyTree) -> dict[Any, Any]:
+    """The nodes of `optax.inject_hyperparams` by where the rule stands; of `optim.per_leaf` those of the first leaf."""
+    place, nodes = _places(rule, parts), dict[Any, Any]()
+    map_injected(lambda path, node: nodes.setdefault(place(path), node) and node, state)
+    return nodes
+
+
+def _places(rule: Any, parts: Parts[Any]) -> Callable[[Any], Any]:
+    """From a path in a state to where the rule stands: without the leaf, for each of which `optim.per_leaf` has one."""
+    shown = jax.eval_shape(lambda: rule.form.show(parts, parts.slots))
+    leaves, states = {path for path, _ in jtu.tree_flatten_with_path(shown)[0]}, jtu.GetAttrKey("states")
+
+    def place(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        start = path.index(states) + 1 if states in path else len(path)
+        end = next((end for end in range(start, len(path) + 1) if path[start:end] in leaves), start)
+        return path[:start] + path[end:]
+
+    return place
+
+
+def _for_rows(rate: Any, like: Any) -> jax.Array:
+    """A hyperparameter for a leaf, or for each row of a stack, of that of another one."""
+    rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
+    return jnp.array(rate, like.dtype)
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
@@ -167,7 +200,8 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Args:
         state: any state, of this library or of Optax.
         group: the key of one group of `optim.groups`, or "default"; `None` is everywhere.
-        **hyperparams: the new values, of the shapes they have; they may be traced. They are copied.
+        **hyperparams: the new values, of the shapes they have; they may be traced. They are copied. Within
+            `optim.per_leaf` a number is that of all leaves and rows.
 
     Returns:
         The new state.
@@ -177,6 +211,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     """
     name = None if group is None else group_name(group)
     groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
+    of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
 
     def change(path: Any, node: Any) -> Any:
         keys = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
@@ -187,7 +222,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
         known.update(node.hyperparams)
         here = hyperparams.keys() & node.hyperparams.keys()
         found.update(here)
-        new = {each: _as_before(node, each, hyperparams[each]) for each in here}
+        new = {each: _as_before(node, each, hyperparams[each], of_rows) for each in here}
         return node._replace(hyperparams=node.hyperparams | new)
 
     changed = map_injected(change, state)
@@ -203,13 +238,14 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     return changed
 
 
-def _as_before(node: Any, name: str, value: Any) -> jax.Array:
+def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
     if name not in free_rates(node):
         raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; give a number there")
     if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
         raise TypeError(f"expected a number for {name}, got {describe(value)}")
     old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
-    if jnp.shape(value) != old.shape:
+    is_for_all = jnp.shape(value) == () and id(node.hyperparams[name]) in of_rows
+    if jnp.shape(value) != old.shape and not is_for_all:
         raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
     wider = (jnp.complexfloating, jnp.inexact)
     if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
@@ -217,4 +253,4 @@ def _as_before(node: Any, name: str, value: Any) -> jax.Array:
             f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
         )
     # A buffer of its own, of a traced value too: the state may be donated.
-    return jnp.array(value, old.dtype, copy=True)
+    return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)

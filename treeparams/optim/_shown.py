@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
-from .._forms import vector_of
+from .._joined import vector_of
 from .._index import common_dtype, widened
 from .._layout import Layout, index_of, trained_at
 from .._match import per_slot, slot_gradients

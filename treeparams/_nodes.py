@@ -1,0 +1,305 @@
+"""Nodes of one kind, such as the layers of a net, as one node whose arrays have a leading axis over them.
+
+What is taken from a form is cut out of it at once, and where the nodes lie one after another - as the layers of a net
+do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many layers take as many
+operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each transpose of one a
+padded copy of the whole stack.)
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ._joined import Form, cast, whole, with_gaps
+from ._mesh import alike
+from ._parts import Rest, index_in, others, treedef_of
+from ._paths import join_path, nearest, selects, split_path
+from ._primitives import cut, join
+from ._static_keys import static_key
+from ._structure import Structure, same_treedef
+from ._text import describe, quoted
+from ._ties import Alias
+from ._where import Where, name_of
+
+
+class Span(NamedTuple):
+    """A node, or a leaf, by the leaves in it."""
+
+    start: int
+    stop: int
+    entries: tuple[str, ...]
+    number: int | None  # of the node; none of a leaf
+
+
+class Place(NamedTuple):
+    """Where the value of a leaf is found."""
+
+    block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
+    number: int
+    alias: Alias | None = None  # by which it is computed from that
+
+
+class Source:
+    """A model that is not put together: the arrays that are joined, and all else."""
+
+    def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
+        """Of a form and of the frozen arrays that are in stacks, each with its leaves."""
+        self.index = index_in(rest)
+        self.treedef = treedef_of(rest)
+        self.singles = others(rest)
+        self.blocks = [block for form, _ in joined for block in form.blocks]
+        leaves = [leaf for _, each in joined for leaf in each]
+        self.leaves = list(map(whole, self.blocks, leaves))
+        (form, _), (held, _) = joined
+        slots, blocks = len(self.index.positions), len(form.blocks)
+        frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.places.items()}
+        self._places = form.places | frozen
+
+    def place(self, leaf: int) -> Place:
+        """The place of a leaf of the model."""
+        slots, place = len(self.index.positions), self.index.gathers.order[leaf]
+        if place >= slots + len(self.singles):
+            slot, alias = self.index.computed[place - slots - len(self.singles)]
+            return Place(*self._places[slot], alias)
+        return Place(*self._places[place]) if place in self._places else Place(None, place - slots)
+
+    def one_by_one(self, places: Sequence[Place]) -> list[Any]:
+        """The values of leaves."""
+        numbers: dict[int, set[int]] = {}
+        for place in places:
+            if place.block is not None:
+                numbers.setdefault(place.block, set()).add(place.number)
+        picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
+        return [
+            self.singles[place.number] if place.block is None else self._value(place, picked[place.block][place.number])
+            for place in places
+        ]
+
+    def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
+        """Arrays of these numbers, cut out of a joined one at once."""
+        wanted = sorted(numbers)
+        pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
+        return dict(zip(wanted, pieces[1::2], strict=False))
+
+    def _value(self, place: Place, array: jax.Array) -> Any:
+        """The value at a place, or of several that are stacked, from what is cut."""
+        array = cast(array, self.blocks[place.block].dtypes[place.number])
+        alias = place.alias
+        return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
+
+    def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
+        """The values of leaves, each of which has a place in each of some nodes, with an axis over the nodes."""
+        kind = lambda place: (place.block, place.alias and place.alias.transforms)
+        nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
+        runs, start = [], 0
+        for _, same in itertools.groupby(nodes):
+            stop = start + len(list(same))
+            runs.append(self._run([column[start:stop] for column in columns]))
+            start = stop
+        return runs[0] if len(runs) == 1 else [jnp.concatenate(alike(pieces)) for pieces in zip(*runs, strict=True)]
+
+    def _run(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
+        """As `along`, of nodes in which each leaf has its value from the same joined array."""
+        found: dict[int, Any] = {}
+        of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for j, column in enumerate(columns):
+            numbers = tuple([place.number for place in column])
+            if column[0].block is None:
+                found[j] = jnp.stack([self.singles[number] for number in numbers])
+            else:
+                of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
+        for block, its in of_block.items():
+            for array, users in zip(self._block(block, list(its)), its.values(), strict=True):
+                found |= {j: self._value(columns[j][0], array) for j in users}
+        return [found[j] for j in range(len(columns))]
+
+    def _block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+        """The arrays of these numbers of a joined one, those of each column as one."""
+        block, nodes = self.blocks[number], len(columns[0])
+        shapes = [block.shapes[column[0]] for column in columns]
+        starts = np.array([[block.starts[each] for each in column] for column in columns])
+        sizes = np.array([block.starts[column[0] + 1] - block.starts[column[0]] for column in columns])
+        first = int(starts[:, 0].min())
+        step = int(starts[:, 1].min()) - first if nodes > 1 else int((starts[:, 0] + sizes).max()) - first
+        # Behind the last leaf of the last node there may be nothing.
+        first = min(first, block.length - nodes * step)
+        offsets = starts[:, 0] - first
+        order = [int(j) for j in np.argsort(offsets)]
+        ends = [*offsets[order][1:], step]
+        is_regular = first >= 0 and all(offsets[j] + sizes[j] <= end for j, end in zip(order, ends, strict=True))
+        if is_regular and np.array_equal(starts, starts[:, :1] + step * np.arange(nodes)):
+            leaf = self.leaves[number]
+            row = leaf.shape[1:]
+            rows = cut(leaf, ((first, *row), (nodes, step, *row)), block.rank)[1]
+            inner = with_gaps([(int(offsets[j]), int(sizes[j]), shapes[j]) for j in order], row, step)
+            arrays = dict(zip(order, cut(rows, inner, block.rank)[1::2], strict=False))
+            return [arrays[j] for j in range(len(columns))]
+        picked = self.pick(number, {each for column in columns for each in column})
+        return [_stacked([picked[each] for each in column]) for column in columns]
+
+
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    shape = arrays[0].shape
+    return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
+
+
+# -- Which nodes -------------------------------------------------------------------------------------------------------
+
+
+def find_nodes(structure: Structure, where: Where) -> list[Span]:
+    """The outermost nodes, or leaves, that a `where` itself matches, in tree order."""
+    matches = [_matcher(structure, each) for each in (where if isinstance(where, (list, tuple)) else [where])]
+    spans = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
+    spans += [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.stop, len(span.entries))):
+        is_below = found and span.start < found[-1].stop
+        if not is_below and any(match(span) for match in matches):
+            found.append(span)
+    if not found:
+        known = [join_path(span.entries) for span in spans if span.entries]
+        raise ValueError(f"{name_of(where)} matches no node{nearest(str(where), known)}")
+    return found
+
+
+def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
+    if isinstance(where, str):
+        pattern = split_path(where)
+        return lambda span: selects(pattern, span.entries)
+    if isinstance(where, re.Pattern):
+        return lambda span: where.fullmatch(join_path(span.entries)) is not None
+    if isinstance(where, type):
+        return lambda span: span.number is not None and issubclass(structure.nodes[span.number].cls, where)
+    if not callable(where):
+        raise TypeError(
+            f"expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
+            f"these, got {describe(where)}: {where!r:.80}"
+        )
+    # As for `select`, it gets the model with a distinct object at each leaf; here nodes are found by their first ones.
+    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
+    nodes = where(jtu.tree_unflatten(structure.treedef, places))
+    index = {id(place): i for i, place in enumerate(places)}
+    found: set[tuple[int, int]] = set()
+    for node in nodes if isinstance(nodes, (list, tuple)) and type(nodes) in (list, tuple) else [nodes]:
+        leaves = [index.get(id(leaf)) for leaf in jtu.tree_leaves(node)]
+        if None in leaves or not leaves:
+            raise ValueError(f"{name_of(where)} must return nodes of the model it is given, got {describe(node)}")
+        found.add((leaves[0], leaves[-1] + 1))
+    return lambda span: (span.start, span.stop) in found
+
+
+def check_equal(structure: Structure, spans: list[Span]) -> list[Span]:
+    """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
+    first = spans[0]
+    if len(spans) == 1 and first.number is not None and structure.nodes[first.number].cls in (list, tuple, dict):
+        path, kind = join_path(first.entries), structure.nodes[first.number].cls.__name__
+        raise ValueError(f"{path!r} is one node, a {kind}; for the nodes in it write {f'{path}.*'.lstrip('.')!r}")
+    for span in spans[1:]:
+        difference = next(_differences(structure, first, span), None)
+        if difference is not None:
+            paths = [join_path(each.entries) for each in (first, span)]
+            raise ValueError(
+                f"{paths[0]!r} and {paths[1]!r} cannot be one node with an axis over both: {difference}. Name those "
+                "that are alike"
+            )
+    return spans
+
+
+def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
+    within = lambda span: [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
+    if within(first) != within(other):
+        yield f"their leaves are at {sorted(map(join_path, set(within(first)) ^ set(within(other))))} in one alone"
+        return
+    for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
+        if structure.specs[i] != structure.specs[j]:
+            yield f"{structure.describe(i)} is not as {structure.describe(j)}"
+    if first.number is None or other.number is None:
+        return
+    nodes = [structure.nodes[n : structure.nodes[n].last] for n in (first.number, other.number)]
+    for here, there in zip(*nodes, strict=False):
+        if here.cls is not there.cls:
+            yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
+        if static_key(here.static, strict=True) != static_key(there.static, strict=True):
+            yield f"{here.path!r} has the static values {here.static!r}, {there.path!r} {there.static!r}"
+    treedefs = subtreedefs(structure.treedef)
+    if not same_treedef(treedefs[first.number], treedefs[other.number]):
+        yield "they differ in nodes without leaves, or in static values"
+
+
+def subtreedefs(treedef: Any) -> list[Any]:
+    """The treedefs of the nodes of a structure, those that have leaves, in preorder."""
+    found = []
+    waiting = [treedef]
+    while waiting:
+        each = waiting.pop()
+        if each.num_leaves and not jtu.treedef_is_leaf(each):
+            found.append(each)
+            waiting += reversed(each.children())
+    return found
+
+
+# -- As one ------------------------------------------------------------------------------------------------------------
+
+
+def part(source: Source, where: Where) -> Any:
+    """The one node, or leaf, that a `where` matches."""
+    spans = find_nodes(source.index.structure, where)
+    if len(spans) > 1:
+        paths = quoted([join_path(span.entries) for span in spans])
+        raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
+    places = [source.place(leaf) for leaf in range(spans[0].start, spans[0].stop)]
+    return jtu.tree_unflatten(_treedef(source, spans[0]), source.one_by_one(places))
+
+
+class Repeated(NamedTuple):
+    """Several nodes as one."""
+
+    treedef: Any
+    count: int
+    along: dict[int, Any]  # the leaves that have an axis over the nodes
+    same: dict[int, Any]  # those arrays that are the same in all
+    values: dict[int, Any]  # what is no array
+
+    def node(self, arrays: dict[int, Any]) -> Any:
+        """The node with these arrays."""
+        leaves = self.same | self.values | arrays
+        return jtu.tree_unflatten(self.treedef, [leaves[j] for j in range(len(leaves))])
+
+
+def repeated(source: Source, where: Where) -> Repeated:
+    """The nodes that a `where` matches, as one."""
+    structure = source.index.structure
+    find = lambda: check_equal(structure, find_nodes(structure, where))
+    is_sure = isinstance(where, (str, re.Pattern, type))  # a function may find others at the next call
+    spans = structure.remember(("nodes", where), find) if is_sure else find()
+    values: dict[int, Any] = {}
+    same: dict[int, Place] = {}
+    several: dict[tuple[Place, ...], list[int]] = {}  # leaves that are tied within a node are one
+    for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
+        places = tuple(map(source.place, leaves))
+        if structure.specs[leaves[0]] is None:
+            values[j] = source.singles[places[0].number]
+            for leaf, place in zip(leaves, places, strict=True):
+                if static_key(source.singles[place.number], strict=True) != static_key(values[j], strict=True):
+                    paths = structure.paths[leaves[0]], structure.paths[leaf]
+                    raise ValueError(
+                        f"{paths[0]!r} and {paths[1]!r}, which are no arrays, differ: the nodes are not alike"
+                    )
+        elif len(set(places)) == 1:
+            same[j] = places[0]
+        else:
+            several.setdefault(places, []).append(j)
+    arrays = source.along(list(several)) if several else []
+    along = {j: array for array, its in zip(arrays, several.values(), strict=True) for j in its}
+    shared = dict(zip(same, source.one_by_one(list(same.values())), strict=True))
+    return Repeated(_treedef(source, spans[0]), len(spans), along, shared, values)
+
+
+def _treedef(source: Source, span: Span) -> Any:
+    return jtu.tree_structure(0) if span.number is None else subtreedefs(source.treedef)[span.number]
