@@ -108,7 +108,14 @@ def test_finds_what_decides(name):
     assert coupling(_of_pairs(HIDDEN[name]), VECTOR, {}) == UPDATE
 
 
-def test_finds_what_comes_by_way_of_the_state():
-    late = lambda grads, state, params=None: (state, grads[::-1])
-    rule = optax.GradientTransformationExtraArgs(lambda params: [*map(jnp.zeros_like, params)], late)
-    assert coupling(rule, VECTOR, {}) == UPDATE
+_times = lambda grads, others: [grad * other for grad, other in zip(grads, others[::-1], strict=True)]
+WAYS = {
+    "gradients, a step later": (lambda p: [*map(jnp.zeros_like, p)], lambda grads, last, params: (last, grads[::-1])),
+    "parameters": (lambda params: (), lambda grads, state, params: (_times(grads, params), state)),
+    "where the parameters began": (lambda params: params, lambda grads, start, params: (_times(grads, start), start)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_finds_what_comes_by_way_of(name):
+    assert coupling(optax.GradientTransformationExtraArgs(*WAYS[name]), VECTOR, {}) == UPDATE
