@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from ._index import is_complex
 from ._layout import Layout, index_of
-from ._mesh import alike, replicated
+from ._mesh import alike, first_axis_whole, replicated
 from ._paths import nearest
 from ._primitives import cut, join
 from ._structure import is_inexact
@@ -154,16 +154,16 @@ class Form:
             self._check_vector(tree)
             return [tree]
         expected = "expected stacks as of tp.stack"
-        if not isinstance(tree, Mapping):
-            raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
         entries = jtu.tree_flatten_with_path(tree)[0]
+        if not isinstance(tree, Mapping) or any(not path for path, _ in entries):
+            raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
         given = {tuple(getattr(key, "key", key) for key in path): leaf for path, leaf in entries}
         for keys in given.keys() - set(self.keys):
             known = nearest(str(keys[-1]), [each[-1] for each in self.keys])
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{known}")
         for keys, block, slots in zip(self.keys, self.blocks, self.members, strict=True):
             paths = [self.paths[slot] for slot in slots]
-            what = f"{expected}, {block.length} rows in {_quote(keys)}, of {quoted(paths)}"
+            what = f"{expected}, in {_quote(keys)} rows of {quoted(paths)}"
             if keys not in given:
                 raise ValueError(f"{what}; there is no such stack")
             leaf = given[keys]
@@ -172,7 +172,7 @@ class Form:
             if tuple(leaf.shape) != block.shape:
                 is_stack = leaf.ndim > len(block.shape) and tuple(leaf.shape[-len(block.shape) :]) == block.shape
                 hint = "; map over several of them with jax.vmap" if is_stack else ""
-                raise ValueError(f"{what}; got shape {tuple(leaf.shape)}{hint}")
+                raise ValueError(f"{what}, of shape {block.shape} in all; got shape {tuple(leaf.shape)}{hint}")
             if not is_inexact(leaf.dtype) or (is_complex(leaf.dtype) and not is_complex(block.dtype)):
                 raise TypeError(f"{what}, in {block.dtype} or another floating dtype; got {leaf.dtype}")
         return [given[keys] for keys in self.keys]
@@ -203,8 +203,8 @@ def with_gaps(
 
 
 def whole(block: Joined, leaf: Any) -> jax.Array:
-    """A leaf as it can be cut: a vector that lies over several devices is first brought together on each."""
-    return jnp.asarray(leaf) if block.rank else replicated(jnp.asarray(leaf))
+    """A leaf as it can be cut: over several devices its rows are first brought together on each, or all of a vector."""
+    return first_axis_whole(jnp.asarray(leaf)) if block.rank else replicated(jnp.asarray(leaf))
 
 
 def cast(array: jax.Array, dtype: Any) -> jax.Array:

@@ -28,6 +28,14 @@ def replicated(array: Any) -> Any:
     return _reshard(array, sharding)
 
 
+def first_axis_whole(array: Any) -> Any:
+    """The array with its first axis whole on each device of its mesh, and the others as they lie."""
+    if not is_sharded(array) or leading_axis(array) is None:
+        return array
+    sharding = jax.typeof(array).sharding
+    return _reshard(array, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+
+
 def alike(arrays: Sequence[Any]) -> list[Any]:
     """Arrays of one shape that lie alike over the devices by type: as they do, or else whole on each."""
     shardings = {jax.typeof(array).sharding for array in arrays if is_sharded(array)}

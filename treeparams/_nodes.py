@@ -18,7 +18,7 @@ import numpy as np
 
 from ._joined import Form, cast, whole, with_gaps
 from ._mesh import alike
-from ._parts import Rest, index_in, others, treedef_of
+from ._parts import Rest, index_in, others
 from ._paths import join_path, nearest, selects, split_path
 from ._primitives import cut, join
 from ._static_keys import static_key
@@ -36,6 +36,10 @@ class Span(NamedTuple):
     entries: tuple[str, ...]
     number: int | None  # of the node; none of a leaf
 
+    @property
+    def path(self) -> str:
+        return join_path(self.entries)
+
 
 class Place(NamedTuple):
     """Where the value of a leaf is found."""
@@ -51,7 +55,6 @@ class Source:
     def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
         """Of a form and of the frozen arrays that are in stacks, each with its leaves."""
         self.index = index_in(rest)
-        self.treedef = treedef_of(rest)
         self.singles = others(rest)
         self.blocks = [block for form, _ in joined for block in form.blocks]
         leaves = [leaf for _, each in joined for leaf in each]
@@ -70,16 +73,19 @@ class Source:
         return Place(*self._places[place]) if place in self._places else Place(None, place - slots)
 
     def one_by_one(self, places: Sequence[Place]) -> list[Any]:
-        """The values of leaves."""
+        """The values of leaves; those that are tied are one array."""
         numbers: dict[int, set[int]] = {}
         for place in places:
             if place.block is not None:
                 numbers.setdefault(place.block, set()).add(place.number)
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        return [
-            self.singles[place.number] if place.block is None else self._value(place, picked[place.block][place.number])
-            for place in places
-        ]
+        values = {
+            place: self.singles[place.number]
+            if place.block is None
+            else self._value(place, picked[place.block][place.number])
+            for place in dict.fromkeys(places)
+        }
+        return [values[place] for place in places]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, cut out of a joined one at once."""
@@ -95,7 +101,8 @@ class Source:
 
     def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
         """The values of leaves, each of which has a place in each of some nodes, with an axis over the nodes."""
-        kind = lambda place: (place.block, place.alias and place.alias.transforms)
+        shape = lambda place: None if place.block is None else self.blocks[place.block].shapes[place.number]
+        kind = lambda place: (place.block, shape(place), place.alias and place.alias.transforms)
         nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
         runs, start = [], 0
         for _, same in itertools.groupby(nodes):
@@ -154,18 +161,22 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def find_nodes(structure: Structure, where: Where) -> list[Span]:
     """The outermost nodes, or leaves, that a `where` itself matches, in tree order."""
-    matches = [_matcher(structure, each) for each in (where if isinstance(where, (list, tuple)) else [where])]
+    several = list(where) if isinstance(where, (list, tuple)) else [where]
+    away = [each[1:] for each in several if isinstance(each, str) and each.startswith("!")]
+    if len(away) == len(several):
+        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
+    matches, not_these = ([_matcher(structure, each) for each in side] for side in (several, away))
     spans = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
     spans += [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.stop, len(span.entries))):
-        is_below = found and span.start < found[-1].stop
-        if not is_below and any(match(span) for match in matches):
-            found.append(span)
+    found: dict[tuple[str, ...], Span] = {}
+    for span in spans:
+        is_below = any(span.entries[:depth] in found for depth in range(len(span.entries) + 1))
+        if not is_below and any(match(span) for match in matches) and not any(match(span) for match in not_these):
+            found[span.entries] = span
     if not found:
-        known = [join_path(span.entries) for span in spans if span.entries]
+        known = [span.path for span in spans if span.entries]
         raise ValueError(f"{name_of(where)} matches no node{nearest(str(where), known)}")
-    return found
+    return sorted(found.values(), key=lambda span: (span.start, span.stop))
 
 
 def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
@@ -173,39 +184,41 @@ def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
         pattern = split_path(where)
         return lambda span: selects(pattern, span.entries)
     if isinstance(where, re.Pattern):
-        return lambda span: where.fullmatch(join_path(span.entries)) is not None
+        return lambda span: where.fullmatch(span.path) is not None
     if isinstance(where, type):
         return lambda span: span.number is not None and issubclass(structure.nodes[span.number].cls, where)
     if not callable(where):
         raise TypeError(
-            f"expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
-            f"these, got {describe(where)}: {where!r:.80}"
+            "expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
+            f"these, which match nodes, got {name_of(where)}"
         )
-    # As for `select`, it gets the model with a distinct object at each leaf; here nodes are found by their first ones.
+    # As for `select`, it gets the model with a distinct object at each leaf; a node is found by these and its treedef.
     places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     nodes = where(jtu.tree_unflatten(structure.treedef, places))
-    index = {id(place): i for i, place in enumerate(places)}
-    found: set[tuple[int, int]] = set()
-    for node in nodes if isinstance(nodes, (list, tuple)) and type(nodes) in (list, tuple) else [nodes]:
-        leaves = [index.get(id(leaf)) for leaf in jtu.tree_leaves(node)]
-        if None in leaves or not leaves:
-            raise ValueError(f"{name_of(where)} must return nodes of the model it is given, got {describe(node)}")
-        found.add((leaves[0], leaves[-1] + 1))
-    return lambda span: (span.start, span.stop) in found
+    index, treedefs = {id(place): i for i, place in enumerate(places)}, subtreedefs(structure)
+    found: list[tuple[list[int | None], Any]] = []
+    for node in nodes if type(nodes) in (list, tuple) else [nodes]:
+        leaves, treedef = jtu.tree_flatten(node)
+        numbers = [index.get(id(leaf)) for leaf in leaves]
+        if None in numbers or not numbers:
+            raise ValueError(f"{name_of(where)} must return nodes of the model that have leaves, got {describe(node)}")
+        found.append((numbers, treedef))
+    return lambda span: (list(range(span.start, span.stop)), treedefs[span.number]) in found
 
 
-def check_equal(structure: Structure, spans: list[Span]) -> list[Span]:
+def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
     """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
-    if len(spans) == 1 and first.number is not None and structure.nodes[first.number].cls in (list, tuple, dict):
-        path, kind = join_path(first.entries), structure.nodes[first.number].cls.__name__
-        raise ValueError(f"{path!r} is one node, a {kind}; for the nodes in it write {f'{path}.*'.lstrip('.')!r}")
+    cls = None if first.number is None else structure.nodes[first.number].cls
+    is_named = isinstance(where, str) and not set("*?[") & set("".join(split_path(where)[-1:]))
+    if len(spans) == 1 and is_named and cls in (list, tuple, dict):
+        inner = f"{first.path}.*".lstrip(".")
+        raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
     for span in spans[1:]:
         difference = next(_differences(structure, first, span), None)
         if difference is not None:
-            paths = [join_path(each.entries) for each in (first, span)]
             raise ValueError(
-                f"{paths[0]!r} and {paths[1]!r} cannot be one node with an axis over both: {difference}. Name those "
+                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Name those "
                 "that are alike"
             )
     return spans
@@ -214,7 +227,8 @@ def check_equal(structure: Structure, spans: list[Span]) -> list[Span]:
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
     within = lambda span: [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
     if within(first) != within(other):
-        yield f"their leaves are at {sorted(map(join_path, set(within(first)) ^ set(within(other))))} in one alone"
+        only = set(within(first)) ^ set(within(other))
+        yield f"one of them alone has {quoted(sorted(map(join_path, only)))}"
         return
     for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
         if structure.specs[i] != structure.specs[j]:
@@ -227,21 +241,25 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
             yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
         if static_key(here.static, strict=True) != static_key(there.static, strict=True):
             yield f"{here.path!r} has the static values {here.static!r}, {there.path!r} {there.static!r}"
-    treedefs = subtreedefs(structure.treedef)
+    treedefs = subtreedefs(structure)
     if not same_treedef(treedefs[first.number], treedefs[other.number]):
-        yield "they differ in nodes without leaves, or in static values"
+        yield "they differ in where they hold None"
 
 
-def subtreedefs(treedef: Any) -> list[Any]:
-    """The treedefs of the nodes of a structure, those that have leaves, in preorder."""
-    found = []
-    waiting = [treedef]
-    while waiting:
-        each = waiting.pop()
-        if each.num_leaves and not jtu.treedef_is_leaf(each):
-            found.append(each)
-            waiting += reversed(each.children())
-    return found
+def subtreedefs(structure: Structure) -> dict[int | None, Any]:
+    """The treedef of each node of a structure, and of a leaf."""
+
+    def find() -> dict[int | None, Any]:
+        found: dict[int | None, Any] = {None: jtu.tree_structure(0)}
+        waiting = [structure.treedef]
+        while waiting:
+            each = waiting.pop()
+            if each.node_data() is not None and each.node_data()[0] is not type(None):
+                found[len(found) - 1] = each
+                waiting += reversed(each.children())
+        return found
+
+    return structure.remember("subtreedefs", find)
 
 
 # -- As one ------------------------------------------------------------------------------------------------------------
@@ -249,12 +267,13 @@ def subtreedefs(treedef: Any) -> list[Any]:
 
 def part(source: Source, where: Where) -> Any:
     """The one node, or leaf, that a `where` matches."""
-    spans = find_nodes(source.index.structure, where)
+    structure = source.index.structure
+    spans = find_nodes(structure, where)
     if len(spans) > 1:
-        paths = quoted([join_path(span.entries) for span in spans])
+        paths = quoted([span.path for span in spans])
         raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
     places = [source.place(leaf) for leaf in range(spans[0].start, spans[0].stop)]
-    return jtu.tree_unflatten(_treedef(source, spans[0]), source.one_by_one(places))
+    return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(places))
 
 
 class Repeated(NamedTuple):
@@ -275,7 +294,7 @@ class Repeated(NamedTuple):
 def repeated(source: Source, where: Where) -> Repeated:
     """The nodes that a `where` matches, as one."""
     structure = source.index.structure
-    find = lambda: check_equal(structure, find_nodes(structure, where))
+    find = lambda: check_alike(structure, where, find_nodes(structure, where))
     is_sure = isinstance(where, (str, re.Pattern, type))  # a function may find others at the next call
     spans = structure.remember(("nodes", where), find) if is_sure else find()
     values: dict[int, Any] = {}
@@ -298,8 +317,4 @@ def repeated(source: Source, where: Where) -> Repeated:
     arrays = source.along(list(several)) if several else []
     along = {j: array for array, its in zip(arrays, several.values(), strict=True) for j in its}
     shared = dict(zip(same, source.one_by_one(list(same.values())), strict=True))
-    return Repeated(_treedef(source, spans[0]), len(spans), along, shared, values)
-
-
-def _treedef(source: Source, span: Span) -> Any:
-    return jtu.tree_structure(0) if span.number is None else subtreedefs(source.treedef)[span.number]
+    return Repeated(subtreedefs(structure)[spans[0].number], len(spans), along, shared, values)

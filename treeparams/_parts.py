@@ -116,7 +116,7 @@ class Parts(Generic[M]):
     @property
     def treedef(self) -> Any:
         """The treedef of the model."""
-        return treedef_of(self.rest)
+        return _halves(self.rest)[1].treedef
 
     def model(self, slots: Sequence[Any]) -> M:
         """The model with these values in its slots, at all paths of each."""
@@ -168,11 +168,6 @@ def others(rest: Rest[Any]) -> list[Any]:
     """The leaves that are no slots: the arrays, each object once, and then what is no array."""
     frozen, static = _halves(rest)
     return [*frozen, *static.values.values]
-
-
-def treedef_of(rest: Rest[Any]) -> Any:
-    """The treedef of the model."""
-    return _halves(rest)[1].treedef
 
 
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:

@@ -15,6 +15,7 @@ from ._mesh import broadcast_as
 from ._nodes import Source, part, repeated
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
 from ._stacks import NOTHING, held_of
+from ._text import first_few
 from ._view import View
 from ._where import Where
 
@@ -257,7 +258,7 @@ class Restructure(Generic[M]):
     def __repr__(self) -> str:
         form, size = self._form, self.layout.size
         if not form.is_vector:
-            return f"Restructure({self.layout!r}; {len(form.blocks)} stacks)"
+            return f"Restructure({self.layout!r}; stacks {first_few(['.'.join(keys) for keys in form.keys])})"
         length = form.blocks[0].length
         return f"Restructure({self.layout!r}; {form.dtype}{f', padded to {length:,}' if length > size else ''})"
 

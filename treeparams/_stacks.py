@@ -1,15 +1,18 @@
 """Stacks: the slots of one shape and dtype as one array; what reads like one; and the frozen arrays, stacked too."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from ._joined import Form, Joined
 from ._layout import Layout, index_of
+from ._mesh import is_sharded, split
 from ._paths import unquote
 from ._structure import is_inexact
 from ._text import describe, quoted
@@ -19,13 +22,15 @@ from ._where import Where, name_of, select
 @functools.cache
 def row_shape(key: str) -> tuple[int, ...] | None:
     """The shape in the key of a stack, `"float32[3,4]"`; `None` of another text."""
-    name, _, shape = key.partition("[")
-    try:
-        sizes = tuple(int(size) for size in shape.removesuffix("]").split(",") if size)
-        is_key = is_inexact(jnp.dtype(name)) and key == f"{name}[{','.join(map(str, sizes))}]"
-    except (TypeError, ValueError):
+    found = re.fullmatch(r"([a-z]\w+)\[((?:\d+(?:,\d+)*)?)\]", key)
+    if found is None:
         return None
-    return sizes if is_key else None
+    try:
+        dtype = jnp.dtype(found[1])
+    except TypeError:
+        return None
+    is_key = is_inexact(dtype) and dtype.name == found[1]
+    return tuple(map(int, found[2].split(",") if found[2] else ())) if is_key else None
 
 
 def is_stack(path: Sequence[Any], leaf: Any) -> bool:
@@ -55,41 +60,46 @@ def _stacks_of(layout: Layout, groups: Mapping[str, Where] | None) -> Form:
                 f"{index.structure.paths[i]!r} of the model reads like a stack itself, which optim.per_leaf would take "
                 "apart; give it another key"
             )
-    tree: dict[str, Any] = {}
     if groups is None:
-        for i, slot in enumerate(slots):
-            tree.setdefault(slot.key, []).append(i)
-    else:
-        lost = set(range(len(slots)))
-        for name, where in groups.items():
-            leaves = select(index.structure, where)
-            if leaves <= index.sources.keys():
-                alias = min(leaves)
-                path, source = (index.structure.paths[i] for i in (alias, index.sources[alias]))
-                raise ValueError(f"{name_of(where)} selects only {path!r}, which is tied to {source!r}; write that one")
-            tree[name] = {}
-            for i in sorted(index.by_leaf[leaf] for leaf in leaves.intersection(index.positions)):
-                if i in lost:
-                    tree[name].setdefault(slots[i].key, []).append(i)
-            lost -= {i for rows in tree[name].values() for i in rows}
-        if lost:
-            paths = [slots[i].path for i in sorted(lost)]
-            raise ValueError(
-                f"in no group: {quoted(paths)}; add one for all that is left, groups={{..., 'rest': '**'}}"
-            )
-    return _form(tree, layout.paths, slots)
+        return in_groups(layout, {None: list(range(len(slots)))})
+    lost, found = set(range(len(slots))), {}
+    for name, where in groups.items():
+        leaves = select(index.structure, where)
+        if leaves <= index.sources.keys():
+            alias = min(leaves)
+            path, source = (index.structure.paths[i] for i in (alias, index.sources[alias]))
+            raise ValueError(f"{name_of(where)} selects only {path!r}, which is tied to {source!r}; write that one")
+        found[name] = sorted(lost.intersection(index.by_leaf[leaf] for leaf in leaves.intersection(index.positions)))
+        lost -= set(found[name])
+    if lost:
+        paths = [slots[i].path for i in sorted(lost)]
+        raise ValueError(f"in no group: {quoted(paths)}; add one for what is left, groups={{..., 'rest': '**'}}")
+    return in_groups(layout, found)
+
+
+def in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
+    """The stacks of groups of slots; `None` alone for no groups."""
+    tree: dict[Any, dict[str, list[int]]] = {}
+    for name, numbers in groups.items():
+        tree[name] = {}
+        for i in numbers:
+            tree[name].setdefault(layout.slots[i].key, []).append(i)
+    return _form(tree.get(None, tree), layout.paths, layout.slots)
 
 
 def held_of(arrays: Sequence[Any]) -> Form:
     """The stacks of those arrays of which there are several of one shape and dtype."""
-    tree: dict[str, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
-        # A stack has no weak type, JAX joins no keys, and what is NumPy's stays on the host.
+        # A stack has no weak type, JAX joins no keys, what is NumPy's stays on the host, and what is split over devices
+        # stays where it lies.
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if isinstance(array, jax.Array) and not is_key and not array.weak_type:
-            tree.setdefault(describe(array), []).append(i)
-    several = {key: rows for key, rows in tree.items() if len(rows) > 1}
-    return _form(several, [""] * len(arrays), arrays)
+        is_plain = isinstance(array, jax.Array) and not (is_key or array.weak_type)
+        if is_plain and not is_sharded(array) and split(array) is None:
+            where = None if isinstance(array, Tracer) else array.sharding
+            alike.setdefault((describe(array), where), []).append(i)
+    several = [rows for rows in alike.values() if len(rows) > 1]
+    return _form({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
 
 
 def _form(tree: Any, paths: Sequence[str], slots: Sequence[Any]) -> Form:

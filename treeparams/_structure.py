@@ -32,7 +32,7 @@ class Spec(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An inner node that has leaves."""
+    """An inner node; one without leaves too, but not `None`."""
 
     cls: type
     entries: tuple[str, ...]
@@ -223,6 +223,8 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
         if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
             names = list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
         statics.append((kind, len(names), static(data)))
+        if kind is type(None):
+            return
         place, start = len(nodes), len(entries)
         nodes.append(None)
         # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
@@ -235,10 +237,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
                 entries.append(path)
             else:
                 visit(type(child), taken, path)
-        if len(entries) > start:
-            nodes[place] = (kind, above, start, len(entries), data, len(nodes))
-        else:
-            del nodes[place:]
+        nodes[place] = (kind, above, start, len(entries), data, len(nodes))
 
     taken = take(tree)
     if taken is None:

@@ -196,7 +196,8 @@ class Change(NamedTuple):
             pieces, shapes = block.between(whole(block, leaf), sorted(its))
             for i, place in enumerate(sorted(its)):
                 part, new = pieces[2 * i + 1], its[place].astype(leaf.dtype)
-                pieces[2 * i + 1] = change(part, replicated(new).reshape(part.shape if new.ndim else ()))
+                new = laid_as(replicated(new).reshape(part.shape), part) if new.ndim else replicated(new)
+                pieces[2 * i + 1] = laid_as(change(part, new), part)
             leaves[b] = laid_as(join(pieces, shapes, block.length, block.rank), leaf)
         return jtu.tree_unflatten(self.form.treedef, leaves)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._joined import vector_of
 from .._index import is_complex
+from .._joined import vector_of
 from .._layout import Layout, index_of
 from .._match import slot_gradients
 from .._parts import Parts, take_apart

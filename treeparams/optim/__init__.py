@@ -1,17 +1,20 @@
 """Optax over models with frozen and tied parameters.
 
-`trainable`, or `flat`, takes the model and stands outermost; all within is plain Optax. The files, from the ground up:
+`trainable`, `flat` or `stacked` takes the model and stands outermost; all within is plain Optax. The files, from the
+ground up:
 
     _state      TrainableState
     _groups     groups: a rule for each part; report: which leaf goes where
     _shown      what a rule is shown of a model, and states divided by leaves
     _coupling   whether a rule couples leaves, read from its programs
     _per_leaf   per_leaf: a rule over each leaf by itself, over the rows of stacks at once
+    _clip       clip_by_global_norm
     _trainable  trainable: the boundary between models and Optax
+    _trial      whether a rule is the same over joined leaves, by trying
     _flat       flat: the same over one vector
+    _stacked    stacked: the same over stacks; rows that wait
     _step       step, apply_updates
     _change     set_trainable, adjust: what changes between steps
-    _clip       clip_by_global_norm
 
 This is the only part of the library that imports optax.
 """
@@ -21,6 +24,7 @@ from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global
 from ._flat import flat as flat
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
+from ._stacked import stacked as stacked
 from ._state import ModelTransformation as ModelTransformation, TrainableState as TrainableState
 from ._step import apply_updates as apply_updates, step as step
 from ._trainable import trainable as trainable

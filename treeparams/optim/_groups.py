@@ -1,7 +1,7 @@
 """groups: a rule for each part of a model. report: which leaf goes where."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -12,6 +12,7 @@ from .._index import Index
 from .._layout import index_of
 from .._parts import take_apart
 from .._recognise import structure_of
+from .._stacks import is_stack
 from .._text import describe, in_columns, quoted
 from .._where import name_of, select
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
@@ -89,6 +90,17 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     def init(params: PyTree) -> Any:
         structure = structure_of(params)[2]
         found: dict[int, str] = {}
+        leaves = jtu.tree_flatten_with_path(params)[0]
+        if leaves and all(is_stack(path, leaf) for path, leaf in leaves):
+            # The rows have no paths here; it is the groups of the stacks that say where each goes.
+            found = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
+            if len(found) < len(leaves) or not rules.keys() >= set(found.values()):
+                given = ", ".join(map(repr, dict.fromkeys(found.values()))) or "none"
+                raise ValueError(
+                    f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(rules)}, got "
+                    f"{given}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...))"
+                )
+            return start(params, structure.paths, found)
         for name, where in wheres.items():
             for leaf in select(structure, where, may_be_empty=True):
                 found.setdefault(leaf, name)
@@ -98,8 +110,11 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
                 f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(wheres)}; write "
                 "optim.groups({...}, default=...) for all that is left"
             )
+        return start(params, structure.paths, found)
+
+    def start(params: PyTree, paths: Sequence[str], found: Mapping[int, str]) -> Any:
         members: dict[str, list[str]] = {name: [] for name in rules}
-        for i, path in enumerate(structure.paths):
+        for i, path in enumerate(paths):
             members[found.get(i, "default")].append(path)
         groups = tuple(Group(name, globs(wheres.get(name)), tuple(own)) for name, own in members.items())
         return GroupsState(parts(groups).init(params).inner_states, groups)
@@ -202,8 +217,9 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     names: dict[str, list[str]] = {path: [] for path in layout.paths}
     shapes = rule.form.fresh(layout).state if names else ()
     check_groups(shapes, index)
-    for path, name in ((path, group.name) for group in groups_in(shapes) for path in group.paths):
-        names[path].append(name)
+    for group in groups_in(shapes):
+        for path in rule.form.paths_of(layout, group.paths):
+            names[path].append(group.name)
     groups = {path: " / ".join(each) for path, each in names.items()}
     structure, steps = index.structure, {}
     if state is not None:

@@ -1,4 +1,4 @@
-"""What a rule is shown of a model - a canonical tree, or one vector - and how its state is divided by leaves.
+"""What a rule is shown of a model - a canonical tree, one vector, stacks - and how its state is divided by leaves.
 
 Optax does not say which part of a state belongs to which parameter. It is found by asking: `init` of other parameters,
 evaluated for shapes alone, has another state, and the paths in it (or, of a vector, the axes that grow) tell.
@@ -7,22 +7,27 @@ evaluated for shapes alone, has another state, and the paths in it (or, of a vec
 import abc
 import dataclasses
 import functools
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .._joined import vector_of
 from .._index import common_dtype, widened
+from .._joined import Form, vector_of
 from .._layout import Layout, index_of, trained_at
 from .._match import per_slot, slot_gradients
 from .._parts import Parts
+from .._paths import quote
+from .._stacks import in_groups, stacks_of
 from .._structure import is_array
+from ._groups import GroupsState, groups_in
 from ._state import nodes_of
 
 
@@ -63,6 +68,10 @@ class Shown(abc.ABC):
             return histories[0].state
         check_no_memory(histories)
         return self._regrouped(histories, to)
+
+    def paths_of(self, layout: Layout, paths: Sequence[str]) -> Sequence[str]:
+        """The parameters that lie at these paths of what the rule is shown."""
+        return paths
 
     @abc.abstractmethod
     def _like(self, layout: Layout, longer: int) -> PyTree:
@@ -155,6 +164,104 @@ class Vector(Shown):
 
         shapes = [self.fresh(to, longer).state for longer in (0, 1)]
         return jax.tree.map(leaf, *shapes, *(each.state for each in histories))
+
+
+class Stacks(Shown):
+    """Stacks; where `optim.groups` is in the rule, those of each group by themselves."""
+
+    def __init__(self, tx: Any) -> None:
+        super().__init__(tx)
+        self._forms: dict[Layout, Form] = {}
+
+    def form_of(self, layout: Layout) -> Form:
+        """The stacks of a layout."""
+        if layout not in self._forms:
+            shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+            # Of one leaf first: over all leaves one by one `init` takes its time.
+            names = self.groups_of(layout, {0: shapes[0]}) and self.groups_of(layout, dict(enumerate(shapes)))
+            if len(self._forms) >= 64:
+                self._forms.clear()
+            self._forms[layout] = stacks_of(layout) if names is None else in_groups(layout, names)
+        return self._forms[layout]
+
+    def groups_of(self, layout: Layout, shapes: Mapping[int, Any]) -> dict[str, list[int]] | None:
+        """The group of each of some slots, of these shapes, in `optim.groups`; `None` where there is none."""
+        index = index_of(layout)
+        tree = index.canonical([shapes.get(i) for i in range(len(layout.slots))], index.structure.treedef)
+        nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, tree))
+        if not nodes:
+            return None
+        divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
+        if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
+            raise ValueError(
+                "over stacks one optim.groups says which leaves lie together; there are several, or groups within "
+                "groups: give each group a chain of its own rules, or use optim.trainable"
+            )
+        numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
+        return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
+
+    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in its dtype or single precision; `None` where there is none."""
+        return slot_gradients(parts.index, grads, None, wide=True)
+
+    def show(self, parts: Parts[Any], values: Sequence[Any]) -> PyTree:
+        """The stacks of one value per slot, each in the widest dtype of its values."""
+        form = self.form_of(parts.layout)
+        dtypes = [common_dtype(values[slot].dtype for slot in slots) for slots in form.members]
+        blocks = [dataclasses.replace(b, dtype=dtype) for b, dtype in zip(form.blocks, dtypes, strict=True)]
+        return dataclasses.replace(form, blocks=tuple(blocks)).join(values)
+
+    def read(self, parts: Parts[Any], shown: PyTree) -> list[Any]:
+        """One value per slot, in the slot's dtype."""
+        return self.form_of(parts.layout).cut(shown)
+
+    def paths_of(self, layout: Layout, paths: Sequence[str]) -> Sequence[str]:
+        """The parameters that lie at these paths of what the rule is shown."""
+        form = self.form_of(layout)
+        stacks = {".".join(map(quote, keys)): slots for keys, slots in zip(form.keys, form.members, strict=True)}
+        return [layout.paths[slot] for path in paths for slot in stacks[path]]
+
+    def rows_in(self, layout: Layout, path: Sequence[Any], leaf: Any) -> int | None:
+        """The stack of which a leaf of the state has one thing for each row, if there is one."""
+        form, names = self.form_of(layout), tuple(getattr(key, "key", None) for key in path)
+        for block, keys in enumerate(form.keys):
+            width = len(keys)
+            found = any(names[i : i + width] == keys for i in range(len(names) - width + 1))
+            if found and leaf.shape[:1] == (form.blocks[block].length,):
+                return block
+        return None
+
+    def _like(self, layout: Layout, longer: int) -> PyTree:
+        form = self.form_of(layout)
+        shapes = [jax.ShapeDtypeStruct(block.shape, block.dtype) for block in form.blocks]
+        return jtu.tree_unflatten(form.treedef, shapes)
+
+    def _regrouped(self, histories: Sequence[History], to: Layout) -> PyTree:
+        like, form = self.fresh(to), self.form_of(to)
+        forms = [self.form_of(each.layout) for each in histories]
+        # Which history has each slot, and in which row.
+        places = {
+            path: (n, forms[n].places[slot][1])
+            for n, each in reversed([*enumerate(histories)])
+            for slot, path in enumerate(each.layout.paths)
+        }
+
+        def leaf(path: Any, shape: Any) -> Any:
+            block = self.rows_in(to, path, shape)
+            if block is None:
+                return next(each.by_path[path] for each in histories if path in each.by_path)
+            found = [places[to.paths[slot]] for slot in form.members[block]]
+            pieces = []
+            for n, group in itertools.groupby(found, key=lambda place: place[0]):
+                rows = np.array([row for _, row in group])
+                state = histories[n].by_path[path]
+                is_whole = np.array_equal(rows, np.arange(state.shape[0]))
+                pieces.append(state if is_whole else state[rows])
+            dtype = common_dtype([piece.dtype for piece in pieces])
+            return jnp.concatenate([piece.astype(dtype) for piece in pieces])
+
+        leaves = [leaf(path, shape) for path, shape in like.by_path.items()]
+        return jtu.tree_unflatten(jtu.tree_structure(like.state), leaves)
 
 
 def check_no_memory(histories: Sequence[History]) -> None:

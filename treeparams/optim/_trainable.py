@@ -15,11 +15,11 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._grad import nothing_trained
-from .._layout import Trainable, trained_at
+from .._layout import Layout, Trainable, trained_at
 from .._parts import Parts, kept_arrays, take_apart
 from .._text import describe, first_few
 from ._groups import check_groups
-from ._shown import History, Tree, Vector, settled, steady
+from ._shown import History, Stacks, Tree, Vector, settled, steady
 from ._state import ONE, ModelTransformation, Plain, Roles, TrainableState, extended, in_own_buffers, nodes_of, rates_in
 
 
@@ -96,7 +96,7 @@ _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictiona
 class Rule:
     """An Optax transformation, what it is shown of a model, and which leaves it trains."""
 
-    def __init__(self, tx: Any, form: type[Tree | Vector], trainable: Trainable) -> None:
+    def __init__(self, tx: Any, form: type[Tree | Vector | Stacks], trainable: Trainable) -> None:
         if isinstance(tx, ModelTransformation):
             raise ValueError(ONE)
         self.tx = extended(tx)
@@ -165,6 +165,8 @@ class Rule:
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
         gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
+        if "active" in extra:
+            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
         index, layout, form = parts.index, parts.layout, self.form
         here = [slot for slot, gradient in enumerate(gradients) if gradient is not None]
         seen, values = layout, parts.slots
@@ -182,12 +184,7 @@ class Rule:
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
             own = [index.by_leaf[each] for each in positions if gradients[index.by_leaf[each]] is not None]
             if not own:
-                first_time = not isinstance(counts[number], Tracer) and not int(counts[number])
-                if first_time and hash(history.layout) not in self._warned:
-                    self._warned.add(hash(history.layout))
-                    message = "trains, and no gradient has come for it since: take gradients by what the state says"
-                    paths = first_few(history.layout.paths)
-                    warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=3)
+                self.warn_of_no_gradient(history.layout, counts[number])
                 continue
             is_all = seen is history.layout
             others = [*histories[:number], *histories[number + 1 :]]
@@ -202,6 +199,15 @@ class Rule:
                 runs[number] = steady(mine, history.state)
             counts[number] = counts[number] + 1
         return steps, tuple(runs), counts
+
+    def warn_of_no_gradient(self, layout: Layout, count: Any) -> None:
+        """Warns, once, if a history has not taken a step yet."""
+        first_time = not isinstance(count, Tracer) and not int(count)
+        if first_time and hash(layout) not in self._warned:
+            self._warned.add(hash(layout))
+            message = "trains, and no gradient has come for it since: take gradients by what the state says"
+            paths = first_few(layout.paths)
+            warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=4)
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""

@@ -1,0 +1,208 @@
+"""stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from .._layout import Layout, Trainable, index_of, slots_in, trained_at
+from .._parts import Parts
+from .._structure import is_array
+from .._text import describe
+from ._clip import ClipState
+from ._groups import GroupsState
+from ._per_leaf import PerLeafState
+from ._shown import Stacks
+from ._state import ModelTransformation, Plain, TrainableState
+from ._trainable import Rule
+from ._trial import Way, check_same
+
+
+def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
+    """The same as `optim.trainable`, over stacks: one operation for each shape, rules for matrices included.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"layers": [{"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for _ in range(4)], "steps": jnp.array(3)}
+    >>> adafactor = optim.per_leaf(optax.adafactor(0.1))
+    >>> tx = optim.stacked(optax.chain(optim.clip_by_global_norm(1.0), adafactor))
+    >>> state = tx.init(model)
+    >>> updates, state = tx.update(model, state, model, active={"**": False, "layers.2": True})
+    >>> updates["layers"][0]["b"], bool(jnp.all(updates["layers"][2]["b"] < 0)), updates["steps"]
+    (Array([-0., -0., -0.], dtype=float32), True, None)
+
+    The model stays a model; the state rests in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx` sees
+    parameters and gradients so. An element-wise rule (Adam, SGD) and a global one (clipping by the norm of all) take
+    stacks as they are. **What looks at a leaf's shape or norm stands within `optim.per_leaf`**, as above, or is refused
+    at the first `init`: to Muon a stack of biases would be a matrix. It is found by trying some small leaves of the
+    ranks that the model has, apart and stacked. `optim.groups` may be in `tx`; its groups have stacks of their own.
+
+    **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
+    traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
+    not been made for it. What no `where` selects is active, and the last one that does wins. Its gradient counts as
+    zero in a norm and may be NaN. "Train another layer every hundred steps" so compiles once. The same holds for a
+    parameter without a gradient. It needs a state that is kept row by row, so what holds state must be within
+    `optim.per_leaf`; the state of `optim.clip_by_global_norm` is of the call and goes on.
+
+    Args:
+        tx: any Optax transformation; see above.
+        trainable: as for `optim.trainable`.
+        trial: extra arguments that `tx` needs, for the trial. `value`, `grad` and `value_fn` are there.
+
+    Returns:
+        A transformation that takes and returns what `optim.trainable` does. The updates of a parameter that waits are
+        `None` if it has no gradient, else the zero that changes no number, -0.0.
+
+    Raises:
+        ValueError: `init`: `tx` is not the same over stacks; it has groups within groups, or ones that divide the model
+            in different ways; otherwise as `optim.trainable`. `update`: not all rows move, and `tx` keeps state outside
+            of `optim.per_leaf`; a `where` selects nothing that trains; otherwise as `optim.trainable`.
+        TypeError: a flag is no bool; otherwise as `optim.trainable`.
+    """
+    rule = _StackedRule(tx, Stacks, trainable)
+    rule.trial = dict(trial or {})
+    return ModelTransformation(rule.init, rule.update)
+
+
+# The shape of a small leaf of each rank: 128 is where adafactor begins to factorise.
+_SMALL = {0: (), 1: (3,), 2: (128, 128), 3: (2, 128, 128)}
+_WORDS = (
+    "optim.stacked",
+    "small leaves, apart and in stacks",
+    "what looks at a leaf by itself stands within optim.per_leaf: "
+    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))",
+)
+
+
+class _StackedRule(Rule):
+    """As `Rule`, with rows that wait."""
+
+    form: Stacks
+    trial: dict[str, Any]
+    tried: frozenset[Any] = frozenset()
+
+    def fresh(self, parts: Parts[Any]) -> PyTree:
+        """A fresh state of the rule itself, once it is known to be the same over stacks."""
+        self._try(parts.layout)
+        return super().fresh(parts)
+
+    def _try(self, layout: Layout) -> None:
+        """Tries the rule on small leaves at some paths of the model, at most two of each rank and group."""
+        form, index = self.form.form_of(layout), index_of(layout)
+        several: dict[tuple[Any, ...], list[int]] = {}
+        for keys, block, slots in zip(form.keys, form.blocks, form.members, strict=True):
+            several.setdefault((*keys[:-1], block.rank), []).extend(slots)
+        kinds = frozenset((kind, len(slots[:2])) for kind, slots in several.items())
+        if kinds <= self.tried:
+            return
+        chosen = sorted(slot for slots in several.values() for slot in slots[:2])
+        ranks = [len(layout.slots[slot].shape) for slot in chosen]
+        shapes = [_SMALL.get(rank, (2,) * (rank - 1) + (3,)) for rank in ranks]
+        small = {slot: jax.ShapeDtypeStruct(shape, np.float32) for slot, shape in zip(chosen, shapes, strict=True)}
+        groups = self.form.groups_of(layout, small) or {None: chosen}
+        members: dict[Any, dict[str, list[int]]] = {name: {} for name in groups}
+        for name, slots in groups.items():
+            for slot in slots:
+                members[name].setdefault(describe(small[slot]), []).append(slot)
+
+        def show(leaves: list[Any]) -> PyTree:
+            of = dict(zip(chosen, leaves, strict=True))
+            stack = lambda slots: jnp.stack([of[slot] for slot in slots])
+            tree = {name: {key: stack(slots) for key, slots in its.items()} for name, its in members.items()}
+            return tree.get(None, tree)
+
+        def read(tree: PyTree) -> list[Any]:
+            tree = {None: tree} if None in members else tree
+            rows = ((slots, tree[name][key]) for name, its in members.items() for key, slots in its.items())
+            of = {slot: stack[i] for slots, stack in rows for i, slot in enumerate(slots)}
+            return [of[slot] for slot in chosen]
+
+        def apart(leaves: list[Any]) -> PyTree:
+            of = dict(zip(chosen, leaves, strict=True))
+            return index.canonical([of.get(i) for i in range(len(layout.slots))], index.structure.treedef)
+
+        check_same(self.tx, shapes, (Way(show, read), Way(apart, jtu.tree_leaves)), _has_masks, self.trial, _WORDS)
+        self.tried |= kinds
+
+    def _steps(
+        self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]
+    ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
+        """As of any rule, over all rows; then those that are not active have not moved."""
+        active = extra.pop("active", None)
+        flags = _flags(parts.layout, gradients, {} if active is None else active)
+        filled = [
+            jnp.zeros_like(own) if gradient is None else gradient if flag is True else jnp.where(flag, gradient, 0)
+            for own, gradient, flag in zip(parts.slots, gradients, flags, strict=True)
+        ]
+        steps, runs, counts = super()._steps(parts, filled, state, extra)
+        if all(flag is True for flag in flags):
+            return steps, runs, counts
+        # -0.0 is the number that changes none when it is added: -0.0 + 0.0 is 0.0.
+        steps = [
+            step if flag is True else None if gradient is None else jnp.where(flag, step, -jnp.zeros_like(step))
+            for step, gradient, flag in zip(steps, gradients, flags, strict=True)
+        ]
+        of_path, rested = dict(zip(parts.layout.paths, flags, strict=True)), []
+        for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
+            layout = trained_at(parts.layout, positions)
+            rested.append(self._rested(layout, of_path, old, new))
+            if all(of_path[path] is False for path in layout.paths):
+                self.warn_of_no_gradient(layout, state.counts[number])
+                counts[number] = state.counts[number]
+        return steps, tuple(rested), counts
+
+    def _rested(self, layout: Layout, flags: Mapping[str, Any], old: PyTree, new: PyTree) -> PyTree:
+        """The new state of active rows, and the old one of the others."""
+        form = self.form.form_of(layout)
+        rows = [jnp.stack([jnp.asarray(flags[layout.paths[slot]]) for slot in slots]) for slots in form.members]
+
+        def choose(path: Any, before: Any, after: Any) -> Any:
+            block = self.form.rows_in(layout, path, before)
+            if block is None:
+                return after
+            flag = rows[block].reshape(-1, *[1] * (before.ndim - 1))
+            return jnp.where(flag, after, before)
+
+        def visit(path: Any, before: Any, after: Any) -> Any:
+            if isinstance(before, PerLeafState):
+                return jtu.tree_map_with_path(choose, before, after)
+            if not isinstance(before, ClipState) and is_array(before):
+                raise ValueError(
+                    "some parameters wait in this update, and the transformation keeps what is not kept row by row, "
+                    f"state{jtu.keystr(path)}: put what holds state within optim.per_leaf, as in "
+                    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adam(1e-3))), or give all "
+                    'gradients, tp.project(model, grads, missing="zeros")'
+                )
+            return after
+
+        is_whole = lambda node: isinstance(node, (PerLeafState, ClipState))
+        return jtu.tree_map_with_path(visit, old, new, is_leaf=is_whole)
+
+
+def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
+    """Whether each slot moves: a Python bool where that is known."""
+    if not isinstance(active, Mapping):
+        raise TypeError(f"active is a dictionary {{where: flag}}, got {describe(active)}")
+    flags: list[Any] = [gradient is not None for gradient in gradients]
+    for where, flag in active.items():
+        if isinstance(flag, (bool, np.bool_)):
+            flag = bool(flag)
+        elif not is_array(flag) or flag.dtype != bool or flag.shape:
+            raise TypeError(f"active[{where!r}] is a bool, or an array of one, got {describe(flag)}")
+        for slot in slots_in(layout, where):
+            flags[slot] = flag if gradients[slot] is not None else False
+    return flags
+
+
+def _has_masks(state: PyTree) -> bool:
+    """Whether a state has a mask of leaves, other than those of `optim.groups` and those of each leaf by itself."""
+    kinds = (optax.MaskedState, GroupsState, PerLeafState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    groups = [node.inner_states.values() for node in nodes if isinstance(node, GroupsState)]
+    inner = [each.inner_state for states in groups for each in states]
+    return any(isinstance(node, optax.MaskedState) for node in nodes) or any(map(_has_masks, inner))
