@@ -79,12 +79,10 @@ class Source:
             if place.block is not None:
                 numbers.setdefault(place.block, set()).add(place.number)
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        values = {
-            place: self.singles[place.number]
-            if place.block is None
-            else self._value(place, picked[place.block][place.number])
-            for place in dict.fromkeys(places)
-        }
+        values: dict[Place, Any] = {}
+        for block, number, alias in dict.fromkeys(places):
+            array = self.singles[number] if block is None else self._value(block, number, alias, picked[block][number])
+            values[Place(block, number, alias)] = array
         return [values[place] for place in places]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
@@ -93,10 +91,9 @@ class Source:
         pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
         return dict(zip(wanted, pieces[1::2], strict=False))
 
-    def _value(self, place: Place, array: jax.Array) -> Any:
+    def _value(self, block: int, number: int, alias: Alias | None, array: jax.Array) -> Any:
         """The value at a place, or of several that are stacked, from what is cut."""
-        array = cast(array, self.blocks[place.block].dtypes[place.number])
-        alias = place.alias
+        array = cast(array, self.blocks[block].dtypes[number])
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
     def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
@@ -123,7 +120,7 @@ class Source:
                 of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
         for block, its in of_block.items():
             for array, users in zip(self._block(block, list(its)), its.values(), strict=True):
-                found |= {j: self._value(columns[j][0], array) for j in users}
+                found |= {j: self._value(block, columns[j][0].number, columns[j][0].alias, array) for j in users}
         return [found[j] for j in range(len(columns))]
 
     def _block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
@@ -194,10 +191,11 @@ def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
         )
     # As for `select`, it gets the model with a distinct object at each leaf; a node is found by these and its treedef.
     places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
-    nodes = where(jtu.tree_unflatten(structure.treedef, places))
+    nodes: Any = where(jtu.tree_unflatten(structure.treedef, places))
     index, treedefs = {id(place): i for i, place in enumerate(places)}, subtreedefs(structure)
     found: list[tuple[list[int | None], Any]] = []
-    for node in nodes if type(nodes) in (list, tuple) else [nodes]:
+    returned: list[Any] = list(nodes) if type(nodes) in (list, tuple) else [nodes]
+    for node in returned:
         leaves, treedef = jtu.tree_flatten(node)
         numbers = [index.get(id(leaf)) for leaf in leaves]
         if None in numbers or not numbers:
@@ -280,7 +278,7 @@ class Repeated(NamedTuple):
     """Several nodes as one."""
 
     treedef: Any
-    count: int
+    nodes: int  # how many
     along: dict[int, Any]  # the leaves that have an axis over the nodes
     same: dict[int, Any]  # those arrays that are the same in all
     values: dict[int, Any]  # what is no array

@@ -8,12 +8,13 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
+from ._index import Index
 from ._joined import Form
 from ._layout import Layout, slot_at
 from ._match import read_slots, slot_gradients
 from ._mesh import broadcast_as
 from ._nodes import Source, part, repeated
-from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
+from ._parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
 from ._stacks import NOTHING, held_of
 from ._text import first_few
 from ._view import View
@@ -202,7 +203,7 @@ class Restructure(Generic[M]):
             TypeError: as for calling.
         """
         found = repeated(_source(self, form), where)
-        return found.node(found.along | {j: broadcast_as(x, found.count, None) for j, x in found.same.items()})
+        return found.node(found.along | {j: broadcast_as(x, found.nodes, None) for j, x in found.same.items()})
 
     def scan(
         self, step: Callable[[C, Any], tuple[C, Any]], carry: C, form: Resting, where: Where, **options: Any
@@ -237,7 +238,7 @@ class Restructure(Generic[M]):
         found = repeated(_source(self, form), where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
         return jax.lax.scan(
-            lambda carry, along: step(carry, found.node(along)), carry, found.along, found.count, **options
+            lambda carry, along: step(carry, found.node(along)), carry, found.along, found.nodes, **options
         )
 
     def with_frozen(self, model: M) -> "Restructure[M]":
@@ -299,6 +300,23 @@ def _released(restructure: Restructure[M]) -> Rest[M]:
 def _source(restructure: Restructure[Any], form: Resting) -> Source:
     rest, stacks, own, held = _halves(restructure)
     return Source(rest, [(own, own.leaves(form)), (held, stacks)])
+
+
+def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
+    """What a `Restructure` knows without a form: the index, the leaves that are no arrays, and where each slot lies."""
+    rest, _, form, _ = _halves(restructure)
+    index, singles, places = index_in(rest), others(rest), {}
+    leaves = {
+        i: singles[index.gathers.order[i] - len(index.positions)]
+        for i in [i for i, spec in enumerate(index.structure.specs) if spec is None]
+    }
+    for number, slot in enumerate(index.slots):
+        block, row = form.places[number]
+        place = (
+            f"[{slot.offset}:{slot.offset + slot.size}]" if form.is_vector else f"{' '.join(form.keys[block])} {row}"
+        )
+        places[slot.path] = place
+    return index, leaves, places
 
 
 def over_stacks(rest: Rest[M], form: Form) -> Restructure[M]:

@@ -12,10 +12,12 @@ from ._layout import Layout, Trainable
 from ._paths import join_path, split_path
 from ._recognise import structure_of
 from ._resolve import look_up
+from ._restructure import Restructure, known_leaves
 from ._text import count_of, first_few, in_columns, without_middle
 
-_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "tied to")
+_HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
 _NUMBERS = (3, 4)  # columns that are aligned to the right
+_OPTIONAL = (6, 7)  # columns that are left out where there is nothing in them
 _ROLES = {"trained": "green", "frozen": "blue", "other": ""}  # and their colours
 
 
@@ -29,13 +31,14 @@ class Row(NamedTuple):
     elements: int
     nbytes: int
     role: str  # "trained", "frozen", or "other" for what is no parameter
+    place: str  # in the form that a `Restructure` is of
     tied_to: str
 
     def cells(self) -> list[str]:
         """The row as text, in the order of the header."""
         shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
         sizes = f"{self.elements:,}", in_bytes(self.nbytes)
-        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.tied_to]
+        return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
 
 
 class Summary:
@@ -51,8 +54,10 @@ class Summary:
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
         # What the model has none of is worth no column and no line, unless nothing is trained: that is.
-        width = len(_HEADER) if any(row.tied_to for row in shown) else len(_HEADER) - 1
-        table = in_columns(_HEADER[:width], [row.cells()[:width] for row in shown], right=_NUMBERS)
+        cells = [_HEADER, *(row.cells() for row in shown)]
+        empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
+        header, *lines = [[cell for i, cell in enumerate(row) if i not in empty] for row in cells]
+        table = in_columns(header, lines, right=_NUMBERS)
         below = []
         for role, total in self.totals.items():
             if total.arrays or role == "trained":
@@ -105,12 +110,21 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     frozen     474,021,888 elements in 16 arrays, 1.9 GB
     no arrays  activation (function), final_activation (function)
 
+    Of a `Restructure` it says where each parameter lies: in which stack and row, or at which elements of the vector.
+
+    >>> tp.summary(tp.stack({"w": jnp.ones((2, 3)), "v": jnp.ones((2, 3))})[1])
+    path  shape  dtype    elements  bytes  role     place
+    v     2,3    float32         6   24 B  trained  float32[2,3] 0
+    w     2,3    float32         6   24 B  trained  float32[2,3] 1
+    <BLANKLINE>
+    trained    12 elements in 2 arrays, 48 B
+
     With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` prints it in colours. Which group of
     an optimiser has which parameter, `optim.report` tells.
 
     Args:
-        model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s.
-        trainable: as for `tp.layout`; what comes of it stands under "role". "other" are the arrays that are no
+        model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s. Or a `Restructure`.
+        trainable: as for `tp.layout`; what comes of it stands under "role". Of a `Restructure` it is fixed. "other" are the arrays that are no
             parameters: ints, bools, keys.
         depth: how many entries of a path are shown; what lies deeper below one node is one row. `None`: every array.
 
@@ -119,12 +133,18 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
 
     Raises:
         ValueError: `depth` is no count; as `tp.layout`.
-        TypeError: `model` is a `Layout`; as `tp.layout`.
+        TypeError: `model` is a `Layout`; `trainable` is given with a `Restructure`; as `tp.layout`.
     """
     if isinstance(model, Layout):
         raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
-    leaves, _, structure = structure_of(model)
-    _, index = look_up(structure, trainable, leaves)
+    if isinstance(model, Restructure):
+        if trainable is not None:
+            raise TypeError("of a Restructure it is fixed what trains; leave `trainable` out")
+        index, leaves, places = known_leaves(model)
+        structure = index.structure
+    else:
+        leaves, _, structure = structure_of(model)
+        index, places = look_up(structure, trainable, leaves)[1], {}
     rows, values = [], []
     for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
         if spec is None:
@@ -133,7 +153,9 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
         elif i not in index.sources if spec.parameter else structure.first[i] == i:
             sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
             role = "trained" if i in index.by_leaf else "frozen" if spec.parameter else "other"
-            rows.append(Row(path, spec.shape, str(spec.dtype), *sizes, role, index.tied_to.get(path, "")))
+            rows.append(
+                Row(path, spec.shape, str(spec.dtype), *sizes, role, places.get(path, ""), index.tied_to.get(path, ""))
+            )
     shown = rows
     if depth is not None:
         count_of("depth", depth, "entries")
@@ -152,7 +174,7 @@ def _joined(path: str, rows: Sequence[Row]) -> Row:
     arrays, elements = sum(row.arrays for row in rows), sum(row.elements for row in rows)
     nbytes = sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
-    return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, ties)
+    return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
 
 
 def in_bytes(count: int) -> str:
