@@ -45,8 +45,8 @@ TIES = {"d": ("a", jnp.transpose)}
 def test_slots_paths_sizes_and_mask():
     layout = tp.layout(tied(), ties=TIES)
     assert layout.slots == (
-        tp.Slot("a", ("c.0", "d"), (2, 3), jnp.dtype("float32"), 0, 6),
-        tp.Slot("b", (), (4,), jnp.dtype("bfloat16"), 6, 4),
+        tp.Slot("a", ("c.0", "d"), (2, 3), jnp.dtype("float32"), 0, 6, "float32[2,3]", 0),
+        tp.Slot("b", (), (4,), jnp.dtype("bfloat16"), 6, 4, "bfloat16[4]", 0),
     )
     assert layout.paths == ("a", "b")
     assert (layout.size, layout.nbytes, layout.dtype) == (10, 32, jnp.float32)
@@ -80,9 +80,9 @@ def test_no_slot_at_a_path():
 def test_it_prints_as_a_table():
     layout = tp.layout(tied(), freeze="b", ties=TIES)
     assert str(layout).splitlines() == [
-        "path  shape  dtype     offset  size  tied to",
-        "a     2,3    float32        0     6  c.0, d (transpose)",
-        "b     4      bfloat16  frozen     4",
+        "path  key           row  offset  size  tied to",
+        "a     float32[2,3]    0       0     6  c.0, d (transpose)",
+        "b     bfloat16[4]        frozen     4",
         "1 slot, 6 elements, 24 bytes; 4 elements frozen",
     ]
     assert repr(layout) == "Layout(1 slot (a), 6 elements, float32; 1 frozen)"

@@ -64,9 +64,9 @@ else:
         ...     encoder: jax.Array
         ...     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
         >>> print(tp.layout(Codec(jnp.zeros(3), jnp.ones((2, 3)), jnp.ones((3, 2)))))
-        path     shape  dtype    offset  size  tied to
-        encoder  2,3    float32       0     6  decoder (transpose)
-        mean     3      float32  frozen     3
+        path     key           row  offset  size  tied to
+        encoder  float32[2,3]    0       0     6  decoder (transpose)
+        mean     float32[3]         frozen     3
         1 slot, 6 elements, 24 bytes; 3 elements frozen
 
         The declaration is kept in the field's metadata, so it goes with `converter=`, `static=`, defaults and

@@ -102,7 +102,7 @@ class Form:
     @property
     def is_vector(self) -> bool:
         """Whether it is a vector."""
-        return jtu.treedef_is_leaf(self.treedef)
+        return self.treedef == jtu.tree_structure(0)
 
     @property
     def dtype(self) -> Any:

@@ -31,9 +31,9 @@ class Layout:
     >>> import equinox as eqx, jax, treeparams as tp
     >>> layout = tp.layout(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
     >>> print(layout)
-    path    shape  dtype    offset  size  tied to
-    weight  2,3    float32       0     6
-    bias    2      float32       6     2
+    path    key           row  offset  size  tied to
+    weight  float32[2,3]    0       0     6
+    bias    float32[2]      0       6     2
     2 slots, 8 elements, 32 bytes
     >>> layout["bias"].offset, layout.freeze("weight").paths
     (6, ('bias',))

@@ -37,8 +37,8 @@ def layout(
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
-    path     shape  dtype    offset  size  tied to
-    encoder  2,3    float32       0     6  decoder (transpose)
+    path     key           row  offset  size  tied to
+    encoder  float32[2,3]    0       0     6  decoder (transpose)
     1 slot, 6 elements, 24 bytes
 
     **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like a model passed as an argument has lost its

@@ -117,15 +117,15 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     v     2,3    float32         6   24 B  trained  float32[2,3] 0
     w     2,3    float32         6   24 B  trained  float32[2,3] 1
     <BLANKLINE>
-    trained    12 elements in 2 arrays, 48 B
+    trained  12 elements in 2 arrays, 48 B
 
     With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` prints it in colours. Which group of
     an optimiser has which parameter, `optim.report` tells.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s. Or a `Restructure`.
-        trainable: as for `tp.layout`; what comes of it stands under "role". Of a `Restructure` it is fixed. "other" are the arrays that are no
-            parameters: ints, bools, keys.
+        trainable: as for `tp.layout`; of a `Restructure` it is fixed. What comes of it stands under "role"; "other" are
+            the arrays that are no parameters: ints, bools, keys.
         depth: how many entries of a path are shown; what lies deeper below one node is one row. `None`: every array.
 
     Returns:
