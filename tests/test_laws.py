@@ -31,6 +31,11 @@ def layout(specimen, model):
     return specimen.layout(model)
 
 
+@pytest.fixture(params=[tp.ravel, tp.stack], ids=["vector", "stacks"])
+def form(request):
+    return request.param
+
+
 def generated(examples):
     return hypothesis.settings(deadline=None, max_examples=examples, derandomize=True)
 
@@ -63,31 +68,52 @@ def test_combine_inverts_partition(model, layout):
     assert_same(tp.combine(*jax.jit(lambda *halves: halves)(*tp.partition(model, layout))), model)
 
 
-@pytest.mark.parametrize("pad_to", [1, 8])
-def test_restructure_inverts_ravel(specimen, pad_to):
+def test_restructure_inverts_its_form(specimen, form):
     model = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, specimen.make())
-    vector, restructure = tp.ravel(model, specimen.layout(model), pad_to=pad_to)
-    layout = restructure.layout
-    assert layout == specimen.layout(model)  # how it was raveled is no part of it
+    at_rest, restructure = form(model, specimen.layout(model))
+    assert restructure.layout == specimen.layout(model)  # how it was raveled is no part of it
+    assert_same(restructure(at_rest), model)
+    assert_same(restructure.ravel(restructure(at_rest)), at_rest)
+
+
+@pytest.mark.parametrize("pad_to", [1, 8])
+def test_the_vector_is_as_long_as_it_says(model, layout, pad_to):
+    vector, restructure = tp.ravel(model, layout, pad_to=pad_to)
     assert vector.shape == (-(-layout.size // pad_to) * pad_to,)
     assert vector.dtype == layout.dtype
     assert not np.any(np.asarray(vector)[layout.size :])
-    assert_same(restructure(vector), model)
-    np.testing.assert_array_equal(restructure.ravel(restructure(vector)), vector)
+    assert_same(restructure.ravel(restructure(vector)), vector)
+
+
+def test_each_stack_has_a_row_for_each_slot_in_tree_order(model, layout):
+    stacks, restructure = tp.stack(model, layout)
+    rows = {}
+    for path, leaf in tp.trainables(model, layout).items():
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        key = f"{dtype}[{','.join(map(str, leaf.shape))}]"
+        assert restructure.place(path) == (None, key, len(rows.setdefault(key, [])))
+        rows[key].append(np.asarray(leaf, dtype))
+    assert_same(stacks, {key: jnp.asarray(np.stack(its)) for key, its in rows.items()})
 
 
 @generated(20)
 @hypothesis.given(zoo.models())
-def test_halves_vectors_and_gradients_of_generated_models(model):
+def test_forms_and_gradients_of_generated_models(model):
     assert_same(tp.combine(*tp.partition(model)), model)
-    vector, restructure = tp.ravel(model)
-    assert_same(restructure(vector), model)
-    np.testing.assert_array_equal(restructure.ravel(model), vector)
-    if restructure.layout.slots:
-        in_vector = lambda vector: jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector)
-        in_tree = lambda model: restructure.ravel_gradient(tp.grad(zoo.loss)(model))
-        got, want = tp.jit(lambda vector, model: (in_vector(vector), in_tree(model)))(vector, model)
-        assert_close(got, want, 2e-2)
+    forms = [tp.ravel(model), tp.stack(model)]
+    for at_rest, restructure in forms:
+        assert_same(restructure(at_rest), model)
+        assert_same(restructure.ravel(model), at_rest)
+    if tp.layout(model).slots:
+
+        def gradients(forms, model):
+            in_tree = tp.grad(zoo.loss)(model)
+            for at_rest, restructure in forms:
+                of_form = jax.grad(lambda at_rest, restructure=restructure: zoo.loss(restructure(at_rest)))
+                yield of_form(at_rest), restructure.ravel_gradient(in_tree)
+
+        for got, want in tp.jit(lambda *both: list(gradients(*both)))(forms, model):
+            assert_close(got, want, 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -100,7 +126,7 @@ def test_a_given_dtype_is_kept_up_to_the_cast(dtype):
         np.testing.assert_array_equal(got, np.asarray(want).astype(dtype).astype(want.dtype))
 
 
-# -- 2. and 3. The vector and its transpose ----------------------------------------------------------------------------
+# -- 2. and 3. A form and its transpose --------------------------------------------------------------------------------
 
 
 def _pairing(a, b):
@@ -109,34 +135,36 @@ def _pairing(a, b):
     return np.real(sum(np.sum(wide(x) * wide(y)) for x, y in zip(a, b, strict=True)))
 
 
-def test_ravel_gradient_is_the_transpose_of_restructure(model, layout):
-    vector, restructure = tp.ravel(model, layout)
+def test_ravel_gradient_is_the_transpose_of_restructure(model, layout, form):
+    at_rest, restructure = form(model, layout)
     wave = lambda x: np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype)
     cotangents = jax.tree.map(lambda trained, leaf: wave(leaf) if trained else None, layout.mask, model)
     flat = restructure.ravel_gradient(cotangents)
-    direction = np.sin(np.arange(vector.size)).astype(vector.dtype)
+    direction = jax.tree.map(lambda x: np.sin(np.arange(x.size)).astype(x.dtype).reshape(x.shape), at_rest)
     image = jax.tree.map(lambda trained, leaf: leaf if trained else None, layout.mask, restructure(direction))
-    assert flat.shape == vector.shape
+    assert jax.tree.map(np.shape, flat) == jax.tree.map(np.shape, at_rest)
     want = _pairing(jax.tree.leaves(cotangents), jax.tree.leaves(image))
     tolerance = 1e-2 if "float16" in str(restructure.layout) else 1e-4
-    np.testing.assert_allclose(_pairing([flat], [direction]), want, tolerance, tolerance)
+    got = _pairing(jax.tree.leaves(flat), jax.tree.leaves(direction))
+    np.testing.assert_allclose(got, want, tolerance, tolerance)
 
 
-def test_the_gradient_in_the_vector_is_the_flat_gradient(model, layout):
-    (vector, restructure), (params, rest) = tp.ravel(model, layout), tp.partition(model, layout)
+def test_the_gradient_in_a_form_is_the_gradient_in_that_form(model, layout):
+    forms, (params, rest) = [tp.ravel(model, layout), tp.stack(model, layout)], tp.partition(model, layout)
     if not layout.slots:
-        assert jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector).shape == (0,)
+        found = [jax.grad(lambda at_rest, r=r: zoo.loss(r(at_rest)))(at_rest) for at_rest, r in forms]
+        assert jax.tree.map(np.shape, found) == [(0,), {}]
         return
 
     @jax.jit
-    def gradients(vector, restructure, params, rest):
-        in_vector = jax.grad(lambda vector: zoo.loss(restructure(vector)))(vector)
+    def gradients(forms, params, rest):
+        in_form = [jax.grad(lambda at_rest, r=r: zoo.loss(r(at_rest)))(at_rest) for at_rest, r in forms]
         in_params = jax.grad(lambda params: zoo.loss(tp.combine(params, rest)))(params)
         in_tree = tp.grad(zoo.loss, layout)(tp.combine(params, rest))
-        return in_vector, in_params, in_tree, restructure.ravel_gradient(in_tree)
+        return in_form, in_params, in_tree, [restructure.ravel_gradient(in_tree) for _, restructure in forms]
 
-    in_vector, in_params, in_tree, flat = gradients(vector, restructure, params, rest)
-    assert_close(in_vector, flat, 1e-5)
+    in_form, in_params, in_tree, brought = gradients(forms, params, rest)
+    assert_close(in_form, brought, 1e-5)
     assert_close(in_params, in_tree, 1e-5)
     assert_close(in_tree, tp.grad(zoo.loss, layout)(model), 1e-5)  # and the same outside of `jit`
 
@@ -180,13 +208,15 @@ def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
 @pytest.mark.usefixtures("standard_promotion")  # Optax relies on it
 @pytest.mark.parametrize("name", ["functions and static fields", "frozen tie", "all frozen", "mlp"])
 @pytest.mark.parametrize("tx", [optax.adamw(0.1, weight_decay=0.1), optax.rmsprop(0.1, momentum=0.9)])
-def test_no_optimiser_moves_a_frozen_leaf(name, tx):
+@pytest.mark.parametrize("form", [tp.partition, tp.stack])
+def test_no_optimiser_moves_a_frozen_leaf(name, tx, form):
     start = ZOO[name].make()
     layout = ZOO[name].layout(start)
-    params, rest = tp.partition(start, layout)
+    params, rest = form(start, layout)
+    back = tp.combine if form is tp.partition else lambda params, rest: rest(params)
 
     def step(params, state, rest):
-        grads = jax.grad(lambda params: zoo.loss(tp.combine(params, rest)))(params)
+        grads = jax.grad(lambda params: zoo.loss(back(params, rest)))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -194,28 +224,29 @@ def test_no_optimiser_moves_a_frozen_leaf(name, tx):
     params, state = step(params, state, rest)  # once as it is
     for _ in range(10):
         params, state = jitted(params, state, rest)
-    model = tp.combine(params, rest)
+    model = back(params, rest)
     was_trained = jax.tree.leaves(layout.mask)
     assert any(was_trained) != (name == "all frozen")
     for before, after, moved in zip(jax.tree.leaves(start), jax.tree.leaves(model), was_trained, strict=True):
-        assert (after is before) is not moved
-        if moved:
-            assert not np.array_equal(before, after)
+        assert np.array_equal(before, after) is not moved if hasattr(before, "dtype") else after is before
+        if form is tp.partition:  # frozen arrays of one shape rest in stacks too
+            assert (after is before) is not moved
 
 
 # -- 7. One trace, no constants ----------------------------------------------------------------------------------------
 
 
-def test_one_trace_for_equal_layouts(specimen):
+@pytest.mark.parametrize("form", [tp.partition, tp.ravel, tp.stack])
+def test_one_trace_for_equal_layouts(specimen, form):
     first, second = specimen.make(), specimen.make()
     second = tp.maptrainable(lambda x: x * 2, second, trainable=specimen.layout(second))
     layouts = specimen.layout(first), specimen.layout(second)
     assert layouts[0] == layouts[1]
     assert hash(layouts[0]) == hash(layouts[1])
     traces = []
-    f = jax.jit(lambda params, rest: traces.append(tp.combine(params, rest)) or 0)
+    f = jax.jit(lambda *halves: traces.append(halves) or 0)
     for model, layout in zip((first, second), layouts, strict=True):
-        f(*tp.partition(model, layout))
+        f(*form(model, layout))
     assert len(traces) == 1
 
 
@@ -223,10 +254,11 @@ def test_frozen_values_are_arguments_of_the_program():
     model, traces = {"w": zoo.ramp(4), "table": zoo.ramp(1234), "f": jnp.tanh}, []
     loss = lambda model: jnp.sum(model["w"]) * jnp.sum(model["f"](model["table"]))
     of_halves = lambda params, rest: loss(tp.combine(params, rest))
-    of_vector = lambda vector, restructure: loss(restructure(vector))
+    of_form = lambda at_rest, restructure: loss(restructure(at_rest))
     step = tp.jit(lambda model: traces.append(1) or tp.grad(loss, "w")(model))
     programs = [step.lower(model)]
-    for f, arguments in ((of_halves, tp.partition(model, "w")), (of_vector, tp.ravel(model, "w"))):
+    halves, forms = tp.partition(model, "w"), [tp.ravel(model, "w"), tp.stack(model, "w")]
+    for f, arguments in ((of_halves, halves), *((of_form, each) for each in forms)):
         assert not jax.make_jaxpr(f)(*arguments).consts
         programs.append(jax.jit(f).lower(*arguments))
     for program in programs:
@@ -239,12 +271,13 @@ def test_frozen_values_are_arguments_of_the_program():
 # -- 8. Inside is as outside, with the layout, the rest or the restructure ---------------------------------------------
 
 
-def test_both_forms_in_transformations(model, layout):
+def test_all_forms_in_transformations(model, layout):
     want = zoo.loss(model)
     of_params = lambda params, rest: zoo.loss(tp.combine(params, rest))
-    of_vector = lambda vector, restructure: zoo.loss(restructure(vector))
-    found = list(_variants(of_vector, *tp.ravel(model, layout)).items())
+    of_form = lambda at_rest, restructure: zoo.loss(restructure(at_rest))
+    found = list(_variants(of_form, *tp.ravel(model, layout)).items())
     if layout.slots:  # else there is nothing to map over
+        found += _variants(of_form, *tp.stack(model, layout)).items()
         found += _variants(of_params, *tp.partition(model, layout)).items()
     for name, got in found:
         np.testing.assert_allclose(got, want, 1e-5, err_msg=name)
@@ -262,9 +295,12 @@ def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen):
         value, grads = tp.value_and_grad(zoo.loss, layout)(model)
         stepped = tp.maptrainable(lambda x, g: x - (0.1 * g).astype(x.dtype), model, grads, trainable=layout)
         average = tp.ema(model, stepped, decay=0.5, trainable=layout)
-        vector, restructure = tp.ravel(average, layout)
-        back = tp.trainables(restructure(vector), layout)
-        return value, grads, tp.global_norm(grads), vector, restructure.ravel_gradient(grads), back
+        found = []
+        for form in (tp.ravel, tp.stack):
+            at_rest, restructure = form(average, layout)
+            back = tp.trainables(restructure(at_rest), layout)
+            found.append((at_rest, restructure.ravel_gradient(grads), back))
+        return value, grads, tp.global_norm(grads), found
 
     want = all_of_it(model)
     for got in _variants(all_of_it, jax.tree.map(jnp.asarray, model)).values():
