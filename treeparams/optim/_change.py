@@ -54,7 +54,7 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 
     Args:
-        tx: the `optim.trainable(...)` or `optim.flat(...)` that made the state.
+        tx: the `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` that made the state.
         state: its state, or that of a chain or wrapper around `tx`, of which the rest stays as it is; not that of an
             ensemble (`jax.vmap` of `init`).
         model: the model as it is now.

@@ -18,6 +18,17 @@ from .._where import name_of, select
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
+class Grouped(dict[str, Any]):
+    """Trees by the group whose rule they go to, for `optim.groups` to take as they are."""
+
+
+jtu.register_pytree_with_keys(
+    Grouped,
+    lambda tree: ([(jtu.DictKey(name), child) for name, child in tree.items()], tuple(tree)),
+    lambda names, children: Grouped(zip(names, children, strict=True)),
+)
+
+
 class Group(NamedTuple):
     """One group: its name, the globs that it is given by, and the parameters in it."""
 
@@ -91,8 +102,8 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
         structure = structure_of(params)[2]
         found: dict[int, str] = {}
         leaves = jtu.tree_flatten_with_path(params)[0]
-        if leaves and all(is_stack(path, leaf) for path, leaf in leaves):
-            # The rows have no paths here; it is the groups of the stacks that say where each goes.
+        if isinstance(params, Grouped) or (leaves and all(is_stack(path, leaf) for path, leaf in leaves)):
+            # Rows of stacks have no paths here; it is the groups of the stacks that say where each goes.
             found = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
             if len(found) < len(leaves) or not rules.keys() >= set(found.values()):
                 given = ", ".join(map(repr, dict.fromkeys(found.values()))) or "none"
@@ -198,7 +209,7 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     c     1      float32  default  1            0
 
     Args:
-        tx: `optim.trainable(...)` or `optim.flat(...)`.
+        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
         model: any pytree. No state is made of it.
         state: a state of `tx`: what trains is then what it says, and the histories and their counts are shown.
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from .._parts import Parts
 from .._paths import quote
 from .._stacks import in_groups, stacks_of
 from .._structure import is_array
-from ._groups import GroupsState, groups_in
+from ._groups import Grouped, GroupsState, groups_in
 from ._state import nodes_of
 
 
@@ -176,18 +176,25 @@ class Stacks(Shown):
     def form_of(self, layout: Layout) -> Form:
         """The stacks of a layout."""
         if layout not in self._forms:
-            shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
-            # Of one leaf first: over all leaves one by one `init` takes its time.
-            names = self.groups_of(layout, {0: shapes[0]}) and self.groups_of(layout, dict(enumerate(shapes)))
             if len(self._forms) >= 64:
                 self._forms.clear()
+            names = self._groups_of(layout) if self._has_groups and layout.slots else None
             self._forms[layout] = stacks_of(layout) if names is None else in_groups(layout, names)
         return self._forms[layout]
 
-    def groups_of(self, layout: Layout, shapes: Mapping[int, Any]) -> dict[str, list[int]] | None:
-        """The group of each of some slots, of these shapes, in `optim.groups`; `None` where there is none."""
+    @functools.cached_property
+    def _has_groups(self) -> bool:
+        """Whether `optim.groups` is in the rule, or may be."""
+        try:
+            return bool(nodes_of(GroupsState, jax.eval_shape(self._tx.init, Grouped())))
+        except Exception:  # some rules want at least one leaf
+            return True
+
+    def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
+        """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
         index = index_of(layout)
-        tree = index.canonical([shapes.get(i) for i in range(len(layout.slots))], index.structure.treedef)
+        shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+        tree = index.canonical(shapes, index.structure.treedef)
         nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, tree))
         if not nodes:
             return None

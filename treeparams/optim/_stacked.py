@@ -1,6 +1,7 @@
 """stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +11,12 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from .._layout import Layout, Trainable, index_of, slots_in, trained_at
+from .._layout import Layout, Trainable, slots_in, trained_at
 from .._parts import Parts
 from .._structure import is_array
 from .._text import describe
 from ._clip import ClipState
-from ._groups import GroupsState
+from ._groups import Grouped, GroupsState
 from ._per_leaf import PerLeafState
 from ._shown import Stacks
 from ._state import ModelTransformation, Plain, TrainableState
@@ -84,7 +85,7 @@ class _StackedRule(Rule):
 
     form: Stacks
     trial: dict[str, Any]
-    tried: frozenset[Any] = frozenset()
+    _tried: frozenset[Any] = frozenset()
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """A fresh state of the rule itself, once it is known to be the same over stacks."""
@@ -92,42 +93,33 @@ class _StackedRule(Rule):
         return super().fresh(parts)
 
     def _try(self, layout: Layout) -> None:
-        """Tries the rule on small leaves at some paths of the model, at most two of each rank and group."""
-        form, index = self.form.form_of(layout), index_of(layout)
-        several: dict[tuple[Any, ...], list[int]] = {}
-        for keys, block, slots in zip(form.keys, form.blocks, form.members, strict=True):
-            several.setdefault((*keys[:-1], block.rank), []).extend(slots)
-        kinds = frozenset((kind, len(slots[:2])) for kind, slots in several.items())
-        if kinds <= self.tried:
+        """Tries the rule on small leaves, at most two of each rank and group."""
+        form = self.form.form_of(layout)
+        ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
+        for keys, block in zip(form.keys, form.blocks, strict=True):
+            its = ranks.setdefault(keys[0] if len(keys) > 1 else "", {})
+            its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
+        kinds = frozenset((name, rank, count) for name, its in ranks.items() for rank, count in its.items())
+        if kinds <= self._tried:
             return
-        chosen = sorted(slot for slots in several.values() for slot in slots[:2])
-        ranks = [len(layout.slots[slot].shape) for slot in chosen]
-        shapes = [_SMALL.get(rank, (2,) * (rank - 1) + (3,)) for rank in ranks]
-        small = {slot: jax.ShapeDtypeStruct(shape, np.float32) for slot, shape in zip(chosen, shapes, strict=True)}
-        groups = self.form.groups_of(layout, small) or {None: chosen}
-        members: dict[Any, dict[str, list[int]]] = {name: {} for name in groups}
-        for name, slots in groups.items():
-            for slot in slots:
-                members[name].setdefault(describe(small[slot]), []).append(slot)
+        small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
+        each = [(name, describe(small(rank)), small(rank).shape) for name, rank, count in kinds for _ in range(count)]
+        names, keys, shapes = zip(*sorted(each), strict=True)
+        ungrouped = len(form.keys[0]) == 1
 
-        def show(leaves: list[Any]) -> PyTree:
-            of = dict(zip(chosen, leaves, strict=True))
-            stack = lambda slots: jnp.stack([of[slot] for slot in slots])
-            tree = {name: {key: stack(slots) for key, slots in its.items()} for name, its in members.items()}
-            return tree.get(None, tree)
+        def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
+            found: dict[str, dict[str, list[Any]]] = {}
+            for name, key, leaf in zip(names, keys, leaves, strict=True):
+                found.setdefault(name, {}).setdefault(key, []).append(leaf)
+            tree = Grouped({name: {key: join(rows) for key, rows in its.items()} for name, its in found.items()})
+            return tree[""] if ungrouped else tree
 
         def read(tree: PyTree) -> list[Any]:
-            tree = {None: tree} if None in members else tree
-            rows = ((slots, tree[name][key]) for name, its in members.items() for key, slots in its.items())
-            of = {slot: stack[i] for slots, stack in rows for i, slot in enumerate(slots)}
-            return [of[slot] for slot in chosen]
+            return [row for its in ([tree] if ungrouped else tree.values()) for key in sorted(its) for row in its[key]]
 
-        def apart(leaves: list[Any]) -> PyTree:
-            of = dict(zip(chosen, leaves, strict=True))
-            return index.canonical([of.get(i) for i in range(len(layout.slots))], index.structure.treedef)
-
-        check_same(self.tx, shapes, (Way(show, read), Way(apart, jtu.tree_leaves)), _has_masks, self.trial, _WORDS)
-        self.tried |= kinds
+        stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
+        check_same(self.tx, shapes, (stacks, apart), _has_masks, self.trial, _WORDS)
+        self._tried |= kinds
 
     def _steps(
         self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]
@@ -135,10 +127,13 @@ class _StackedRule(Rule):
         """As of any rule, over all rows; then those that are not active have not moved."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
-        filled = [
-            jnp.zeros_like(own) if gradient is None else gradient if flag is True else jnp.where(flag, gradient, 0)
-            for own, gradient, flag in zip(parts.slots, gradients, flags, strict=True)
-        ]
+        filled = _filled(parts, gradients, flags)
+        canonical = lambda grads: parts.canonical(_filled(parts, self.form.gradients(parts, grads), flags))
+        if "grad" in extra:
+            extra["grad"] = canonical(extra["grad"])
+        if "grad_fn" in extra:
+            grad_fn = extra["grad_fn"]
+            extra["grad_fn"] = functools.wraps(grad_fn)(lambda *args, **kwargs: canonical(grad_fn(*args, **kwargs)))
         steps, runs, counts = super()._steps(parts, filled, state, extra)
         if all(flag is True for flag in flags):
             return steps, runs, counts
@@ -147,26 +142,27 @@ class _StackedRule(Rule):
             step if flag is True else None if gradient is None else jnp.where(flag, step, -jnp.zeros_like(step))
             for step, gradient, flag in zip(steps, gradients, flags, strict=True)
         ]
-        of_path, rested = dict(zip(parts.layout.paths, flags, strict=True)), []
+        rested = list(runs)
         for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
             layout = trained_at(parts.layout, positions)
-            rested.append(self._rested(layout, of_path, old, new))
-            if all(of_path[path] is False for path in layout.paths):
-                self.warn_of_no_gradient(layout, state.counts[number])
-                counts[number] = state.counts[number]
+            own = [parts.index.by_leaf[each] for each in positions]
+            if any(flags[slot] is not False for slot in own):
+                rested[number] = self._rested(layout, [flags[slot] for slot in own], old, new)
+                continue
+            rested[number], counts[number] = old, state.counts[number]
+            if all(gradients[slot] is None for slot in own):
+                self.warn_of_no_gradient(layout, counts[number])
         return steps, tuple(rested), counts
 
-    def _rested(self, layout: Layout, flags: Mapping[str, Any], old: PyTree, new: PyTree) -> PyTree:
+    def _rested(self, layout: Layout, flags: Sequence[Any], old: PyTree, new: PyTree) -> PyTree:
         """The new state of active rows, and the old one of the others."""
-        form = self.form.form_of(layout)
-        rows = [jnp.stack([jnp.asarray(flags[layout.paths[slot]]) for slot in slots]) for slots in form.members]
+        rows = [jnp.stack([jnp.asarray(flags[slot]) for slot in slots]) for slots in self.form.form_of(layout).members]
 
         def choose(path: Any, before: Any, after: Any) -> Any:
             block = self.form.rows_in(layout, path, before)
             if block is None:
                 return after
-            flag = rows[block].reshape(-1, *[1] * (before.ndim - 1))
-            return jnp.where(flag, after, before)
+            return jnp.where(rows[block].reshape(-1, *[1] * (before.ndim - 1)), after, before)
 
         def visit(path: Any, before: Any, after: Any) -> Any:
             if isinstance(before, PerLeafState):
@@ -182,6 +178,14 @@ class _StackedRule(Rule):
 
         is_whole = lambda node: isinstance(node, (PerLeafState, ClipState))
         return jtu.tree_map_with_path(visit, old, new, is_leaf=is_whole)
+
+
+def _filled(parts: Parts[Any], gradients: Sequence[Any], flags: Sequence[Any]) -> list[Any]:
+    """The gradients with zeros where there is none, and where a parameter waits."""
+    return [
+        jnp.zeros_like(own) if gradient is None else gradient if flag is True else jnp.where(flag, gradient, 0)
+        for own, gradient, flag in zip(parts.slots, gradients, flags, strict=True)
+    ]
 
 
 def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:

@@ -116,7 +116,7 @@ def rule_of(tx: Any) -> Any:
     """The `Rule` whose methods a transformation over models is."""
     if isinstance(tx, ModelTransformation):
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
-    expected = f"expected optim.trainable(...) or optim.flat(...), got {describe(tx)}"
+    expected = f"expected optim.trainable(...), optim.flat(...) or optim.stacked(...), got {describe(tx)}"
     if isinstance(tx, optax.GradientTransformation):
         hint = "Put the whole chain into optim.trainable; of a wrapper around it, pass what is wrapped"
         raise TypeError(f"{expected}, plain Optax, which knows no model. {hint}")

@@ -36,7 +36,7 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
     [0.7 0.7] [0.7 0.7] 3
 
     Args:
-        tx: `optim.trainable(...)` or `optim.flat(...)`, or a chain or wrapper around one of them.
+        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them.
         grads: the gradient, in any form that `tp.project` takes.
         state: from `tx.init(model)` or the last step.
         model: any pytree.

@@ -88,7 +88,7 @@ def _differences(
     both = lambda carries, scale: [step(way, carry, scale) for way, carry in zip(ways, carries, strict=True)]
     carries = jax.eval_shape(begin)
     if has_masks(carries):
-        raise ValueError("it has a mask of leaves, as optax.masked and optim.groups have")
+        raise ValueError("it has a mask of leaves (optax.masked, or groups of them)")
     traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(carries, np.float32(1))
     if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
         return [0.0]  # there are no values to compare
