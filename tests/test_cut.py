@@ -1,4 +1,4 @@
-"""A vector cut into leaves and joined from them: each the transpose of the other, in few kernels."""
+"""A vector cut into leaves, stacks cut into rows, and both joined again: each the transpose of the other."""
 
 import math
 
@@ -135,3 +135,121 @@ def test_the_program_grows_with_the_leaves_and_no_faster(order):
         return len(jax.jit(of).lower(vector).as_text().splitlines())
 
     assert lines(40) <= 2.1 * lines(20)
+
+
+# -- Rows of stacks: the axis that is cut is followed by others --------------------------------------------------------
+
+COUNT = 40  # so many rows are cut at offsets that are known at run time alone
+ROWS = np.sin(np.arange(2.0 * COUNT, dtype=np.float32)).reshape(COUNT, 1, 2)
+
+
+def rows(count, *shape):
+    """The `Restructure` of so many leaves of one shape, of one stack: there and back."""
+    way = tp.stack([np.zeros(shape, np.float32) for _ in range(count)])[1]
+    key = f"float32[{','.join(map(str, shape))}]"
+    return (lambda stack: way({key: stack})), (lambda leaves: way.ravel(leaves)[key])
+
+
+CUT, JOIN = rows(COUNT, 1, 2)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_every_derivative_is_that_of_the_whole_stack(name):
+    of = DERIVATIVES[name]
+    cut = lambda stack: sum((i + 1) * jnp.sum(jnp.sin(row)) for i, row in enumerate(CUT(stack)))
+    weights = np.arange(1, COUNT + 1, dtype=np.float32)[:, None, None]
+    whole = lambda stack: jnp.sum(weights * jnp.sin(stack))
+    got, want = jax.jit(lambda s: (of(cut)(s), of(whole)(s)))(ROWS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), got, want)
+
+
+def test_jet_of_joining():
+    series = [[np.cos((k + 1) * row) for k in range(3)] for row in ROWS]
+    primal, terms = jax.jit(lambda p, s: jax.experimental.jet.jet(lambda *p: JOIN(list(p)), p, s))(list(ROWS), series)
+    np.testing.assert_array_equal(primal, ROWS)
+    for k, term in enumerate(terms):
+        np.testing.assert_allclose(term, np.stack([each[k] for each in series]), 1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3, -1])
+def test_maps_over_any_axis(axis):
+    many = np.stack([ROWS, 2 * ROWS, ROWS + 1], axis)
+    of = jax.vmap(jax.vmap(CUT, axis, 0), None, -1, axis_size=2)
+    back = jax.vmap(jax.vmap(JOIN, 0, axis), -1, -1)
+    leaves, joined = jax.jit(lambda x: (of(x), back(of(x))))(many)
+    for i, leaf in enumerate(leaves):
+        np.testing.assert_array_equal(leaf[..., 1], np.take(np.moveaxis(many, axis, 0), i, 1))
+    np.testing.assert_array_equal(joined[..., 1], many)
+    sums = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(CUT(x)[7] ** 2)), axis, axis))(many)
+    want = np.zeros((3, *ROWS.shape), np.float32)
+    want[:, 7] = 2 * np.moveaxis(many, axis, 0)[:, 7]
+    np.testing.assert_array_equal(sums, np.moveaxis(want, 0, axis))
+
+
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
+@hypothesis.given(st.integers(1, 40), st.lists(st.integers(0, 3), max_size=3))
+def test_joining_rows_inverts_cutting_and_is_its_transpose(count, shape):
+    cut, join = rows(count, *shape)
+    stack = np.arange(1.0, count * math.prod(shape) + 1, dtype=np.float32).reshape(count, *shape)
+
+    @jax.jit
+    def all_of_it(stack):
+        leaves = cut(stack)
+        transposed = jax.linear_transpose(cut, stack)(leaves)[0]
+        back = jax.linear_transpose(join, leaves)(stack)[0]
+        return leaves, join(leaves), transposed, back
+
+    leaves, joined, transposed, back = all_of_it(stack)
+    for leaf, row in zip(leaves, stack, strict=True):
+        np.testing.assert_array_equal(leaf, row)
+    jax.tree.map(np.testing.assert_array_equal, back, leaves)
+    np.testing.assert_array_equal(joined, stack)
+    np.testing.assert_array_equal(transposed, stack)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(join(cut(stack)), stack)
+
+
+def test_joining_rows_that_are_mapped_with_those_that_are_not():
+    join = rows(3, 2)[1]
+    many, one = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones(2, "f")
+    joined = jax.vmap(lambda a, b, c: join([a, b, c]), (1, None, 1), 2)(many, one, 2 * many)
+    want = [[many[:, i], one, 2 * many[:, i]] for i in range(4)]
+    np.testing.assert_array_equal(np.moveaxis(joined, 2, 0), want)
+
+
+def test_rows_that_are_not_read():
+    assert cost(lambda s: CUT(s)[3], ROWS)["bytes accessed"] <= 64  # of 320
+    of_one = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(CUT(s)[3] ** 2)))(ROWS)
+    assert [eqn.primitive.name for eqn in of_one.eqns].count("join") == 1
+    only_some = lambda f: jax.jit(lambda s: jax.linear_transpose(f, s)(list(ROWS[5:9]))[0])(ROWS)
+    np.testing.assert_array_equal(only_some(lambda s: CUT(s)[5:9])[5:9], ROWS[5:9])
+    assert np.count_nonzero(only_some(lambda s: CUT(s)[5:9])) == np.count_nonzero(ROWS[5:9])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is looked at here is XLA's code for CPUs")
+def test_rows_share_their_kernels():
+    program = jax.jit(CUT).lower(ROWS).compile().as_text()
+    assert program.count(" dynamic-slice(") == COUNT
+    assert " slice(" not in program
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_program_over_stacks_grows_with_the_leaves_and_no_faster(order):
+    def lines(layers):
+        stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * layers])
+        of = jax.grad(lambda s: chain(restructure(s)))
+        if order == 2:
+            of = jax.grad(lambda s, of=of: sum(jnp.sum(each**2) for each in of(s).values()))
+        program = str(jax.make_jaxpr(of)(stacks))
+        assert f"f32[{layers},4,4]" in program
+        assert "pad[" not in program  # a row for itself would be transposed to one
+        return len(jax.jit(of).lower(stacks).as_text().splitlines())
+
+    assert lines(40) <= 2.1 * lines(20)
+
+
+def test_operations_over_stacks_are_those_of_the_tree():
+    stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * 30])
+    of_tree = flops(jax.value_and_grad(chain), restructure(stacks))
+    assert of_tree > 1000
+    assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) <= 1.001 * of_tree
