@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 import treeparams as tp
+from treeparams import optim
 
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
@@ -90,6 +91,27 @@ def nnx_model(leaves: int) -> Any:
     state = nnx.state(found)
     nnx.update(found, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves({"layers": pairs})))
     return found
+
+
+# -- An update alone ---------------------------------------------------------------------------------------------------
+
+
+def update_of(optimiser: optax.GradientTransformation) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+    """A step that takes gradients as they are given: an update, and the new parameters."""
+
+    def step(state: Any, grads: Any) -> tuple[Any, jax.Array]:
+        params, moments = updated(optimiser, grads, *state)
+        return (params, moments), jax.tree.leaves(moments)[0]  # the count
+
+    return step
+
+
+def updated(optimiser: optax.GradientTransformation, grads: Any, params: Any, moments: Any) -> tuple[Any, Any]:
+    """Parameters and state after an update by plain Optax, or by what takes models."""
+    if isinstance(optimiser, optim.ModelTransformation):
+        return optim.step(optimiser, grads, moments, params)
+    updates, after = optimiser.update(grads, moments, params)
+    return optax.apply_updates(params, updates), after
 
 
 # -- One step, for each library ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from treeparams import optim
 from ._harness import Scale, Sweep, Table, Verdict, sweep
 from ._models import net
 from ._programs import until_done
-from ._steps import Loop
+from ._steps import Loop, update_of, updated
 
 _TP, _OPTAX, _FLATTEN = "vector", "optax, per leaf", "optax.flatten"
 _TRAINABLE, _FLAT = "optim.trainable", "optim.flat"
@@ -56,19 +56,9 @@ def _cases(leaves: int) -> Mapping[str, Loop]:
 
 
 def _loop(optimiser: optax.GradientTransformation, params: Any) -> Loop:
-    def step(state: Any, grads: Any) -> tuple[Any, jax.Array]:
-        params, moments = _updated(optimiser, grads, *state)
-        return (params, moments), jax.tree.leaves(moments)[0]  # the count
-
     grads = jax.tree.map(jnp.ones_like, params)
-    return Loop(jax.jit(step, donate_argnums=0), (tp.copy(params), optimiser.init(params)), grads)
-
-
-def _updated(optimiser: optax.GradientTransformation, grads: Any, params: Any, moments: Any) -> tuple[Any, Any]:
-    if isinstance(optimiser, optim.ModelTransformation):
-        return optim.step(optimiser, grads, moments, params)
-    updates, after = optimiser.update(grads, moments, params)
-    return optax.apply_updates(params, updates), after
+    step = jax.jit(update_of(optimiser), donate_argnums=0)
+    return Loop(step, (tp.copy(params), optimiser.init(params)), grads)
 
 
 def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
@@ -77,7 +67,7 @@ def _outside_of_jit(leaves: int) -> Mapping[str, Callable[[], Any]]:
     grads = jax.tree.map(jnp.ones_like, params)
     cases = {_OPTAX: (_ADAM, params), _TRAINABLE: (optim.trainable(_ADAM), model), _FLAT: (optim.flat(_ADAM), model)}
     return {
-        name: until_done(functools.partial(_updated, tx), (grads, given, tx.init(given)))
+        name: until_done(functools.partial(updated, tx), (grads, given, tx.init(given)))
         for name, (tx, given) in cases.items()
     }
 

@@ -1,0 +1,318 @@
+"""Parameters at rest in stacks, one array for each shape (`tp.stack`), next to trees and vectors.
+
+The first tables are of rules that look at matrices: an update, and the new parameters, of matrices of 64x64. The
+yardstick is Optax leaf by leaf under `jax.jit`; `eqx.filter_jit` compiles the same program. Stacks take the rule by way
+of `optim.per_leaf`, all rows together or one after another (`at_once=1`). `optim.stacked` takes the tree: it stacks
+parameters and gradients in each step. (In a vector there are no matrices.)
+
+Then whole steps: loss, gradient, clipping by the global norm, Adam, and an average of the parameters, of a net of
+layers of 8x8 on a batch of 8. The yardstick is `jax.jit` of the model. Layers are scanned over stacks, by
+`restructure.scan`; in the last column the parameters rest in the model and are stacked in each step.
+
+Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. Large leaves are
+matrices in chains of products, in a whole step with Adam. At the end, stacks are made outside of `jit`.
+
+Steps donate their state, and that whole ones come to the same losses is asserted. What is built within seconds is built
+three times, in turn, and the median counts.
+"""
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+import treeparams as tp
+from treeparams import optim
+
+from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios, in_time, sweep, there_and_back
+from ._models import net
+from ._programs import built, in_bytes, rows, timed
+from ._steps import (
+    IN_A_ROW,
+    RATE,
+    Loop,
+    Task,
+    arrays,
+    averaged,
+    by_hand,
+    check_losses,
+    filtered,
+    mean_error,
+    model,
+    update_of,
+    with_equinox,
+)
+
+_JAX, _EQX, _TREE, _VECTOR, _STACKS = "jax.jit", "eqx.filter_jit", "tree", "vector", "stacks"
+_ROW_BY_ROW, _STACKED = "stacks, row by row", "optim.stacked"
+_SCANNED, _EACH_STEP = "stacks, scanned", "stacked in each step"
+_SECONDS = 4  # what takes longer to build is built once
+_SLACK = 1.1  # a form that takes so much is still as good
+Makers = Mapping[str, Callable[[], Loop]]
+
+
+def run(scale: Scale) -> Iterator[Table]:
+    sizes = (4, 6, 8) if scale.is_smoke else (100, 1000, 10_000)
+    for make in _STEPS.values():  # what JAX loads and traces for its first program is nobody's cost
+        make(Task(4, _CLIPPED, averages=True)).build()
+    for rule in _RULES:
+        yield from _updates(rule, (4, 6) if scale.is_smoke else (50, 200, 1000), scale)
+    yield from _whole_steps(sizes, scale)
+    for leaves in sizes[:1] if scale.is_smoke else (200, 1000):
+        yield _cut_out(leaves, scale)
+    yield from _large(16 if scale.is_smoke else 2048, scale)
+    found = sweep(_made, scale._replace(patience=float("inf")), largest=1000)
+    medians = {name: timing.median for name, timing in found.timings[max(found.timings)].items()}
+    yield found.table("Made outside of `jit`", [_at_most(1 / 5, "time", medians, "tp.stack", "ravel_pytree")])
+
+
+def _measured(makers: Makers, scale: Scale, is_checked: bool = True) -> tuple[dict[str, Timing], dict[str, Loop]]:
+    """Seconds to build each step and to take it, and the steps."""
+    builds: dict[str, list[float]] = {name: [] for name in makers}
+    loops: dict[str, Loop] = {}
+    for _ in range(1 if scale.is_smoke else 3):
+        for name, make in makers.items():
+            if max(builds[name], default=0) < _SECONDS:
+                loops[name] = make()
+                builds[name].append(loops[name].build())
+    if is_checked:
+        check_losses(loops)
+    steps = there_and_back(loops, scale, IN_A_ROW)
+    return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
+
+
+def _sweep(
+    makers: Callable[[int], Makers], sizes: Sequence[int], largest: Mapping[str, int], scale: Scale, **options: Any
+) -> Sweep:
+    """The same for several sizes; some steps only up to a largest one, above which they take minutes to build."""
+    timings = {}
+    for size in sizes:
+        chosen = {name: make for name, make in makers(size).items() if size <= largest.get(name, size)}
+        timings[size], _ = _measured(chosen, scale, **options)
+    left = [f"{name} was not run above {most} leaves." for name, most in largest.items() if most < max(sizes)]
+    return Sweep(timings, left)
+
+
+def _at_most(limit: float, what: str, found: Mapping[str, float], name: str, of: str) -> Verdict:
+    """Says whether one keeps to a multiple, or to a fraction, of another."""
+    ratio = found[name] / found[of]
+    if limit < 1:
+        return Verdict(f"{what} of {name} <= 1/{1 / limit:.3g} of {of}", ratio <= limit, f"1/{1 / ratio:.1f}")
+    return Verdict(f"{what} of {name} <= {limit:g}x {of}", ratio <= limit, f"{ratio:.3g}x")
+
+
+def _builds_and_steps(timings: Mapping[str, Timing]) -> tuple[dict[str, float], dict[str, float]]:
+    return {name: each.first for name, each in timings.items()}, {name: each.median for name, each in timings.items()}
+
+
+# -- One update by a rule for matrices ---------------------------------------------------------------------------------
+
+_RULES = {"Muon": optax.contrib.muon(RATE), "Adafactor": optax.adafactor(RATE, min_dim_size_to_factor=32)}
+
+
+def _updates(rule: str, sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
+    few, many, *_ = sizes
+    found = _sweep(functools.partial(_updating, rule), sizes, {_JAX: many, _EQX: few}, scale, is_checked=False)
+    builds, steps = _builds_and_steps(found.timings[many])
+    what = f"{rule}, {many} leaves:"
+    targets = [_at_most(1 / 10, f"{what} build", builds, _STACKS, _JAX)]
+    yield found.firsts(f"{rule}: trace, lower, compile", targets, found.names)
+    targets = [_at_most(1 / 2, f"{what} run time", steps, name, _JAX) for name in (_STACKS, _ROW_BY_ROW)]
+    targets.append(_at_most(1, f"{what} run time", steps, _STACKS, _STACKED))
+    yield found.table(f"{rule}: run time", targets)
+
+
+def _updating(rule: str, leaves: int) -> dict[str, Callable[[], Loop]]:
+    random, tx = np.random.default_rng(0), _RULES[rule]
+    tree = jax.device_put([random.normal(size=(64, 64)).astype(np.float32) for _ in range(leaves)])
+    stacks, _ = tp.stack(tree)
+    jitted = lambda tx, params: Loop(
+        jax.jit(update_of(tx), donate_argnums=0), (tp.copy(params), tx.init(params)), params
+    )
+    filter_jitted = lambda: filtered(eqx.filter_jit, update_of(tx), (tp.copy(tree), tx.init(tree)), tree)
+    return {
+        _JAX: lambda: jitted(tx, tree),
+        _EQX: filter_jitted,
+        _STACKS: lambda: jitted(optim.per_leaf(tx), stacks),
+        _ROW_BY_ROW: lambda: jitted(optim.per_leaf(tx, at_once=1), stacks),
+        _STACKED: lambda: jitted(optim.stacked(optim.per_leaf(tx)), tree),
+    }
+
+
+# -- A whole step of a deep net ----------------------------------------------------------------------------------------
+
+_CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
+
+
+def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
+    _, many, most = sizes
+    makers = lambda leaves: {
+        name: functools.partial(make, Task(leaves, _CLIPPED, averages=True)) for name, make in _STEPS.items()
+    }
+    largest = {name: many for name in _STEPS if name != _STACKS}
+    found = _sweep(makers, sizes, largest, scale)
+    builds, steps = _builds_and_steps(found.timings[many])
+    longest = found.timings[most][_STACKS].first
+    what = f"whole step, {many} leaves:"
+    targets = [
+        _at_most(1 / 20, f"{what} build", builds, _STACKS, _JAX),
+        _at_most(1 / 6, f"{what} build", builds, _STACKS, _VECTOR),
+        found.growth_target(_STACKS, 0.2, firsts=True),
+        Verdict(f"whole step, {most} leaves: build of {_STACKS} <= 3 s", longest <= 3, in_time(longest)),
+    ]
+    yield found.firsts("Whole step: trace, lower, compile", targets, found.names)
+    targets = [_at_most(1 / 8, f"{what} run time", steps, _STACKS, _JAX)]
+    targets.append(_at_most(1, f"{what} run time", steps, _STACKS, _EACH_STEP))
+    yield found.table("Whole step: run time", targets)
+
+
+def _with_jax(task: Task) -> Loop:
+    return by_hand(task, lambda net, x, y: mean_error(net(x), y), model(task.leaves), optax.incremental_update)
+
+
+def _with_vector(task: Task) -> Loop:
+    vector, restructure = tp.ravel(model(task.leaves))
+    error = lambda vector, restructure, x, y: mean_error(restructure(vector)(x), y)
+    return by_hand(task, error, vector, averaged, restructure)
+
+
+def _with_stacks(task: Task) -> Loop:
+    stacks, restructure = tp.stack(model(task.leaves))
+    return by_hand(task, _scanned_error, stacks, averaged, restructure)
+
+
+def _scanned_error(stacks: Any, restructure: tp.Restructure, x: jax.Array, y: jax.Array) -> jax.Array:
+    layer = lambda x, layer: (jnp.tanh(x @ layer.weight.T + layer.bias), None)
+    return mean_error(restructure.scan(layer, x, stacks, "layers.*")[0], y)
+
+
+def _stacking(task: Task) -> Loop:
+    """As `_with_stacks`, of a model that is stacked and taken apart again in each step."""
+    net = model(task.leaves)
+    _, restructure = tp.stack(net)
+    on_stacks = _with_stacks(task)
+
+    def step(state: Any, *args: Any) -> tuple[Any, jax.Array]:
+        net, *others = state
+        (stacks, *others), value = on_stacks.step((restructure.ravel(net), *others), *args)
+        return (restructure(stacks), *others), value
+
+    return Loop(jax.jit(step, donate_argnums=0), (net, *on_stacks.state[1:]), *on_stacks.args)
+
+
+_STEPS: dict[str, Callable[[Task], Loop]] = {
+    _JAX: _with_jax,
+    _EQX: with_equinox,
+    _VECTOR: _with_vector,
+    _STACKS: _with_stacks,
+    _EACH_STEP: _stacking,
+}
+
+
+# -- Layers that are not scanned ---------------------------------------------------------------------------------------
+
+
+def _cut_out(leaves: int, scale: Scale) -> Table:
+    model, x = net(leaves, 16), jnp.ones((8, 16))
+    forms = {_VECTOR: tp.ravel(model), _STACKS: tp.stack(model)}
+    functions = {}
+    for name, (form, restructure) in forms.items():
+        loss = lambda form, restructure, x: jnp.sum(restructure(form)(x) ** 2)
+        functions[name] = jax.value_and_grad(loss), (form, restructure, x)
+    programs = built(functions, 0 if scale.is_smoke else 10)
+    times = timed(programs, functions, scale)
+    builds = {name: program.build for name, program in programs.items()}
+    targets = [
+        _at_most(_SLACK, f"not scanned, {leaves} leaves: {what}", found, _STACKS, _VECTOR)
+        for what, found in (("build", builds), ("run time", times))
+    ]
+    title = f"Value and gradient, not scanned: {leaves} leaves, of 16x16 and 16"
+    return Table(title, ["", *forms], rows(programs.values(), times.values()), targets)
+
+
+# -- Large leaves ------------------------------------------------------------------------------------------------------
+
+
+def _large(n: int, scale: Scale) -> Iterator[Table]:
+    """Tables of a few large leaves, of different shapes and of one, and of large ones among small ones."""
+    half, several = n // 2, 4 if scale.is_smoke else 800
+    different = [_chain(n + 8 * i for i in range(5))]
+    yield _large_table(f"4 leaves, from {n}x{n + 8} on, each of its own shape", different, False, scale)
+    yield _large_table(f"4 leaves of {n}x{n}", [_chain([n] * 5)], False, scale)
+    both = [_chain([half] * 7), arrays(2 * several)[::2]]
+    yield _large_table(f"6 leaves of {half}x{half} and {several} of 8x8", both, True, scale)
+
+
+def _chain(sizes: Iterable[int]) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    pairs = itertools.pairwise(sizes)
+    return jax.device_put([random.normal(0, n**-0.5, (n, m)).astype(np.float32) for n, m in pairs])
+
+
+def _large_table(title: str, chains: list[list[jax.Array]], is_mixed: bool, scale: Scale) -> Table:
+    timings, loops = _measured(_large_steps(chains), scale)
+    builds, steps = _builds_and_steps(timings)
+    memory = {name: loop.compiled.memory_analysis().temp_size_in_bytes for name, loop in loops.items()}
+    cells = [
+        ["trace, lower, compile", *as_ratios(list(builds.values()), in_time)],
+        ["run time", *as_ratios(list(steps.values()), in_time)],
+        ["temporary memory", *as_ratios(list(memory.values()), in_bytes)],
+    ]
+    best = min(_TREE, _VECTOR, key=lambda name: steps[name]) if is_mixed else _TREE
+    targets = []
+    for name in steps.keys() - {_TREE, _VECTOR}:
+        targets.append(_at_most(1 if is_mixed else 1.02, f"{title}: run time", steps, name, best))
+        if not is_mixed:
+            targets.append(_at_most(1, f"{title}: temporary memory", memory, name, _TREE))
+    return Table(title, ["", *steps], cells, targets)
+
+
+def _large_steps(chains: list[list[jax.Array]]) -> dict[str, Callable[[], Loop]]:
+    vector, to_chains = tp.ravel(chains)
+    stacks, restructure = tp.stack(chains)
+    starts = [jnp.ones((8, chain[0].shape[0])) for chain in chains]
+    product = lambda x, weight: (jnp.tanh(x @ weight), None)
+
+    def error(chains: list[list[jax.Array]]) -> jax.Array:
+        ends = [
+            functools.reduce(lambda x, weight: product(x, weight)[0], chain, x)
+            for chain, x in zip(chains, starts, strict=True)
+        ]
+        return sum(jnp.mean(end**2) for end in ends)
+
+    def scanned_error(stacks: Any) -> jax.Array:
+        ends = [restructure.scan(product, x, stacks, f"{i}.*")[0] for i, x in enumerate(starts)]
+        return sum(jnp.mean(end**2) for end in ends)
+
+    def maker(params: Any, error: Callable[[Any], jax.Array]) -> Callable[[], Loop]:
+        return lambda: by_hand(Task(0, optax.adam(RATE)), lambda params, *_: error(params), tp.copy(params), averaged)
+
+    made = {
+        _TREE: maker(chains, error),
+        _VECTOR: maker(vector, lambda vector: error(to_chains(vector))),
+        _STACKS: maker(stacks, lambda stacks: error(restructure(stacks))),
+    }
+    if all(len({weight.shape for weight in chain}) == 1 for chain in chains):
+        made[_SCANNED] = maker(stacks, scanned_error)
+    return made
+
+
+# -- Outside of jit ----------------------------------------------------------------------------------------------------
+
+
+def _made(leaves: int) -> Mapping[str, Callable]:
+    model = net(leaves)
+    ready = jax.block_until_ready
+    return {
+        "ravel_pytree": lambda: ready(ravel_pytree(model)[0]),
+        "tp.ravel": lambda: ready(tp.ravel(model)[0]),
+        "tp.stack": lambda: ready(tp.stack(model)[0]),
+    }
