@@ -20,7 +20,7 @@ CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
 specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
 
 
 class Declared(eqx.Module):

@@ -19,7 +19,7 @@ from treeparams import optim
 from .zoo import assert_close, assert_same, flops
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""Names over a vector."""
+"""Names over a vector and over stacks."""
 
 import re
 
@@ -9,7 +9,7 @@ import pytest
 
 import treeparams as tp
 
-from .zoo import ZOO, Norm, ramp
+from .zoo import ZOO, Norm, assert_same, ramp
 
 SHARED = ramp(2, 2)
 LAYERS = [{"w": SHARED, "b": ramp(2)}, {"w": ramp(2, 2, start=3), "b": ramp(2, start=5)}]
@@ -142,6 +142,134 @@ def test_reading_every_part_is_one_cut():
     program = jax.make_jaxpr(jax.grad(lambda v: sum(jnp.sum(part**2) for part in restructure.view(v).values())))(vector)
     names = [eqn.primitive.name for eqn in program.eqns]
     assert (names.count("cut"), names.count("join"), names.count("pad")) == (1, 1, 0)
+
+
+# -- Over stacks -------------------------------------------------------------------------------------------------------
+
+MIXED = {
+    "c": ramp(2, dtype=jnp.complex64) * 1j,
+    "half": ramp(2, 2, dtype=jnp.bfloat16),
+    "head": SHARED,
+    "layers": LAYERS,
+    "n": np.arange(2),
+    "t": SHARED.T,
+    "x": ramp(start=7),
+}
+TIED = tp.layout(MIXED, freeze="layers.0.b", ties={"t": ("head", jnp.transpose)})
+
+
+@pytest.fixture(params=[None, {"heads": ["head", "c"], "rest": "**"}], ids=["plain", "groups"])
+def stacked(request):
+    return tp.stack(MIXED, TIED, groups=request.param)
+
+
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_a_view_of_stacks_is_a_mapping_of_rows(specimen):
+    made = specimen.make()
+    layout = specimen.layout(made)
+    stacks, restructure = tp.stack(made, layout)
+    view, want = restructure.view(stacks), tp.trainables(made, layout)
+    assert list(view) == list(want)
+    for path, part in view.items():
+        assert (part.dtype, part.shape) == (layout[path].dtype, layout[path].shape)
+        np.testing.assert_array_equal(part, np.asarray(want[path]).astype(part.dtype))
+        changed = {key: np.array(stack) for key, stack in stacks.items()}
+        changed[layout[path].key][layout[path].row] += changed[layout[path].key].dtype.type(1)
+        assert_same(view.at[path].add(1), changed)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_by_path_alias_glob_and_node(stacked, compiled):
+    stacks, restructure = stacked
+
+    def read(stacks):
+        view = restructure.view(stacks)
+        whole = {path: view[path] for path in ("head", "layers.0.w", "t", "x", "c", "half", "layers.1.b")}
+        return whole, dict(view["layers.*.w"]), dict(view["layers.1"]), dict(view[["x", "c"]])
+
+    whole, matrices, layer, both = (jax.jit(read) if compiled else read)(stacks)
+    for path, got in whole.items():
+        np.testing.assert_array_equal(
+            got, MIXED["head"].T if path == "t" else tp.trainables(MIXED, TIED)[TIED[path].path]
+        )
+        assert got.dtype == TIED[path].dtype
+    assert list(matrices) == ["head", "layers.1.w"]  # `layers.0.w` is the alias of `head`
+    assert list(layer) == ["layers.1.b", "layers.1.w"]
+    assert list(both) == ["c", "x"]
+    view = restructure.view(stacks)
+    assert view.form is not None
+    assert_same(view.form, stacks)
+    with pytest.raises(KeyError, match="'layers.0.b' is frozen"):
+        view["layers.0.b"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_over_several_stacks(stacked, name, compiled):
+    stacks, restructure = stacked
+    new = {"layers.1.b": ramp(2, start=4), "layers.1.w": ramp(2, 2, start=6)}
+    over_all = np.arange(1, sum(TIED[path].size for path in ("head", "layers.1.w", "x")) + 1, dtype=np.float32)
+    cases = [
+        ("head", ramp(2, 2, start=9), {"head": ramp(2, 2, start=9)}),
+        ("layers.0.w", 3.0, {"head": 3.0}),  # an alias means its slot
+        ("half", ramp(4, start=2), {"half": ramp(2, 2, start=2).astype(jnp.bfloat16)}),
+        ("c", 2j, {"c": np.complex64(2j)}),
+        ("x", 5.0, {"x": 5.0}),
+        ("**", 2.0, dict.fromkeys(TIED.paths, 2.0)),
+        (["x", "layers.*.w"], over_all, {"head": over_all[:4], "layers.1.w": over_all[4:8], "x": over_all[8]}),
+        ("layers.1", new, new),
+        ("layers.1", restructure.view(stacks)["layers.1"], dict(restructure.view(stacks)["layers.1"])),
+    ]
+
+    def changed(stacks):
+        return [getattr(restructure.view(stacks).at[where], name)(value) for where, value, _ in cases]
+
+    for each, (where, _, at) in zip((jax.jit(changed) if compiled else changed)(stacks), cases, strict=True):
+        want = dict(tp.trainables(MIXED, TIED))
+        for path, value in at.items():
+            value = np.asarray(value).astype(want[path].dtype)
+            value = value.reshape(want[path].shape) if value.size > 1 else value
+            want[path] = jnp.broadcast_to(CHANGES[name](want[path], value), want[path].shape)
+        got = tp.trainables(restructure(each), TIED)
+        assert jax.tree.structure(each) == jax.tree.structure(stacks)
+        assert {path: leaf.dtype for path, leaf in got.items()} == {path: leaf.dtype for path, leaf in want.items()}
+        for path in want:
+            np.testing.assert_array_equal(got[path], want[path], err_msg=f"{where}: {path}")
+
+
+def test_reading_and_changing_rows_is_one_cut_of_each_stack():
+    stacks, restructure = tp.stack([ramp(2, start=k) for k in range(20)] + [ramp(3, start=k) for k in range(20)])
+    read = lambda s: sum(jnp.sum(part**2) for part in restructure.view(s).values())
+    change = lambda s: restructure.view(s).at[["1", "3", "17", "21"]].multiply(2.0)
+    for f, cuts, joins in ((jax.grad(read), 2, 2), (change, 2, 2)):
+        names = [eqn.primitive.name for eqn in jax.make_jaxpr(f)(stacks).eqns]
+        assert names.count("cut") <= 2 * cuts  # a view inside of a trace cuts all; what is not read falls away
+        assert names.count("join") == joins
+        assert not {"pad", "scatter", "slice"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda view: view.at["x"].set(1j), TypeError, "'x' lies in an array of float32, got complex64"),
+        (
+            lambda view: view.at["head"].set(np.ones(3, "f")),
+            ValueError,
+            r"number or shape \(2, 2\) at 'head', .*\(3,\)",
+        ),
+        (lambda view: view.at[["x", "head"]].set(np.ones(3, "f")), ValueError, r"the 5 elements selected, .*\(3,\)"),
+        (lambda view: view.at["t"], KeyError, "'t' is computed from 'head'; change it there"),
+        (lambda view: view.at["layers.0.b"], KeyError, "'layers.0.b' is frozen"),
+        (lambda view: view["head.w"], KeyError, "'head.w'"),
+    ],
+)
+def test_what_does_not_fit_over_stacks(stacked, use, error, message):
+    stacks, restructure = stacked
+    with pytest.raises(error, match=message):
+        use(restructure.view(stacks))
+
+
+# -- Of a layout -------------------------------------------------------------------------------------------------------
 
 
 def test_slices_indices_and_blocks():

@@ -195,6 +195,8 @@ def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
     index, treedefs = {id(place): i for i, place in enumerate(places)}, subtreedefs(structure)
     found: list[tuple[list[int | None], Any]] = []
     returned: list[Any] = list(nodes) if type(nodes) in (list, tuple) else [nodes]
+    if type(nodes) is dict:
+        raise ValueError(f"{name_of(where)} returned a dict; for the nodes in it return list(nodes.values())")
     for node in returned:
         leaves, treedef = jtu.tree_flatten(node)
         numbers = [index.get(id(leaf)) for leaf in leaves]
@@ -208,8 +210,7 @@ def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[S
     """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
-    is_named = isinstance(where, str) and not set("*?[") & set("".join(split_path(where)[-1:]))
-    if len(spans) == 1 and is_named and cls in (list, tuple, dict):
+    if len(spans) == 1 and cls in (list, tuple, dict) and _is_named(where):
         inner = f"{first.path}.*".lstrip(".")
         raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
     for span in spans[1:]:
@@ -222,11 +223,20 @@ def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[S
     return spans
 
 
+def _is_named(where: Where) -> bool:
+    """Whether a `where` names a single node, which a glob over nodes does not, though there may be but one."""
+    if isinstance(where, str):
+        return not set("*?[") & set("".join(split_path(where)[-1:]))
+    if isinstance(where, re.Pattern):
+        return where.pattern == re.escape(where.pattern)
+    return all(map(_is_named, where)) if isinstance(where, (list, tuple)) else isinstance(where, type)
+
+
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
     within = lambda span: [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
     if within(first) != within(other):
         only = set(within(first)) ^ set(within(other))
-        yield f"one of them alone has {quoted(sorted(map(join_path, only)))}"
+        yield f"one of them alone has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
         return
     for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
         if structure.specs[i] != structure.specs[j]:

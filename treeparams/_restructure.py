@@ -203,7 +203,9 @@ class Restructure(Generic[M]):
             TypeError: as for calling.
         """
         found = repeated(_source(self, form), where)
-        return found.node(found.along | {j: broadcast_as(x, found.nodes, None) for j, x in found.same.items()})
+        distinct = {id(array): array for array in found.same.values()}
+        along = {key: broadcast_as(array, found.nodes, None) for key, array in distinct.items()}
+        return found.node(found.along | {j: along[id(array)] for j, array in found.same.items()})
 
     def scan(
         self, step: Callable[[C, Any], tuple[C, Any]], carry: C, form: Resting, where: Where, **options: Any

@@ -214,7 +214,8 @@ class Stacks(Shown):
     def show(self, parts: Parts[Any], values: Sequence[Any]) -> PyTree:
         """The stacks of one value per slot, each in the widest dtype of its values."""
         form = self.form_of(parts.layout)
-        dtypes = [common_dtype(values[slot].dtype for slot in slots) for slots in form.members]
+        own = lambda slot: jax.dtypes.canonicalize_dtype(values[slot].dtype)
+        dtypes = [common_dtype(map(own, slots)) for slots in form.members]
         blocks = [dataclasses.replace(b, dtype=dtype) for b, dtype in zip(form.blocks, dtypes, strict=True)]
         return dataclasses.replace(form, blocks=tuple(blocks)).join(values)
 

@@ -40,8 +40,8 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     The model stays a model; the state rests in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx` sees
     parameters and gradients so. An element-wise rule (Adam, SGD) and a global one (clipping by the norm of all) take
     stacks as they are. **What looks at a leaf's shape or norm stands within `optim.per_leaf`**, as above, or is refused
-    at the first `init`: to Muon a stack of biases would be a matrix. It is found by trying some small leaves of the
-    ranks that the model has, apart and stacked. `optim.groups` may be in `tx`; its groups have stacks of their own.
+    at the first `init`: to Muon a stack of biases would be a matrix. It is found by trying, in 0.3 to 1 s: some updates of small
+    leaves of the ranks that the model has, apart and stacked. `optim.groups` may be in `tx`; its groups have stacks of their own.
 
     **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
     traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
@@ -118,7 +118,7 @@ class _StackedRule(Rule):
             return [row for its in ([tree] if ungrouped else tree.values()) for key in sorted(its) for row in its[key]]
 
         stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
-        check_same(self.tx, shapes, (stacks, apart), _has_masks, self.trial, _WORDS)
+        check_same(self.tx, shapes, (stacks, apart), _reads_leaves, self.trial, _WORDS)
         self._tried |= kinds
 
     def _steps(
@@ -203,10 +203,13 @@ def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
     return flags
 
 
-def _has_masks(state: PyTree) -> bool:
-    """Whether a state has a mask of leaves, other than those of `optim.groups` and those of each leaf by itself."""
-    kinds = (optax.MaskedState, GroupsState, PerLeafState)
+def _reads_leaves(state: PyTree) -> bool:
+    """Whether a state, outside of `optim.per_leaf`, has a mask of leaves, or says that large axes are factorised.
+
+    The masks of `optim.groups` are right. Small leaves do not have the axes that are large enough to be factorised.
+    """
+    kinds = (optax.MaskedState, optax.FactoredState, GroupsState, PerLeafState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
     groups = [node.inner_states.values() for node in nodes if isinstance(node, GroupsState)]
     inner = [each.inner_state for states in groups for each in states]
-    return any(isinstance(node, optax.MaskedState) for node in nodes) or any(map(_has_masks, inner))
+    return any(isinstance(node, kinds[:2]) for node in nodes) or any(map(_reads_leaves, inner))

@@ -33,7 +33,7 @@ def check_same(
     tx: Any,
     shapes: Sequence[tuple[int, ...]],
     ways: Sequence[Way],
-    has_masks: Callable[[Any], bool],
+    reads_leaves: Callable[[Any], bool],
     extra: Mapping[str, Any],
     words: tuple[str, str, str],
 ) -> None:
@@ -43,7 +43,7 @@ def check_same(
     """
     name, leaves, instead = words
     try:
-        worst = _differences(tx, shapes, ways, has_masks, extra)
+        worst = _differences(tx, shapes, ways, reads_leaves, extra)
     except Exception as error:
         reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
         raise ValueError(
@@ -61,7 +61,7 @@ def _differences(
     tx: Any,
     shapes: Sequence[tuple[int, ...]],
     ways: Sequence[Way],
-    has_masks: Callable[[Any], bool],
+    reads_leaves: Callable[[Any], bool],
     extra: Mapping[str, Any],
 ) -> list[float]:
     """The largest difference of each leaf at any scale and step, relative to its largest update there."""
@@ -87,8 +87,8 @@ def _differences(
 
     both = lambda carries, scale: [step(way, carry, scale) for way, carry in zip(ways, carries, strict=True)]
     carries = jax.eval_shape(begin)
-    if has_masks(carries):
-        raise ValueError("it has a mask of leaves (optax.masked, or groups of them)")
+    if reads_leaves(carries):
+        raise ValueError("its state has a mask of leaves, or is factorised by their axes")
     traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(carries, np.float32(1))
     if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
         return [0.0]  # there are no values to compare
