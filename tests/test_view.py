@@ -197,9 +197,8 @@ def test_rows_by_path_alias_glob_and_node(stacked, compiled):
     assert list(layer) == ["layers.1.b", "layers.1.w"]
     assert list(both) == ["c", "x"]
     view = restructure.view(stacks)
-    assert view.form is not None
     assert_same(view.form, stacks)
-    with pytest.raises(KeyError, match="'layers.0.b' is frozen"):
+    with pytest.raises(KeyError, match=r"'layers\.0\.b' is frozen"):
         view["layers.0.b"]
 
 
@@ -241,10 +240,10 @@ def test_reading_and_changing_rows_is_one_cut_of_each_stack():
     stacks, restructure = tp.stack([ramp(2, start=k) for k in range(20)] + [ramp(3, start=k) for k in range(20)])
     read = lambda s: sum(jnp.sum(part**2) for part in restructure.view(s).values())
     change = lambda s: restructure.view(s).at[["1", "3", "17", "21"]].multiply(2.0)
-    for f, cuts, joins in ((jax.grad(read), 2, 2), (change, 2, 2)):
+    # Inside of a trace a view cuts all; what is not read falls away. A change cuts what it changes once more.
+    for f, cuts in ((jax.grad(read), 2), (change, 4)):
         names = [eqn.primitive.name for eqn in jax.make_jaxpr(f)(stacks).eqns]
-        assert names.count("cut") <= 2 * cuts  # a view inside of a trace cuts all; what is not read falls away
-        assert names.count("join") == joins
+        assert (names.count("cut"), names.count("join")) == (cuts, 2)
         assert not {"pad", "scatter", "slice"} & set(names)
 
 
