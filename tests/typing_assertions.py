@@ -121,11 +121,15 @@ def forms() -> None:
     assert_type(vector, jax.Array)
     assert_type(restructure, tp.Restructure[Codec])
     assert_type(restructure(np.asarray(vector)), Codec)
-    assert_type(restructure.ravel(model), jax.Array)
+    stacks, from_stacks = tp.stack(model, groups={"all": "**"})
+    assert_type(stacks, dict[str, Any])
+    assert_type(from_stacks(stacks), Codec)
+    assert_type(from_stacks.place("scale"), tuple[str | None, str, int])
+    assert_type(from_stacks.scan(lambda x, node: (x + 1.0, None), 0.0, stacks, Codec)[0], float)
     assert_type(restructure.with_frozen(model), tp.Restructure[Codec])
     view = assert_type(restructure.view(vector), tp.View)
     assert_type(list(view), list[str])
-    assert_type(view.at[tp.leaves(lambda path, leaf: leaf.ndim > 0)].multiply(2), jax.Array)
+    assert_type(view.at[tp.leaves(lambda path, leaf: leaf.ndim > 0)].multiply(2), Any)
     if TYPE_CHECKING:
         tp.combine(rest, params, model)  # type: ignore
         tp.combine(params, model)  # type: ignore
