@@ -1,7 +1,7 @@
 """Two deep nets in plain Equinox, each a list of layers and a loop over them, and what they learn."""
 
 import pydoc_data.topics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,7 +20,7 @@ class Net(eqx.Module):
     """Layers between a stem and a head."""
 
     stem: Callable[[Array], Array]
-    layers: list[Callable[[Array], Array]]
+    layers: Sequence[Callable[[Array], Array]]
     head: Callable[[Array], Array]
 
     def __call__(self, x: Array) -> Array:
