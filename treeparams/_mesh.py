@@ -44,7 +44,7 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
 
 def laid_as(array: Any, like: Any) -> Any:
     """The array as another lies over the devices; if that is whole on each, as it is."""
-    if is_sharded(like):
+    if is_sharded(like) and (isinstance(array, Tracer) or isinstance(like, Tracer)):
         return _reshard(array, jax.typeof(like).sharding)
     sharding = None if isinstance(array, Tracer) else split(like)
     return array if sharding is None else jax.device_put(array, sharding)

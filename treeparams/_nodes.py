@@ -115,7 +115,7 @@ class Source:
         for j, column in enumerate(columns):
             numbers = tuple([place.number for place in column])
             if column[0].block is None:
-                found[j] = jnp.stack([self.singles[number] for number in numbers])
+                found[j] = jnp.stack(alike([jnp.asarray(self.singles[number]) for number in numbers]))
             else:
                 of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
         for block, its in of_block.items():

@@ -129,7 +129,7 @@ class _StackedRule(Rule):
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
         filled = _filled(parts, gradients, flags)
-        canonical = lambda grads: parts.canonical(_filled(parts, self.form.gradients(parts, grads), flags))
+        canonical = lambda grads: parts.canonical(_filled(parts, self.read_gradients(parts, grads), flags))
         if "grad" in extra:
             extra["grad"] = canonical(extra["grad"])
         if "grad_fn" in extra:
@@ -147,8 +147,11 @@ class _StackedRule(Rule):
         for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
             layout = trained_at(parts.layout, positions)
             own = [parts.index.by_leaf[each] for each in positions]
-            if any(flags[slot] is not False for slot in own):
-                rested[number] = self._rested(layout, [flags[slot] for slot in own], old, new)
+            its = [flags[slot] for slot in own]
+            if any(flag is not False for flag in its):
+                rested[number] = self._rested(layout, its, old, new)
+                has_moved = any(flag is True for flag in its) or jnp.any(jnp.stack(list(map(jnp.asarray, its))))
+                counts[number] = state.counts[number] + jnp.asarray(has_moved, jnp.int32)
                 continue
             rested[number], counts[number] = old, state.counts[number]
             if all(gradients[slot] is None for slot in own):

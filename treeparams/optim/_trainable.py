@@ -211,6 +211,15 @@ class Rule:
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""
+        gradients = self.read_gradients(parts, grads)
+        for slot in parts.index.complex_slots:
+            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
+            if gradients[slot] is not None:
+                gradients[slot] = jnp.conj(gradients[slot])
+        return gradients
+
+    def read_gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in JAX's convention."""
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
         gradients = self.form.gradients(parts, grads)
@@ -218,10 +227,6 @@ class Rule:
             first = next(iter(jtu.tree_leaves(grads)), None)
             if first is not None and _handed_out.get(id(first)) is first:
                 raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
-        for slot in parts.index.complex_slots:
-            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
-            if gradients[slot] is not None:
-                gradients[slot] = jnp.conj(gradients[slot])
         return gradients
 
     def _argument(self, parts: Parts[Any], here: Sequence[int], name: str, value: Any) -> Any:
