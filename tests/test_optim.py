@@ -17,6 +17,8 @@ from .zoo import ZOO, Specimen, assert_close, assert_same
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
+BY_LEAF = optim.per_leaf(MOMENTUM)
+BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
 specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
@@ -52,11 +54,12 @@ def two():
 
 
 @specimens
-def test_equals_optax_on_the_canonical_tree_in_either_form_and_eagerly(specimen: Specimen):
+def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(specimen: Specimen):
     model = specimen.make()
     layout = specimen.layout(model)
     params, rest = tp.partition(model, layout)
-    txs = [made(form, CLIPPED, layout if specimen.options else None) for form in (optim.trainable, optim.flat)]
+    known = layout if specimen.options else None
+    txs = [made(form, CLIPPED, known) for form in (optim.trainable, optim.flat)] + [made(optim.stacked, BY_ROW, known)]
 
     def by_us(tx, carry, _):
         current = tp.combine(carry[0], rest)
@@ -75,8 +78,8 @@ def test_equals_optax_on_the_canonical_tree_in_either_form_and_eagerly(specimen:
         starts.append((by_hand, (params, CLIPPED.init(params))))
         return [jax.lax.scan(step, start, length=2)[0] for step, start in starts]
 
-    (ours, state), (flat, _), (plain, of_plain) = run(params)
-    assert_near((ours, jax.tree.leaves(state.runs), flat), (plain, jax.tree.leaves(of_plain), plain))
+    (ours, state), (flat, _), (stacked, _), (plain, of_plain) = run(params)
+    assert_near((ours, jax.tree.leaves(state.runs), flat, stacked), (plain, jax.tree.leaves(of_plain), plain, plain))
     eager, state = model, txs[0].init(model)
     for _ in range(2):
         eager, state = optim.step(txs[0], zoo.gradient_of_loss(layout)(eager), state, eager)
@@ -86,9 +89,10 @@ def test_equals_optax_on_the_canonical_tree_in_either_form_and_eagerly(specimen:
     assert all(new is old for old, new in kept)  # what is frozen: the very same objects
 
 
-def test_over_an_ensemble_by_vmap():
+@forms
+def test_over_an_ensemble_by_vmap(form):
     models = {"w": zoo.ramp(3, 2), "b": zoo.ramp(3, 1), "n": jnp.arange(3)}
-    tx = optim.trainable(MOMENTUM)
+    tx = made(form, MOMENTUM)
 
     @jax.jit
     def train(model):
@@ -137,7 +141,7 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     def all_ways(params):
         on_params = lambda params: zoo.loss(tp.combine(params, rest))
         after, state = run(optim.trainable(wrap(make), ("w", "b")), tp.combine(params, rest), zoo.loss)
-        others = [run(around(form), params, on_params)[0] for form in (optim.trainable, optim.flat)]
+        others = [run(around(form), params, on_params)[0] for form in (optim.trainable, optim.flat, optim.stacked)]
         return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(wrap(make), params, on_params)
 
     afters, run_state, (want, plain) = all_ways(params)
@@ -183,7 +187,7 @@ three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
 )
 def test_a_tie_stays_one_array_and_gets_the_sum(form, grads, tie):
     t = jnp.array([1.0, 2.0])
-    model, tx = {"t": [t, (t,)], "copy": [t + 0, t + 0]}, made(form, MOMENTUM)
+    model, tx = {"t": [t, (t,)], "copy": [t + 0, t + 0]}, made(form, BY_LEAF if form is optim.stacked else MOMENTUM)
     grads = {"t": [grads[0], (grads[1],)], "copy": [None, five]}
     state = tx.init(model)
     after, _ = optim.step(tx, grads, state, model)
@@ -194,11 +198,12 @@ def test_a_tie_stays_one_array_and_gets_the_sum(form, grads, tie):
     assert_same(by_jit, after, identity=False)
 
 
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
 @pytest.mark.parametrize("specimen", TIED.values(), ids=TIED.keys())
-def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen):
+def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen, form):
     model = specimen.make()
     layout = specimen.layout(model)
-    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(0.5), optax.adamw(0.1)), layout)
+    tx = form(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.adamw(0.1))), layout)
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def step(apply, carry, _):
@@ -227,7 +232,7 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
 def test_init_refuses_an_alias_of_another_value():
     codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
     layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
-    for form in (optim.trainable, optim.flat):
+    for form in (optim.trainable, optim.flat, optim.stacked):
         tx = form(optax.sgd(0.1), layout)
         match = r"'decoder' is tied to 'encoder', but has another .*tp.tie\(model, layout\)"
         with pytest.raises(ValueError, match=match):
@@ -332,6 +337,7 @@ def test_functions_among_the_extra_arguments_are_called_with_models():
         (optim.trainable(sam, "w"), {"grad_fn": lambda m, _: eqx.filter_grad(loss)(m)}),
         (optim.trainable(optax.contrib.hutchinson_estimator_diag_hessian(), "w"), {"obj_fn": loss}),
         (optim.flat(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
+        (optim.stacked(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
     ):
         after, _ = tp.jit(lambda state, tx=tx, extra=extra: optim.step(tx, grads, state, model, **extra))(
             tx.init(model)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules prom
 
 def test_one_transformation_over_models():
     one, model = optim.trainable(optax.sgd(0.1)), {"w": jnp.ones(2), "v": jnp.ones(1)}
-    for form in (optim.trainable, optim.flat):
+    for form in (optim.trainable, optim.flat, optim.stacked):
         with pytest.raises(ValueError, match=r"write one optim\.trainable"):
             form(one)
     for within in (
@@ -91,6 +91,8 @@ TRANSFORMATIONS = {
         optim.groups({"b": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.MultiSteps(optax.adam(0.1), 3))
     ),
     "line search": lambda: optim.trainable(optim.groups({"a": LINE_SEARCH}, default=optax.sgd(0.1))),
+    "stacked": lambda: optim.stacked(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.lamb(0.1)))),
+    "stacked groups": lambda: optim.stacked(optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1)))),
 }
 
 
@@ -228,6 +230,6 @@ def test_injected_hyperparameters_around_and_copies():
     model, plain = two(), optim.trainable(optax.sgd(0.1))
     tx = optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)), hyperparam_dtype=jnp.float32)(0.1)
     want = optim.step(plain, model, plain.init(model), model)[0]
-    for each in (tx, copy.deepcopy(plain), copy.deepcopy(optim.flat(optax.sgd(0.1)))):
+    for each in (tx, *(copy.deepcopy(form(optax.sgd(0.1))) for form in (optim.trainable, optim.flat, optim.stacked))):
         assert_same(optim.step(each, model, each.init(model), model)[0], want)
     assert tx.init(model).inner_state.layout == tp.layout(model)

@@ -100,9 +100,10 @@ def test_a_vector_of_mixed_dtypes_keeps_its_digits(choice):
         assert jax.eval_shape(tx.update, model, before, model)[1] == jax.eval_shape(lambda state: state, before)
 
 
-def test_leaves_with_one_history_share_one_run():
+@forms
+def test_leaves_with_one_history_share_one_run(form):
     model = {name: jnp.ones(2) for name in "abcd"}
-    tx = optim.trainable(optax.sgd(0.1, momentum=0.9), ("a", "b"))
+    tx = form(optax.sgd(0.1, momentum=0.9), ("a", "b"))
     step = jax.jit(tx.update, donate_argnums=1)  # what a change returns may be donated
     _, state = step(model, tx.init(model), model)
     state = optim.set_trainable(tx, state, model)  # c and d begin together
@@ -145,13 +146,14 @@ def test_rules_that_couple_leaves_see_all_histories(form):
     np.testing.assert_allclose([updates["a"], updates["b"]], [[-0.6], [-0.8]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
 @hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
-def test_any_sequence_of_choices_is_each_leafs_own_run(stages):
+def test_any_sequence_of_choices_is_each_leafs_own_run(form, stages):
     # By hand: momentum and a rate that falls with the count, each leaf by itself.
     with jax.numpy_dtype_promotion("standard"):
         model = {"a": jnp.array([1.0]), "b": jnp.array([2.0]), "c": jnp.array([4.0])}
-        tx = optim.trainable(optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5), "a")
+        tx = form(optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5), "a")
         want, state = {name: [float(leaf[0]), 0.0, 0] for name, leaf in model.items()}, tx.init(model)
         for names, steps in stages:
             state = optim.set_trainable(tx, state, model, sorted(names))
@@ -226,8 +228,9 @@ def test_a_rule_is_traced_once_for_all_histories_and_a_step_once_per_choice():
     assert compiled._cache_size() == 2
 
 
-def test_in_the_state_of_a_wrapper():
-    tx, grads = optim.trainable(optax.sgd(0.1, momentum=0.9)), _ones(_pair())
+@forms
+def test_in_the_state_of_a_wrapper(form):
+    tx, grads = form(optax.sgd(0.1, momentum=0.9)), _ones(_pair())
     model, state = optim.step(tx, grads, tx.init(_pair()), _pair())
     some = grads | {"b": None}  # apply_if_finite compares its structure with that of the updates
     want, _ = optim.step(tx, some, optim.set_trainable(tx, state, model, "a"), model)
@@ -241,10 +244,11 @@ def test_in_the_state_of_a_wrapper():
         assert_close(optim.step(wrapped, some, around, model)[0], want)
 
 
-def test_groups():
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+def test_groups(form):
     model = _pair()
     rules = {"a": optax.MultiSteps(optax.sgd(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)}
-    tx = optim.trainable(optim.groups(rules))
+    tx = form(optim.groups(rules))
     model, state = _steps(tx, tx.init(model), model, 3)
     state = optim.set_trainable(tx, state, model, "b")
     state = optim.adjust(state, "**", learning_rate=0.5)
@@ -301,12 +305,13 @@ def test_lbfgs_refuses_the_change_unless_reset(form):
     assert_same(optim.set_trainable(tx, state, model, "a", reset=True), first.init(model))
 
 
-def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype():
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
     model = {"low": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
     rule = optax.inject_hyperparams(optax.adam)(3e-4)
-    tx = optim.trainable(rule, "low")
+    tx = form(rule, "low")
     fresh = tx.init(model)
-    single = optim.trainable(rule, "single").init(model)
+    single = form(rule, "single").init(model)
     state = optim.set_trainable(tx, fresh, model)
     assert_same(state.runs[1], single.runs[0])  # b2 is 0.999; in bfloat16, 1
     adjusted = optim.adjust(fresh, learning_rate=0.25)
@@ -333,8 +338,9 @@ def test_a_history_without_gradients_is_warned_of_once():
     optim.step(tx, grads, state, model)  # it had one: partial gradients are allowed
 
 
-def test_freezing_all_and_thawing_again():
-    model, tx = _pair(), optim.trainable(optax.sgd(0.1, momentum=0.9))
+@forms
+def test_freezing_all_and_thawing_again(form):
+    model, tx = _pair(), form(optax.sgd(0.1, momentum=0.9))
     _, state = tx.update(model, tx.init(model), model)
     none = optim.set_trainable(tx, state, model, jax.tree.map(lambda _: False, model))
     same, none = optim.step(tx, _ones(model), none, model)
@@ -342,8 +348,9 @@ def test_freezing_all_and_thawing_again():
     assert_same(optim.set_trainable(tx, none, model), state)
 
 
-def test_checkpoints_of_several_histories(tmp_path):
-    model, tx = _pair(), optim.trainable(optax.sgd(0.1, momentum=0.9), "a")
+@forms
+def test_checkpoints_of_several_histories(form, tmp_path):
+    model, tx = _pair(), form(optax.sgd(0.1, momentum=0.9), "a")
     _, state = tx.update(model, tx.init(model), model)
     state = optim.set_trainable(tx, state, model)
     kept = pickle.dumps(jax.eval_shape(lambda: state))
