@@ -28,7 +28,8 @@ only from those above it:
     _joined       one array of many: a vector, a stack; the form that these are the leaves of
     _stacks       which slots are the rows of which stack
     _view         names over a form
-    _nodes        equal nodes as one, single nodes by themselves: from a form
+    _nodes        which nodes a `where` matches itself, and whether they are alike
+    _repeated     equal nodes as one, single nodes by themselves: from a form
     _restructure  Restructure
     _forms        ravel, stack
     _summary      summary: a model as a table

@@ -158,7 +158,9 @@ class Form:
         if not isinstance(tree, Mapping) or any(not path for path, _ in entries):
             raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
         given = {tuple(getattr(key, "key", key) for key in path): leaf for path, leaf in entries}
-        for keys in given.keys() - set(self.keys):
+        if any(not isinstance(key, str) for keys in given for key in keys) or any(len(keys) > 2 for keys in given):
+            raise TypeError(f"{expected}, {{key: array}}, got another tree; stacks, restructure = tp.stack(model)")
+        for keys in [keys for keys in given if keys not in self.keys]:
             known = nearest(str(keys[-1]), [each[-1] for each in self.keys])
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{known}")
         for keys, block, slots in zip(self.keys, self.blocks, self.members, strict=True):

@@ -1,30 +1,16 @@
-"""Nodes of one kind, such as the layers of a net, as one node whose arrays have a leading axis over them.
+"""Which nodes a `where` itself matches, such as the layers of a net, and whether they are alike."""
 
-What is taken from a form is cut out of it at once, and where the nodes lie one after another - as the layers of a net
-do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many layers take as many
-operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each transpose of one a
-padded copy of the whole stack.)
-"""
-
-import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
-from ._joined import Form, cast, whole, with_gaps
-from ._mesh import alike
-from ._parts import Rest, index_in, others
 from ._paths import join_path, nearest, selects, split_path
-from ._primitives import cut, join
 from ._static_keys import static_key
 from ._structure import Structure, same_treedef
 from ._text import describe, quoted
-from ._ties import Alias
 from ._where import Where, name_of
 
 
@@ -39,121 +25,6 @@ class Span(NamedTuple):
     @property
     def path(self) -> str:
         return join_path(self.entries)
-
-
-class Place(NamedTuple):
-    """Where the value of a leaf is found."""
-
-    block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
-    number: int
-    alias: Alias | None = None  # by which it is computed from that
-
-
-class Source:
-    """A model that is not put together: the arrays that are joined, and all else."""
-
-    def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
-        """Of a form and of the frozen arrays that are in stacks, each with its leaves."""
-        self.index = index_in(rest)
-        self.singles = others(rest)
-        self.blocks = [block for form, _ in joined for block in form.blocks]
-        leaves = [leaf for _, each in joined for leaf in each]
-        self.leaves = list(map(whole, self.blocks, leaves))
-        (form, _), (held, _) = joined
-        slots, blocks = len(self.index.positions), len(form.blocks)
-        frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.places.items()}
-        self._places = form.places | frozen
-
-    def place(self, leaf: int) -> Place:
-        """The place of a leaf of the model."""
-        slots, place = len(self.index.positions), self.index.gathers.order[leaf]
-        if place >= slots + len(self.singles):
-            slot, alias = self.index.computed[place - slots - len(self.singles)]
-            return Place(*self._places[slot], alias)
-        return Place(*self._places[place]) if place in self._places else Place(None, place - slots)
-
-    def one_by_one(self, places: Sequence[Place]) -> list[Any]:
-        """The values of leaves; those that are tied are one array."""
-        numbers: dict[int, set[int]] = {}
-        for place in places:
-            if place.block is not None:
-                numbers.setdefault(place.block, set()).add(place.number)
-        picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        values: dict[Place, Any] = {}
-        for block, number, alias in dict.fromkeys(places):
-            array = self.singles[number] if block is None else self._value(block, number, alias, picked[block][number])
-            values[Place(block, number, alias)] = array
-        return [values[place] for place in places]
-
-    def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
-        """Arrays of these numbers, cut out of a joined one at once."""
-        wanted = sorted(numbers)
-        pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
-        return dict(zip(wanted, pieces[1::2], strict=False))
-
-    def _value(self, block: int, number: int, alias: Alias | None, array: jax.Array) -> Any:
-        """The value at a place, or of several that are stacked, from what is cut."""
-        array = cast(array, self.blocks[block].dtypes[number])
-        return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
-
-    def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
-        """The values of leaves, each of which has a place in each of some nodes, with an axis over the nodes."""
-        shape = lambda place: None if place.block is None else self.blocks[place.block].shapes[place.number]
-        kind = lambda place: (place.block, shape(place), place.alias and place.alias.transforms)
-        nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
-        runs, start = [], 0
-        for _, same in itertools.groupby(nodes):
-            stop = start + len(list(same))
-            runs.append(self._run([column[start:stop] for column in columns]))
-            start = stop
-        return runs[0] if len(runs) == 1 else [jnp.concatenate(alike(pieces)) for pieces in zip(*runs, strict=True)]
-
-    def _run(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
-        """As `along`, of nodes in which each leaf has its value from the same joined array."""
-        found: dict[int, Any] = {}
-        of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
-        for j, column in enumerate(columns):
-            numbers = tuple([place.number for place in column])
-            if column[0].block is None:
-                found[j] = jnp.stack(alike([jnp.asarray(self.singles[number]) for number in numbers]))
-            else:
-                of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
-        for block, its in of_block.items():
-            for array, users in zip(self._block(block, list(its)), its.values(), strict=True):
-                found |= {j: self._value(block, columns[j][0].number, columns[j][0].alias, array) for j in users}
-        return [found[j] for j in range(len(columns))]
-
-    def _block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-        """The arrays of these numbers of a joined one, those of each column as one."""
-        block, nodes = self.blocks[number], len(columns[0])
-        shapes = [block.shapes[column[0]] for column in columns]
-        starts = np.array([[block.starts[each] for each in column] for column in columns])
-        sizes = np.array([block.starts[column[0] + 1] - block.starts[column[0]] for column in columns])
-        first = int(starts[:, 0].min())
-        step = int(starts[:, 1].min()) - first if nodes > 1 else int((starts[:, 0] + sizes).max()) - first
-        # Behind the last leaf of the last node there may be nothing.
-        first = min(first, block.length - nodes * step)
-        offsets = starts[:, 0] - first
-        order = [int(j) for j in np.argsort(offsets)]
-        ends = [*offsets[order][1:], step]
-        is_regular = first >= 0 and all(offsets[j] + sizes[j] <= end for j, end in zip(order, ends, strict=True))
-        if is_regular and np.array_equal(starts, starts[:, :1] + step * np.arange(nodes)):
-            leaf = self.leaves[number]
-            row = leaf.shape[1:]
-            rows = cut(leaf, ((first, *row), (nodes, step, *row)), block.rank)[1]
-            inner = with_gaps([(int(offsets[j]), int(sizes[j]), shapes[j]) for j in order], row, step)
-            arrays = dict(zip(order, cut(rows, inner, block.rank)[1::2], strict=False))
-            return [arrays[j] for j in range(len(columns))]
-        picked = self.pick(number, {each for column in columns for each in column})
-        return [_stacked([picked[each] for each in column]) for column in columns]
-
-
-def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
-    shape = arrays[0].shape
-    return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
-
-
-# -- Which nodes -------------------------------------------------------------------------------------------------------
 
 
 def find_nodes(structure: Structure, where: Where) -> list[Span]:
@@ -189,28 +60,32 @@ def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
             "expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
             f"these, which match nodes, got {name_of(where)}"
         )
-    # As for `select`, it gets the model with a distinct object at each leaf; a node is found by these and its treedef.
-    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
-    nodes: Any = where(jtu.tree_unflatten(structure.treedef, places))
-    index, treedefs = {id(place): i for i, place in enumerate(places)}, subtreedefs(structure)
-    found: list[tuple[list[int | None], Any]] = []
-    returned: list[Any] = list(nodes) if type(nodes) in (list, tuple) else [nodes]
-    if type(nodes) is dict:
-        raise ValueError(f"{name_of(where)} returned a dict; for the nodes in it return list(nodes.values())")
-    for node in returned:
-        leaves, treedef = jtu.tree_flatten(node)
-        numbers = [index.get(id(leaf)) for leaf in leaves]
-        if None in numbers or not numbers:
-            raise ValueError(f"{name_of(where)} must return nodes of the model that have leaves, got {describe(node)}")
-        found.append((numbers, treedef))
+    found = _pointed_at(structure, where)[0]
+    treedefs = subtreedefs(structure)
     return lambda span: (list(range(span.start, span.stop)), treedefs[span.number]) in found
+
+
+def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], Any]], bool]:
+    """The leaves and treedefs of the nodes that a callable returns, and whether it is a list of them."""
+    # As for `select`, it gets the model with a distinct object at each leaf.
+    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
+    index = {id(place): i for i, place in enumerate(places)}
+    nodes: Any = where(jtu.tree_unflatten(structure.treedef, places))
+    are_several = type(nodes) in (list, tuple)
+    found = []
+    for node in nodes if are_several else [nodes]:
+        leaves, treedef = jtu.tree_flatten(node)
+        if not leaves or any(id(leaf) not in index for leaf in leaves):
+            raise ValueError(f"{name_of(where)} must return nodes of the model that have leaves, got {describe(node)}")
+        found.append(([index[id(leaf)] for leaf in leaves], treedef))
+    return found, are_several
 
 
 def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
     """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
-    if len(spans) == 1 and cls in (list, tuple, dict) and _is_named(where):
+    if len(spans) == 1 and cls in (list, tuple, dict) and _is_named(structure, where):
         inner = f"{first.path}.*".lstrip(".")
         raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
     for span in spans[1:]:
@@ -223,13 +98,16 @@ def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[S
     return spans
 
 
-def _is_named(where: Where) -> bool:
+def _is_named(structure: Structure, where: Any) -> bool:
     """Whether a `where` names a single node, which a glob over nodes does not, though there may be but one."""
     if isinstance(where, str):
-        return not set("*?[") & set("".join(split_path(where)[-1:]))
+        last = "".join(split_path(where)[-1:])
+        return last == "**" or not set("*?[") & set(last)
     if isinstance(where, re.Pattern):
         return where.pattern == re.escape(where.pattern)
-    return all(map(_is_named, where)) if isinstance(where, (list, tuple)) else isinstance(where, type)
+    if isinstance(where, (list, tuple)):
+        return all(_is_named(structure, each) for each in where)
+    return isinstance(where, type) or not _pointed_at(structure, where)[1]
 
 
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
@@ -268,61 +146,3 @@ def subtreedefs(structure: Structure) -> dict[int | None, Any]:
         return found
 
     return structure.remember("subtreedefs", find)
-
-
-# -- As one ------------------------------------------------------------------------------------------------------------
-
-
-def part(source: Source, where: Where) -> Any:
-    """The one node, or leaf, that a `where` matches."""
-    structure = source.index.structure
-    spans = find_nodes(structure, where)
-    if len(spans) > 1:
-        paths = quoted([span.path for span in spans])
-        raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
-    places = [source.place(leaf) for leaf in range(spans[0].start, spans[0].stop)]
-    return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(places))
-
-
-class Repeated(NamedTuple):
-    """Several nodes as one."""
-
-    treedef: Any
-    nodes: int  # how many
-    along: dict[int, Any]  # the leaves that have an axis over the nodes
-    same: dict[int, Any]  # those arrays that are the same in all
-    values: dict[int, Any]  # what is no array
-
-    def node(self, arrays: dict[int, Any]) -> Any:
-        """The node with these arrays."""
-        leaves = self.same | self.values | arrays
-        return jtu.tree_unflatten(self.treedef, [leaves[j] for j in range(len(leaves))])
-
-
-def repeated(source: Source, where: Where) -> Repeated:
-    """The nodes that a `where` matches, as one."""
-    structure = source.index.structure
-    find = lambda: check_alike(structure, where, find_nodes(structure, where))
-    is_sure = isinstance(where, (str, re.Pattern, type))  # a function may find others at the next call
-    spans = structure.remember(("nodes", where), find) if is_sure else find()
-    values: dict[int, Any] = {}
-    same: dict[int, Place] = {}
-    several: dict[tuple[Place, ...], list[int]] = {}  # leaves that are tied within a node are one
-    for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
-        places = tuple(map(source.place, leaves))
-        if structure.specs[leaves[0]] is None:
-            values[j] = source.singles[places[0].number]
-            for leaf, place in zip(leaves, places, strict=True):
-                if static_key(source.singles[place.number], strict=True) != static_key(values[j], strict=True):
-                    paths = structure.paths[leaves[0]], structure.paths[leaf]
-                    raise ValueError(
-                        f"{paths[0]!r} and {paths[1]!r}, which are no arrays, differ: the nodes are not alike"
-                    )
-        elif len(set(places)) == 1:
-            same[j] = places[0]
-        else:
-            several.setdefault(places, []).append(j)
-    arrays = source.along(list(several)) if several else []
-    along = {j: array for array, its in zip(arrays, several.values(), strict=True) for j in its}
-    shared = dict(zip(same, source.one_by_one(list(same.values())), strict=True))
-    return Repeated(subtreedefs(structure)[spans[0].number], len(spans), along, shared, values)

@@ -13,8 +13,8 @@ from ._joined import Form
 from ._layout import Layout, slot_at
 from ._match import read_slots, slot_gradients
 from ._mesh import broadcast_as
-from ._nodes import Source, part, repeated
 from ._parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
+from ._repeated import Source, part, repeated
 from ._stacks import NOTHING, held_of
 from ._text import first_few
 from ._view import View
@@ -195,7 +195,8 @@ class Restructure(Generic[M]):
 
         Returns:
             One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. What is tied
-            across all nodes is repeated, and its gradient summed; what is no array is as it is in each.
+            across all nodes is repeated, and its gradient summed; what is no array is as it is in each, so where nodes
+            hold functions write `eqx.filter_vmap` for `jax.vmap`.
 
         Raises:
             ValueError: `where` matches no node, or a list of nodes in place of those in it; the nodes differ in
@@ -203,12 +204,10 @@ class Restructure(Generic[M]):
             TypeError: as for calling.
         """
         found = repeated(_source(self, form), where)
-        distinct = {id(array): array for array in found.same.values()}
-        along = {key: broadcast_as(array, found.nodes, None) for key, array in distinct.items()}
-        return found.node(found.along | {j: along[id(array)] for j, array in found.same.items()})
+        return found.node(found.along, [broadcast_as(array, found.nodes, None) for array in found.same])
 
     def scan(
-        self, step: Callable[[C, Any], tuple[C, Any]], carry: C, form: Resting, where: Where, **options: Any
+        self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
     ) -> tuple[C, Any]:
         """`jax.lax.scan` over equal nodes, such as the layers of a net: they are traced, and compiled, as one.
 
@@ -224,10 +223,13 @@ class Restructure(Generic[M]):
 
         Args:
             step: `step(carry, node) -> (carry, out)`; the node is of its own class, with the functions, numbers and
-                frozen arrays that it has in the model.
+                frozen arrays that it has in the model. To compute it again on the way back, where nodes hold functions,
+                write `eqx.filter_checkpoint(step)`.
             carry: the first carry.
             form: as for calling.
             where: as for `repeated`.
+            xs: a tree of arrays with a leading axis over the nodes, such as keys for dropout; then it is
+                `step(carry, node, x)`.
             **options: of `jax.lax.scan`: `reverse`, `unroll`.
 
         Returns:
@@ -239,9 +241,9 @@ class Restructure(Generic[M]):
         """
         found = repeated(_source(self, form), where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
-        return jax.lax.scan(
-            lambda carry, along: step(carry, found.node(along)), carry, found.along, found.nodes, **options
-        )
+        further = () if xs is None else (xs,)
+        body = lambda carry, each: step(carry, found.node(each[0], found.same), *each[1:])
+        return jax.lax.scan(body, carry, (found.along, *further), found.nodes, **options)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
         """Takes the frozen leaves from another model.
@@ -261,7 +263,9 @@ class Restructure(Generic[M]):
     def __repr__(self) -> str:
         form, size = self._form, self.layout.size
         if not form.is_vector:
-            return f"Restructure({self.layout!r}; stacks {first_few(['.'.join(keys) for keys in form.keys])})"
+            return (
+                f"Restructure({self.layout!r}; stacks: {first_few(['.'.join(keys) for keys in form.keys]) or 'none'})"
+            )
         length = form.blocks[0].length
         return f"Restructure({self.layout!r}; {form.dtype}{f', padded to {length:,}' if length > size else ''})"
 
