@@ -210,8 +210,9 @@ def test_rows_without_a_gradient_wait_and_have_no_update(name):
 def test_a_first_step_without_any_gradient_is_warned_of_and_one_that_is_told_to_wait_is_not():
     net, tx = _net(), optim.stacked(rows(RULE))
     state = tx.init(net)
-    _, after = tx.update(net, state, net, active={"**": False})
-    assert_same(after, state)
+    for flag in (False, jnp.array(False)):
+        _, after = tx.update(net, state, net, active={"**": flag})
+        assert_same(after, state)
     with pytest.warns(UserWarning, match="layers.0.w.* trains, and no gradient has come for it since"):
         tx.update({}, state, net)
 

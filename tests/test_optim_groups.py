@@ -17,14 +17,15 @@ from .zoo import assert_close, assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 sgd = optax.inject_hyperparams(optax.sgd)
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
 
 
 def _model():
     return {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(1)}, "n": jnp.array(3)}
 
 
-def groups(rules, default=None, trainable=None):
-    return optim.trainable(optim.groups(rules, default), trainable)
+def groups(rules, default=None, trainable=None, form=optim.trainable):
+    return form(optim.groups(rules, default), trainable)
 
 
 def rates(tx, model, state=None, grads=None):
@@ -34,10 +35,11 @@ def rates(tx, model, state=None, grads=None):
     return {path: -float(leaf.ravel()[0]) for path, leaf in tp.trainables(updates).items()}
 
 
-def test_any_where_is_a_key_and_the_first_match_wins():
+@forms
+def test_any_where_is_a_key_and_the_first_match_wins(form):
     model = {"b": _model()["b"], "c": [eqx.nn.Linear(2, 1, key=jax.random.key(0))], "d": {"x": ramp(1), "y": ramp(1)}}
     keys = ("b.w", re.compile("b"), eqx.nn.Linear, lambda model: model["d"]["x"], ("d.y", "b.v"))
-    tx = groups({key: optax.sgd(float(i)) for i, key in enumerate(keys, 1)})
+    tx = groups({key: optax.sgd(float(i)) for i, key in enumerate(keys, 1)}, form=form)
     want = {"b.v": 2, "b.w": 1, "c.0.weight": 3, "c.0.bias": 3, "d.x": 4, "d.y": 5}
     assert rates(tx, model) == want
     state = tx.init(model)
@@ -48,14 +50,14 @@ def test_equals_optax_partition_wherever_it_stands():
     model, momentum = _model(), optax.sgd(0.1, momentum=0.9)
     clip = optax.chain(optim.clip_by_global_norm(1.0), optax.scale(-1.0))  # its norm is that of the group
     rules = optim.groups({"b": momentum}, default=clip)
+    around = [rules, optax.chain(optax.identity(), rules), optax.inject_hyperparams(lambda: rules)()]
     labels = lambda params: {"a": "clip", "b": {"w": "momentum", "v": "momentum"}, "n": None}
     plain = optax.multi_transform({"momentum": momentum, "clip": clip}, labels)
 
     @jax.jit
     def run(model):
         results = []
-        for tx in (plain, rules, optax.chain(optax.identity(), rules), optax.inject_hyperparams(lambda: rules)()):
-            tx = optim.trainable(tx)
+        for tx in (*map(optim.trainable, (plain, *around)), *map(optim.stacked, around)):
             _, state = tx.update(model, tx.init(model), model)
             results.append(tx.update(model, state, model)[0])
         return results
@@ -66,7 +68,8 @@ def test_equals_optax_partition_wherever_it_stands():
     np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
 
 
-def test_labels_are_those_of_the_parameters():
+@forms
+def test_labels_are_those_of_the_parameters(form):
     class Calls(eqx.Module):
         w: jax.Array
         v: jax.Array
@@ -77,7 +80,8 @@ def test_labels_are_those_of_the_parameters():
     model = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
     narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
     wide = Calls(jnp.ones(2), jnp.ones(2))  # and not those of gradients, which may be wider
-    assert rates(groups({narrow: optax.sgd(1.0)}, optax.sgd(100.0)), model, grads=wide) == {"w": 1, "v": 100}
+    tx = groups({narrow: optax.sgd(1.0)}, optax.sgd(100.0), form=form)
+    assert rates(tx, model, grads=wide) == {"w": 1, "v": 100}
 
 
 def test_none_is_not_zero_in_groups():
@@ -95,32 +99,35 @@ def _plus_nothing(x):
     return 1.0 * x
 
 
-def test_a_tie_goes_where_its_own_path_goes():
+@forms
+def test_a_tie_goes_where_its_own_path_goes(form):
     shared = jnp.ones(2)
     model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
-    tx = groups({"embed": optax.sgd(1.0), "**": optax.sgd(2.0)}, trainable=("embed", "head"))
+    tx = groups({"embed": optax.sgd(1.0), "**": optax.sgd(2.0)}, None, ("embed", "head"), form)
     assert rates(tx, model) == {"embed": 1.0}
     assert rates(tx, model, optim.set_trainable(tx, tx.init(model), model)) == {"embed": 1.0, "body": 2.0}
     parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
     tied = tp.layout(parted, ties={"head": ("embed", _plus_nothing)})
     for where, known in (("head", None), (("head", "body"), None), ("head", tied)):  # each glob is checked
-        tx = groups({where: optax.sgd(1.0)}, optax.sgd(1.0), known)
+        tx = groups({where: optax.sgd(1.0)}, optax.sgd(1.0), known, form)
         with pytest.raises(
             ValueError, match=r"'head' selects only 'head', which is tied to 'embed'; .* write that one"
         ):
             tx.init(model if known is None else tp.tie(parted, tied))
 
 
+@forms
 @pytest.mark.parametrize("where", ["body", tp.leaves(lambda path, leaf: path == "body"), lambda m: m["body"]])
-def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where):
+def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     model = {"embed": jnp.ones(2), "body": jnp.ones(1)}
-    tx = groups({where: optax.sgd(0.5)}, optax.sgd(1.0), "embed")
+    tx = groups({where: optax.sgd(0.5)}, optax.sgd(1.0), "embed", form)
     assert optim.report(tx, model).groups == {"embed": "default"}
     state = optim.set_trainable(tx, tx.init(model), model)
     assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
 
 
-def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
+@forms
+def test_muon_for_matrices_of_a_language_model_with_a_tied_head(form):
     embed = {"weight": ramp(12, 8)}
     model = {
         "embed": embed,
@@ -129,7 +136,7 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
     }
     adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
     matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups({"embed": adam, matrices: muon}, adam)
+    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=form)
     assert optim.report(tx, model).groups == {
         "body.0.b": "default",
         "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",
@@ -144,11 +151,13 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
         return [updates["body"][0]["w"], updates["body"][0]["b"]], alone
 
     assert_close(*run(), 1e-3)
-    after, _ = optim.step(tx, {"head": {"weight": ramp(12, 8)}}, tx.init(model), model)
+    grads = tp.project(model, {"head": {"weight": ramp(12, 8)}}, missing="zeros")
+    after, _ = optim.step(tx, grads, tx.init(model), model)
     assert after["head"]["weight"] is after["embed"]["weight"]
 
 
-def test_errors_of_groups(without_type_checks):
+@forms
+def test_errors_of_groups(form, without_type_checks):
     one = optax.sgd(1.0)
     for rules, default, error, match in (
         ({"b.w": one}, None, ValueError, r"trained, but in no group: 'a', 'b.v'. The groups are b.w; .*default="),
@@ -161,7 +170,7 @@ def test_errors_of_groups(without_type_checks):
     ):
         for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
             with pytest.raises(error, match=match):
-                use(groups(rules, default))
+                use(groups(rules, default, form=form))
 
 
 def test_report(without_type_checks):
@@ -185,8 +194,9 @@ def test_report(without_type_checks):
         optim.report(flat, {"a": jnp.ones(1)}, {})
 
 
-def test_adjust_one_group_and_all():
-    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}), _model()
+@forms
+def test_adjust_one_group_and_all(form):
+    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
     state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
     assert rates(tx, model, state) == {"a": 1.0, "b.w": 0.25, "b.v": 0.25}
     state = optim.adjust(state, learning_rate=3.0)
@@ -224,9 +234,10 @@ def test_adjust_reaches_what_is_held_and_no_parameter_of_that_name():
     assert_same(fresh.runs[0].inner_state, tx.init(model).runs[0].inner_state)
 
 
-def test_nested_hyperparameters_survive_a_change_of_what_trains():
+@forms
+def test_nested_hyperparameters_survive_a_change_of_what_trains(form):
     outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1), optax.scale(scale)))
-    tx, model = optim.trainable(outer(1.0), "a"), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx, model = form(outer(1.0), "a"), {"a": jnp.ones(1), "b": jnp.ones(1)}
     state = optim.adjust(tx.init(model), scale=2.0, learning_rate=0.5)
     assert rates(tx, model, optim.set_trainable(tx, state, model)) == {"a": 1.0, "b": 1.0}
 
@@ -257,3 +268,34 @@ def test_errors_of_adjust(without_type_checks):
         with pytest.raises(error, match=match):
             optim.adjust(state, group, **given)
     assert rates(optim.trainable(sgd(1)), _model(), optim.adjust(ints, learning_rate=2))["a"] == 2.0
+
+
+def test_over_stacks_by_the_names_of_their_groups():
+    model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
+    wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
+    stacks, restructure = tp.stack(model, groups=wheres)
+    of = {"embed": optax.sgd(1.0), "matrices": optax.contrib.muon(0.1), "rest": optax.adam(0.1)}
+    tx = optim.groups({"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}, default=of["rest"])
+    plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
+    with pytest.raises(
+        ValueError, match=r"expected groups among embed, matrices, default, got 'embed', 'matrices', 'res"
+    ):
+        tx.init(stacks)
+    tx = optim.groups({name: optim.per_leaf(rule) if name == "matrices" else rule for name, rule in of.items()})
+
+    @jax.jit
+    def run(stacks):
+        state, both = tx.init(stacks), plain.init(model)
+        for _ in range(2):
+            updates, state = tx.update(stacks, state, stacks)
+            want, both = plain.update(model, both, model)
+        return restructure(updates), want
+
+    assert_close(*run(stacks), 1e-6)
+    assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
+    for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
+        match = (
+            rf"groups among embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.g"
+        )
+        with pytest.raises(ValueError, match=match):
+            tx.init(wrong)
