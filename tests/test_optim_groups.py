@@ -188,7 +188,7 @@ def test_report(without_type_checks):
     ]
     flat = optim.flat(sgd(0.1))
     assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
-    with pytest.raises(TypeError, match=r"expected optim.trainable\(...\) or .*, plain Optax, which knows no model"):
+    with pytest.raises(TypeError, match=r"expected optim.trainable\(...\), .*, plain Optax, which knows no model"):
         optim.report(optax.adam(0.1), model)
     with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
         optim.report(flat, {"a": jnp.ones(1)}, {})
@@ -274,12 +274,10 @@ def test_over_stacks_by_the_names_of_their_groups():
     model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
     wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
     stacks, restructure = tp.stack(model, groups=wheres)
-    of = {"embed": optax.sgd(1.0), "matrices": optax.contrib.muon(0.1), "rest": optax.adam(0.1)}
+    of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
     tx = optim.groups({"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}, default=of["rest"])
     plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
-    with pytest.raises(
-        ValueError, match=r"expected groups among embed, matrices, default, got 'embed', 'matrices', 'res"
-    ):
+    with pytest.raises(ValueError, match="among embed, matrices, default, got 'embed', 'matrices', 'rest'; write"):
         tx.init(stacks)
     tx = optim.groups({name: optim.per_leaf(rule) if name == "matrices" else rule for name, rule in of.items()})
 
@@ -294,8 +292,6 @@ def test_over_stacks_by_the_names_of_their_groups():
     assert_close(*run(stacks), 1e-6)
     assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
     for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
-        match = (
-            rf"groups among embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.g"
-        )
+        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.groups"
         with pytest.raises(ValueError, match=match):
             tx.init(wrong)
