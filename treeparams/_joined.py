@@ -14,6 +14,8 @@ from typing import Any, SupportsIndex
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._index import is_complex
@@ -126,26 +128,24 @@ class Form:
         """The slots in it: all of a layout, but of frozen arrays those of which there are several of a shape."""
         return sorted(self.places)
 
-    # Compiled as one program where it is called outside of a trace: a call per leaf would take 20 times as long. Inside
-    # of one, inlining leaves no trace of that.
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def join(self, arrays: Sequence[Any]) -> PyTree:
         """The form of one array per slot."""
+        if self.is_vector or len(arrays) <= _AT_ONCE or any(isinstance(array, Tracer) for array in arrays):
+            return _join(self, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
-        return jtu.tree_unflatten(self.treedef, list(map(Joined.join, self.blocks, of_each)))
+        return jtu.tree_unflatten(self.treedef, list(map(_join_rows, self.blocks, of_each)))
 
     def cut(self, tree: PyTree) -> list[jax.Array]:
         """One array per slot, in its shape and dtype."""
         return self.cut_leaves(self.leaves(tree))
 
-    # As for `join`; what is given is checked before, where it may be anything.
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def cut_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """As `cut`, of the leaves alone; one array for each of `slots`."""
+        """As `cut`, of the leaves alone, which are known to be right; one array for each of `slots`."""
+        few = self.is_vector or len(self.slots) <= _AT_ONCE
+        pieces = _cut if few or any(isinstance(leaf, Tracer) for leaf in leaves) else _cut_rows
         found: dict[int, jax.Array] = {}
-        for block, slots, leaf in zip(self.blocks, self.members, leaves, strict=True):
-            pieces = cut(whole(block, leaf), block.shapes, block.rank)
-            found |= zip(slots, map(cast, pieces, block.dtypes), strict=True)
+        for slots, its in zip(self.members, pieces(self.blocks, leaves), strict=True):
+            found |= zip(slots, its, strict=True)
         return [found[slot] for slot in self.slots]
 
     def leaves(self, tree: Any) -> list[Any]:
@@ -164,20 +164,25 @@ class Form:
             known = nearest(str(keys[-1]), [each[-1] for each in self.keys])
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{known}")
         for keys, block, slots in zip(self.keys, self.blocks, self.members, strict=True):
-            paths = [self.paths[slot] for slot in slots]
-            what = f"{expected}, in {_quote(keys)} rows of {quoted(paths)}"
             if keys not in given:
-                raise ValueError(f"{what}; there is no such stack")
+                raise ValueError(f"{self._row_words(keys, slots)}; there is no such stack")
             leaf = given[keys]
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                raise TypeError(f"{what}; got {describe(leaf)}")
+                raise TypeError(f"{self._row_words(keys, slots)}; got {describe(leaf)}")
             if tuple(leaf.shape) != block.shape:
                 is_stack = leaf.ndim > len(block.shape) and tuple(leaf.shape[-len(block.shape) :]) == block.shape
                 hint = "; map over several of them with jax.vmap" if is_stack else ""
-                raise ValueError(f"{what}, of shape {block.shape} in all; got shape {tuple(leaf.shape)}{hint}")
+                got = f"of shape {block.shape} in all; got shape {tuple(leaf.shape)}{hint}"
+                raise ValueError(f"{self._row_words(keys, slots)}, {got}")
             if not is_inexact(leaf.dtype) or (is_complex(leaf.dtype) and not is_complex(block.dtype)):
-                raise TypeError(f"{what}, in {block.dtype} or another floating dtype; got {leaf.dtype}")
+                got = f"in {block.dtype} or another floating dtype; got {leaf.dtype}"
+                raise TypeError(f"{self._row_words(keys, slots)}, {got}")
         return [given[keys] for keys in self.keys]
+
+    def _row_words(self, keys: Sequence[str], slots: Sequence[int]) -> str:
+        return (
+            f"expected stacks as of tp.stack, in {_quote(keys)} rows of {quoted([self.paths[slot] for slot in slots])}"
+        )
 
     def _check_vector(self, given: Any) -> None:
         (block,) = self.blocks
@@ -191,6 +196,54 @@ class Form:
             raise TypeError(f"{expected}, got {given.dtype}; convert it with vector.astype({block.dtype})")
         if is_complex(given.dtype) and not any(map(is_complex, block.dtypes)):
             raise TypeError(f"{expected}, got {given.dtype}, and no parameter is complex; take vector.real")
+
+
+# Compiled as one program where it is called outside of a trace: a call per leaf would take 20 times as long. Inside of
+# one, inlining leaves no trace of that.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _join(form: Form, arrays: Sequence[Any]) -> PyTree:
+    of_each = [[arrays[slot] for slot in slots] for slots in form.members]
+    return jtu.tree_unflatten(form.treedef, list(map(Joined.join, form.blocks, of_each)))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _cut(blocks: tuple[Joined, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+    return [
+        list(map(cast, cut(whole(block, leaf), block.shapes, block.rank), block.dtypes))
+        for block, leaf in zip(blocks, leaves, strict=True)
+    ]
+
+
+# Outside of a trace, many rows are joined and cut some at a time. A program with a thousand operands takes seconds to
+# compile, and is needed once; one for 64 rows serves all.
+_AT_ONCE = 64
+
+
+def _join_rows(block: Joined, rows: Sequence[Any]) -> jax.Array:
+    parts = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    stacks = [_join_block(_rows_of(block, len(part)), part) for part in parts]
+    shapes = tuple(stack.shape for stack in stacks)
+    return stacks[0] if len(stacks) == 1 else _join_block(dataclasses.replace(block, shapes=shapes), stacks)
+
+
+def _cut_rows(blocks: tuple[Joined, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+    found = []
+    for block, leaf in zip(blocks, map(whole, blocks, leaves), strict=True):
+        counts = [min(_AT_ONCE, block.length - start) for start in range(0, block.length, _AT_ONCE)]
+        parts = [_some(leaf, np.uint32(i * _AT_ONCE), count) for i, count in enumerate(counts)]
+        found.append([
+            row for n, part in zip(counts, parts, strict=True) for row in _cut((_rows_of(block, n),), [part])[0]
+        ])
+    return found
+
+
+_join_block = jax.jit(Joined.join, static_argnums=0)
+_some = jax.jit(lambda leaf, start, count: jax.lax.dynamic_slice_in_dim(leaf, start, count), static_argnums=2)
+
+
+@functools.lru_cache
+def _rows_of(block: Joined, count: int) -> Joined:
+    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)
 
 
 def with_gaps(

@@ -30,6 +30,8 @@ class Span(NamedTuple):
 def find_nodes(structure: Structure, where: Where) -> list[Span]:
     """The outermost nodes, or leaves, that a `where` itself matches, in tree order."""
     several = list(where) if isinstance(where, (list, tuple)) else [where]
+    if not several:
+        raise ValueError("an empty sequence matches no node")
     away = [each[1:] for each in several if isinstance(each, str) and each.startswith("!")]
     if len(away) == len(several):
         raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")

@@ -101,7 +101,7 @@ class Source:
         for j, column in enumerate(columns):
             numbers = tuple([place.number for place in column])
             if column[0].block is None:
-                found[j] = jnp.stack(alike([jnp.asarray(self.singles[number]) for number in numbers]))
+                found[j] = _stacked([jnp.asarray(self.singles[number]) for number in numbers])
             else:
                 of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
         for block, its in of_block.items():
@@ -136,6 +136,8 @@ class Source:
 
 def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     shape = arrays[0].shape
+    if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
+        return jnp.stack(arrays)
     return join(alike(arrays), (shape,) * len(arrays), len(arrays), len(shape))
 
 

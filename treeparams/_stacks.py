@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.core import Tracer
+import numpy as np
 
 from ._joined import Form, Joined
 from ._layout import Layout, index_of
@@ -91,12 +91,12 @@ def held_of(arrays: Sequence[Any]) -> Form:
     """The stacks of those arrays of which there are several of one shape and dtype."""
     alike: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
-        # A stack has no weak type, JAX joins no keys, what is NumPy's stays on the host, and what is split over devices
-        # stays where it lies.
+        # A stack has no weak type, JAX joins no keys, and what lies on other devices stays there.
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        is_plain = isinstance(array, jax.Array) and not (is_key or array.weak_type)
-        if is_plain and not is_sharded(array) and split(array) is None:
-            where = None if isinstance(array, Tracer) else array.sharding
+        if is_key or getattr(array, "weak_type", False):
+            continue
+        if isinstance(array, np.ndarray) or (not is_sharded(array) and split(array) is None):
+            where = getattr(array, "sharding", None) if getattr(array, "committed", False) else None
             alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
     return _form({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)

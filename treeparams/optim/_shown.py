@@ -220,8 +220,16 @@ class Stacks(Shown):
         return dataclasses.replace(form, blocks=tuple(blocks)).join(values)
 
     def read(self, parts: Parts[Any], shown: PyTree) -> list[Any]:
-        """One value per slot, in the slot's dtype."""
-        return self.form_of(parts.layout).cut(shown)
+        """One value per slot, in the slot's dtype, `None` where `optim.groups` masks another group."""
+        form = self.form_of(parts.layout)
+        found = {tuple(key.key for key in path): leaf for path, leaf in jtu.tree_flatten_with_path(shown)[0]}
+        if len(found) == len(form.keys):
+            return form.cut(shown)
+        values: list[Any] = [None] * len(parts.slots)
+        for keys, slots in zip(form.keys, form.members, strict=True):
+            for row, slot in enumerate(slots if keys in found else ()):
+                values[slot] = found[keys][row].astype(parts.index.dtypes[slot])
+        return values
 
     def paths_of(self, layout: Layout, paths: Sequence[str]) -> Sequence[str]:
         """The parameters that lie at these paths of what the rule is shown."""

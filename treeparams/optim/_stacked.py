@@ -1,6 +1,7 @@
 """stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +117,12 @@ class _StackedRule(Rule):
             return tree[""] if ungrouped else tree
 
         def read(tree: PyTree) -> list[Any]:
-            return [row for its in ([tree] if ungrouped else tree.values()) for key in sorted(its) for row in its[key]]
+            stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
+            # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
+            counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
+            rows = [[None] * n if isinstance(s, optax.MaskedNode) else s for n, s in zip(counts, stacks, strict=True)]
+            found = [row for its in rows for row in its]
+            return [np.zeros(s, np.float32) if row is None else row for row, s in zip(found, shapes, strict=True)]
 
         stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
         check_same(self.tx, shapes, (stacks, apart), _reads_leaves, self.trial, _WORDS)
@@ -148,6 +154,8 @@ class _StackedRule(Rule):
             layout = trained_at(parts.layout, positions)
             own = [parts.index.by_leaf[each] for each in positions]
             its = [flags[slot] for slot in own]
+            if all(flag is True for flag in its):
+                continue
             if any(flag is not False for flag in its):
                 rested[number] = self._rested(layout, its, old, new)
                 has_moved = any(flag is True for flag in its) or jnp.any(jnp.stack(list(map(jnp.asarray, its))))
