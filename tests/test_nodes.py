@@ -242,6 +242,18 @@ def test_scan_takes_the_options_of_jax(form, options):
     np.testing.assert_allclose(outs, [want[k] for k in range(4)], 1e-5)
 
 
+def test_scan_takes_inputs_for_each_node():
+    keys = jax.random.split(jax.random.key(0), 4)
+    step = lambda x, layer, each: (layer(x) * jax.random.uniform(each["key"]), each["n"] * layer.rate)
+    inputs = {"key": keys, "n": np.arange(4, dtype=np.float32)}
+    last, outs = jax.jit(lambda s, r: r.scan(step, jnp.asarray(X), s, "layers.*", inputs))(NET_STACKS, NET_WAY)
+    x = X
+    for layer, key in zip(NET["layers"], keys, strict=True):
+        x = layer(x) * jax.random.uniform(key)
+    np.testing.assert_allclose(last, x, 1e-5)
+    np.testing.assert_allclose(outs, [0, 0.5, 1, 1.5])
+
+
 def test_groups_may_part_the_nodes():
     groups = {"q of two": ["layers.0.q", "layers.2.q"], "norms": "**.norm", "rest": "**"}
     model = {"layers": _attentions()}

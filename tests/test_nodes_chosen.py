@@ -138,7 +138,7 @@ def test_nodes_that_differ(form, layers, message):
         (
             lambda r, s: r.repeated(s, lambda m: m["dict"]),
             ValueError,
-            "returned a dict; for the nodes in it return list",
+            r"'dict' is one node, a dict; .* 'dict\.\*'",
         ),
         (lambda r, s: r.repeated(s, "layer.*"), ValueError, r"'layer\.\*' matches no node; nearest: .*layers"),
         (lambda r, s: r.part(s, "layers.9"), ValueError, "'layers.9' matches no node; nearest: .*layers"),
@@ -154,7 +154,7 @@ def test_nodes_that_differ(form, layers, message):
         (
             lambda r, s: r.repeated(s, lambda m: {"x": m["layers"][0], "y": m["dict"]}),
             ValueError,
-            "returned a dict; for the nodes in it return list",
+            "matches no node",
         ),
         (lambda r, s: r.repeated({}, "layers.*"), (TypeError, ValueError), "no such stack|expected a vector"),
         (lambda r, s: r.repeated(jax.tree.map(lambda x: x[None], s), "layers.*"), ValueError, "jax.vmap"),

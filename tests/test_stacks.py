@@ -83,7 +83,7 @@ def test_nothing_trained(model):
     assert_same(jax.jit(lambda stacks, restructure: restructure.ravel(restructure(stacks)))(stacks, restructure), {})
     assert len(restructure.view({})) == 0
     with pytest.raises(ValueError, match=r"one too many, 'float32\[3\]'"):
-        restructure(STACKS | {})
+        restructure({"float32[3]": ramp(1, 3)})
 
 
 @pytest.mark.parametrize(
