@@ -10,7 +10,8 @@ layers of 8x8 on a batch of 8. The yardstick is `jax.jit` of the model. Layers a
 `restructure.scan`; in the last column the parameters rest in the model and are stacked in each step.
 
 Further on the layers are not scanned, but all cut out of the stacks, as they are out of a vector. Large leaves are
-matrices in chains of products, in a whole step with Adam. At the end, stacks are made outside of `jit`.
+matrices in chains of products, in a whole step with Adam. "Large ones apart" has a group for each of them, so that they
+rest in stacks of one, which are not copied. At the end, stacks are made outside of `jit`.
 
 Steps donate their state, and that whole ones come to the same losses is asserted. What is built within seconds is built
 three times, in turn, and the median counts.
@@ -32,9 +33,9 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios, in_time, sweep, there_and_back
+from ._harness import Scale, Sweep, Table, Timing, Verdict, in_time, sweep, there_and_back
 from ._models import net
-from ._programs import built, in_bytes, rows, timed
+from ._programs import Program, built, rows, timed
 from ._steps import (
     IN_A_ROW,
     RATE,
@@ -53,22 +54,23 @@ from ._steps import (
 
 _JAX, _EQX, _TREE, _VECTOR, _STACKS = "jax.jit", "eqx.filter_jit", "tree", "vector", "stacks"
 _ROW_BY_ROW, _STACKED = "stacks, row by row", "optim.stacked"
-_SCANNED, _EACH_STEP = "stacks, scanned", "stacked in each step"
-_SECONDS = 4  # what takes longer to build is built once
+_EACH_STEP, _APART, _SCANNED = "stacked in each step", "large ones apart", "stacks, scanned"
+_SECONDS = 2  # what takes longer to build is built once
 _SLACK = 1.1  # a form that takes so much is still as good
 Makers = Mapping[str, Callable[[], Loop]]
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    sizes = (4, 6, 8) if scale.is_smoke else (100, 1000, 10_000)
-    for make in _STEPS.values():  # what JAX loads and traces for its first program is nobody's cost
-        make(Task(4, _CLIPPED, averages=True)).build()
-    for rule in _RULES:
-        yield from _updates(rule, (4, 6) if scale.is_smoke else (50, 200, 1000), scale)
+    sizes = (4,) if scale.is_smoke else (100, 1000, 10_000)
+    if not scale.is_smoke:
+        for make in _STEPS.values():  # what JAX loads and traces for its first program is nobody's cost
+            make(Task(4, _CLIPPED, averages=True)).build()
+    for rule in list(_RULES)[-1:] if scale.is_smoke else _RULES:
+        yield from _updates(rule, (2,) if scale.is_smoke else (50, 200, 1000), scale)
     yield from _whole_steps(sizes, scale)
-    for leaves in sizes[:1] if scale.is_smoke else (200, 1000):
+    for leaves in (4,) if scale.is_smoke else (200, 1000):
         yield _cut_out(leaves, scale)
-    yield from _large(16 if scale.is_smoke else 2048, scale)
+    yield from _large(32 if scale.is_smoke else 2048, scale)
     found = sweep(_made, scale._replace(patience=float("inf")), largest=1000)
     medians = {name: timing.median for name, timing in found.timings[max(found.timings)].items()}
     yield found.table("Made outside of `jit`", [_at_most(1 / 5, "time", medians, "tp.stack", "ravel_pytree")])
@@ -119,8 +121,9 @@ _RULES = {"Muon": optax.contrib.muon(RATE), "Adafactor": optax.adafactor(RATE, m
 
 
 def _updates(rule: str, sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
-    few, many, *_ = sizes
-    found = _sweep(functools.partial(_updating, rule), sizes, {_JAX: many, _EQX: few}, scale, is_checked=False)
+    few, many = sizes[0], sizes[-2:][0]
+    largest = {_JAX: many, _EQX: few, _STACKED: many}
+    found = _sweep(functools.partial(_updating, rule), sizes, largest, scale, is_checked=False)
     builds, steps = _builds_and_steps(found.timings[many])
     what = f"{rule}, {many} leaves:"
     targets = [_at_most(1 / 10, f"{what} build", builds, _STACKS, _JAX)]
@@ -153,7 +156,7 @@ _CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
 
 
 def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
-    _, many, most = sizes
+    many, most = sizes[-2:][0], sizes[-1]
     makers = lambda leaves: {
         name: functools.partial(make, Task(leaves, _CLIPPED, averages=True)) for name, make in _STEPS.items()
     }
@@ -243,12 +246,12 @@ def _cut_out(leaves: int, scale: Scale) -> Table:
 
 def _large(n: int, scale: Scale) -> Iterator[Table]:
     """Tables of a few large leaves, of different shapes and of one, and of large ones among small ones."""
-    half, several = n // 2, 4 if scale.is_smoke else 800
-    different = [_chain(n + 8 * i for i in range(5))]
-    yield _large_table(f"4 leaves, from {n}x{n + 8} on, each of its own shape", different, False, scale)
-    yield _large_table(f"4 leaves of {n}x{n}", [_chain([n] * 5)], False, scale)
-    both = [_chain([half] * 7), arrays(2 * several)[::2]]
-    yield _large_table(f"6 leaves of {half}x{half} and {several} of 8x8", both, True, scale)
+    half, several = n // 2, 4 if scale.is_smoke else 200
+    different = {"large": _chain(range(n, n + 40, 8))}
+    yield _large_table(f"4 large leaves, the first of {n}x{n + 8}, all of other shapes", different, scale)
+    yield _large_table(f"4 large leaves of {n}x{n}", {"large": _chain([n] * 5)}, scale)
+    both = {"large": _chain([half] * 7), "small": arrays(2 * several)[::2]}
+    yield _large_table(f"6 large leaves of {half}x{half} and {several} of 8x8", both, scale)
 
 
 def _chain(sizes: Iterable[int]) -> list[jax.Array]:
@@ -257,52 +260,46 @@ def _chain(sizes: Iterable[int]) -> list[jax.Array]:
     return jax.device_put([random.normal(0, n**-0.5, (n, m)).astype(np.float32) for n, m in pairs])
 
 
-def _large_table(title: str, chains: list[list[jax.Array]], is_mixed: bool, scale: Scale) -> Table:
+def _large_table(title: str, chains: dict[str, list[jax.Array]], scale: Scale) -> Table:
     timings, loops = _measured(_large_steps(chains), scale)
     builds, steps = _builds_and_steps(timings)
     memory = {name: loop.compiled.memory_analysis().temp_size_in_bytes for name, loop in loops.items()}
-    cells = [
-        ["trace, lower, compile", *as_ratios(list(builds.values()), in_time)],
-        ["run time", *as_ratios(list(steps.values()), in_time)],
-        ["temporary memory", *as_ratios(list(memory.values()), in_bytes)],
-    ]
+    programs = [Program(loop, builds[name], loop.cost()["flops"], memory[name]) for name, loop in loops.items()]
+    is_mixed = len(chains) > 1
     best = min(_TREE, _VECTOR, key=lambda name: steps[name]) if is_mixed else _TREE
     targets = []
-    for name in steps.keys() - {_TREE, _VECTOR}:
+    for name in list(steps)[2:]:
         targets.append(_at_most(1 if is_mixed else 1.02, f"{title}: run time", steps, name, best))
         if not is_mixed:
             targets.append(_at_most(1, f"{title}: temporary memory", memory, name, _TREE))
-    return Table(title, ["", *steps], cells, targets)
+    return Table(title, ["", *steps], rows(programs, steps.values()), targets)
 
 
-def _large_steps(chains: list[list[jax.Array]]) -> dict[str, Callable[[], Loop]]:
-    vector, to_chains = tp.ravel(chains)
-    stacks, restructure = tp.stack(chains)
-    starts = [jnp.ones((8, chain[0].shape[0])) for chain in chains]
-    product = lambda x, weight: (jnp.tanh(x @ weight), None)
+def _large_steps(chains: dict[str, list[jax.Array]]) -> dict[str, Callable[[], Loop]]:
+    task, starts = Task(0, optax.adam(RATE / 100)), {name: jnp.ones((8, len(it[0]))) for name, it in chains.items()}
+    layer = lambda x, weight: (jnp.tanh(x @ weight), None)
 
-    def error(chains: list[list[jax.Array]]) -> jax.Array:
-        ends = [
-            functools.reduce(lambda x, weight: product(x, weight)[0], chain, x)
-            for chain, x in zip(chains, starts, strict=True)
-        ]
-        return sum(jnp.mean(end**2) for end in ends)
+    def maker(form: Any, restructure: Any, is_scanned: bool = False) -> Callable[[], Loop]:
+        def end(form: Any, name: str) -> jax.Array:
+            if is_scanned:
+                return restructure.scan(layer, starts[name], form, f"{name}.*")[0]
+            return functools.reduce(lambda x, weight: layer(x, weight)[0], restructure(form)[name], starts[name])
 
-    def scanned_error(stacks: Any) -> jax.Array:
-        ends = [restructure.scan(product, x, stacks, f"{i}.*")[0] for i, x in enumerate(starts)]
-        return sum(jnp.mean(end**2) for end in ends)
-
-    def maker(params: Any, error: Callable[[Any], jax.Array]) -> Callable[[], Loop]:
-        return lambda: by_hand(Task(0, optax.adam(RATE)), lambda params, *_: error(params), tp.copy(params), averaged)
+        error = lambda form, *_: sum(jnp.mean(end(form, name) ** 2) for name in chains)
+        return lambda: by_hand(task, error, tp.copy(form), averaged)
 
     made = {
-        _TREE: maker(chains, error),
-        _VECTOR: maker(vector, lambda vector: error(to_chains(vector))),
-        _STACKS: maker(stacks, lambda stacks: error(restructure(stacks))),
+        _TREE: maker(chains, lambda chains: chains),
+        _VECTOR: maker(*tp.ravel(chains)),
+        _STACKS: maker(*tp.stack(chains)),
     }
-    if all(len({weight.shape for weight in chain}) == 1 for chain in chains):
-        made[_SCANNED] = maker(stacks, scanned_error)
-    return made
+    if chains["large"][0].shape != chains["large"][1].shape:
+        return made
+    groups = {f"{i}": f"large.{i}" for i in range(len(chains["large"]))} | {"small": "**"}
+    return made | {
+        _APART: maker(*tp.stack(chains, groups=groups)),
+        _SCANNED: maker(*tp.stack(chains), is_scanned=True),
+    }
 
 
 # -- Outside of jit ----------------------------------------------------------------------------------------------------

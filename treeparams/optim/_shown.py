@@ -216,8 +216,10 @@ class Stacks(Shown):
         form = self.form_of(parts.layout)
         own = lambda slot: jax.dtypes.canonicalize_dtype(values[slot].dtype)
         dtypes = [common_dtype(map(own, slots)) for slots in form.members]
-        blocks = [dataclasses.replace(b, dtype=dtype) for b, dtype in zip(form.blocks, dtypes, strict=True)]
-        return dataclasses.replace(form, blocks=tuple(blocks)).join(values)
+        if any(block.dtype != dtype for block, dtype in zip(form.blocks, dtypes, strict=True)):
+            blocks = [dataclasses.replace(b, dtype=dtype) for b, dtype in zip(form.blocks, dtypes, strict=True)]
+            form = dataclasses.replace(form, blocks=tuple(blocks))
+        return form.join(values)
 
     def read(self, parts: Parts[Any], shown: PyTree) -> list[Any]:
         """One value per slot, in the slot's dtype, `None` where `optim.groups` masks another group."""
