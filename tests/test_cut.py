@@ -226,6 +226,23 @@ def test_rows_that_are_not_read():
     assert np.count_nonzero(only_some(lambda s: CUT(s)[5:9])) == np.count_nonzero(ROWS[5:9])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_many_rows_outside_of_a_trace(dtype):
+    counts = {(): 65, (1, 2): 64, (2,): 129, (2, 2): 1, (3, 0): 70}
+    leaves = [np.full(shape, n + 100 * i, np.float32) for i, shape in enumerate(counts) for n in range(counts[shape])]
+    leaves += [np.full((2,), -n, np.float32) for n in range(3)]  # rows of one shape need not be neighbours
+    model = list(map(jnp.asarray, leaves))
+    stacks, way = tp.stack(model)
+    for shape in counts:
+        want = np.stack([leaf for leaf in leaves if leaf.shape == shape])
+        np.testing.assert_array_equal(stacks[f"float32[{','.join(map(str, shape))}]"], want)
+    back = way(jax.tree.map(lambda x: np.asarray(x).astype(dtype), stacks))
+    assert {leaf.dtype.name for leaf in back} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, back, model)
+    jax.jit(lambda stacks: jax.tree.map(lambda x: x + 1, stacks), donate_argnums=0)(stacks)
+    jax.tree.map(np.testing.assert_array_equal, model, leaves)  # in buffers of their own
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what is looked at here is XLA's code for CPUs")
 def test_rows_share_their_kernels():
     program = jax.jit(CUT).lower(ROWS).compile().as_text()

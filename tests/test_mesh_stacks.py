@@ -179,6 +179,21 @@ def test_frozen_arrays_lie_as_they_did(kind):
 
 
 @axes
+@pytest.mark.parametrize("within", [False, True])
+def test_many_rows_outside_of_a_trace(kind, within):
+    mesh = mesh_of(kind, 2)
+    model = [put(ramp(2, 2, start=k), mesh, "x", None) for k in range(130)]
+    with set_mesh(mesh) if within else jax.default_device(None):
+        stacks, restructure = tp.stack(model)
+        assert spec_of(stacks["float32[2,2]"]) == (None, "x", None)
+        along_rows = {"float32[2,2]": put(stacks["float32[2,2]"], mesh, "x", None, None)}
+        for given in (stacks, along_rows):
+            jax.tree.map(np.testing.assert_array_equal, restructure(given), model)
+        assert {spec_of(leaf) for leaf in restructure(stacks)} == {("x", None)}
+        np.testing.assert_array_equal(restructure.repeated(along_rows, "*"), np.stack(list(map(np.asarray, model))))
+
+
+@axes
 def test_stacks_in_shard_map(kind):
     mesh = mesh_of(kind)
     want = jax.grad(lambda s: smooth(WAY(s)) + by_scan(s, WAY))(STACKS)

@@ -47,7 +47,6 @@ def test_one_array_for_each_shape_and_dtype_with_rows_in_tree_order():
     assert LAYOUT["f32.other"][-2:] == (LAYOUT["f32.other"].key, LAYOUT["f32.other"].row) == ("float32[2,3]", 1)
     line = next(line for line in str(LAYOUT).splitlines() if line.startswith("f32.other"))
     assert line.split()[1:3] == ["float32[2,3]", "1"]
-    assert "stacks" in repr(RESTRUCTURE)
 
 
 def test_the_model_comes_back_with_its_dtypes_and_ties():
@@ -160,7 +159,6 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             TypeError,
             r"'float32\[2\]'.*'a.0', .* floating dtype; got int",
         ),
-        (lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), bool)}), TypeError, "floating dtype; got bool"),
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), "F")}),
             TypeError,
@@ -168,7 +166,6 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         ),
         (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got float"),
         (lambda: WAY(ROWS["float32[2]"]), TypeError, r"as of tp.stack, a dictionary, got float32\[2,2\]"),
-        (lambda: WAY(list(ROWS.values())), TypeError, "as of tp.stack, a dictionary, got list"),
         (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*View"),
         (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*mappingproxy"),
         (lambda: WAY(GROUPED), ValueError, r"one too many, 'float32\[2(,2)?\]' of group '(vectors|rest)'"),
@@ -198,7 +195,6 @@ def test_what_is_refused(use, error, message):
         {"float32[3]": ramp(2, 3)},
         {"deep": [{"bfloat16[]": ramp(4)}]},
         {"float32[2,2]": ramp(1, 2, 2, dtype=jnp.float16)},  # whatever its own dtype
-        {"float32[3]": ramp(2, 3), "other": ramp(2)},
     ],
 )
 def test_a_model_that_reads_like_stacks_is_refused(model):
@@ -283,7 +279,6 @@ def test_a_group_left_empty_and_a_tie_by_its_own_path():
         ({"x": "a", "rest": "b*"}, ValueError, r"'b\*' selects nothing"),
         ({"x": "n", "rest": "**"}, ValueError, "'n' selects no parameter"),
         ({"x": "t", "rest": "**"}, ValueError, "'t' selects only 't', which is tied to 'm'; write that one"),
-        ({}, ValueError, "in no group: 'a.0'"),
         (["**"], TypeError, r"groups is a dictionary \{name: where\}, got"),
         ({3: "**"}, TypeError, r"groups is a dictionary \{name: where\}, got"),
     ],

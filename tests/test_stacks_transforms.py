@@ -26,7 +26,7 @@ def _frozen(start):
         "same shape": [Norm(ramp(3), jnp.asarray(bits)), Norm(ramp(3), ramp(3, start=start))],
         "ints": [jnp.arange(3) + int(start), jnp.arange(3) * 2, jnp.array([True, False]), jnp.array([False, False])],
         "keys": [jax.random.key(int(start)), jax.random.key(1), jax.random.PRNGKey(2), jax.random.PRNGKey(3)],
-        "numpy": [np.arange(3), np.arange(3), np.arange(2, dtype=np.int8)],
+        "numpy": [np.array([2**40, 1]), np.array([2**40, 2]), np.arange(2, dtype=np.int8)],  # JAX has no such int
         "weak": [jnp.asarray(1.0), jnp.asarray(2.0), jnp.asarray(3), jnp.asarray(4)],
         "values": Pair(jnp.tanh, (7, 0.5, True, "name", None)),
         "tied": [FROZEN_TWICE, FROZEN_TWICE, ramp(1, 2)],
