@@ -267,3 +267,18 @@ def test_each_model_of_an_ensemble_has_flags_of_its_own():
     for i in range(2):
         member = functools.partial(jax.tree.map, lambda leaf, i=i: leaf[i])
         assert_close(member(together), jax.jit(run)(member(nets), flags[i]), 1e-6)
+
+
+def test_more_layers_take_no_more_masks():
+    tx = optim.stacked(rows(optax.sgd(0.1, momentum=0.9)))
+
+    def masks(layers):
+        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
+
+        def one(net, state, flags):
+            return tx.update(net, state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
+
+        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
+        return text.count("stablehlo.select") + text.count("call @_where")
+
+    assert masks(9) == masks(3) > 0

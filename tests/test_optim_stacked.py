@@ -12,7 +12,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from .zoo import assert_same
+from .zoo import assert_close, assert_same
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -62,7 +62,7 @@ EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "clip and lamb": lambda of: optax.chain(clip(0.5), of(optax.lamb(0.1))),
     "optax's clip and adamw": lambda of: optax.chain(optax.clip_by_global_norm(0.5), of(optax.adamw(0.1))),
     "adamw as it is": lambda of: optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.5),
-    "injected": lambda of: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3)),
+    "injected": lambda of: optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.1),
     "MultiSteps around": lambda of: optax.MultiSteps(of(optax.lamb(0.1)), 2),
     "apply_if_finite around": lambda of: optax.apply_if_finite(of(optax.lion(0.1)), 3),
     "groups in a chain": _groups,
@@ -88,6 +88,26 @@ def test_equals_optax_leaf_by_leaf(name):
         here, wide, start = (tp.trainables(tree)[path].astype(jnp.float32) for tree in (got, want, params))
         assert (float(jnp.max(jnp.abs(wide - start))) > 1e-3) is not (name == "layers at rest" and "layers" in path)
         np.testing.assert_allclose(here, wide, *[1e-2 if leaf.dtype == jnp.bfloat16 else 1e-6] * 2)
+
+
+def test_plain_optax_and_averages_of_stacks_are_those_of_the_leaves():
+    stacks, restructure = tp.stack(_model(), LAYOUT)
+    tx, leaves = optax.chain(clip(0.5), optax.adamw(0.1)), tp.trainables(_model(), LAYOUT)
+
+    @jax.jit
+    def run(params):
+        state, ema, average = tx.init(params), tp.Ema(params, 0.5, debias=True), params
+        for _ in range(2):
+            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+            params = optax.apply_updates(params, updates)
+            ema, average = ema.update(params), tp.ema(average, params, decay=0.5)
+        return [params, ema.average, average, tp.copy(updates)], tp.global_norm(params)
+
+    (got, norm), (want, whole) = run(stacks), run(leaves)
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(tp.trainables(restructure(ours), LAYOUT), theirs, 1e-2)
+        assert_close(tp.trainables(restructure(ours), LAYOUT)["embed"], theirs["embed"], 1e-6)
+    np.testing.assert_allclose(norm, whole, 1e-6)
 
 
 # -- What is refused at init -------------------------------------------------------------------------------------------
