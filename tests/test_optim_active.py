@@ -1,8 +1,11 @@
 """Rows of stacks that wait: another layer each step in one program, and what has no gradient."""
 
 import functools
+import warnings
 
 import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,7 +202,8 @@ def test_rows_without_a_gradient_wait_and_have_no_update(name):
     assert_same((updates["layers"], after), (flagged["layers"], same))
     assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
     if name == "None":
-        assert optim.apply_updates(net, updates)["out"] is net["out"]
+        stepped = optim.apply_updates(net, updates)
+        assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
         updates, _ = CLIPPED.update(grads, state, net, active={"**": False, "layers.0": True, "out": True})
         assert (updates["out"], _moved(updates)) == (None, {"layers.0.w", "layers.0.b"})
         updates, unmoved = CLIPPED.update({}, state, net)
@@ -250,6 +254,30 @@ def test_a_frozen_row_takes_its_own_clock_with_it():
     assert "layers.1.w" not in _moved(updates)
     counts = {i: [int(c) for c in run[1].states[key][0].count] for i, run in enumerate(last.runs)}
     assert sorted(counts.values()) == [[2, 1], [3]]
+
+
+AS_ONE, AS_LEAVES = (form(rows(optax.adamw(0.1))) for form in (optim.stacked, optim.trainable))
+some = st.sets(st.sampled_from("abcd"))
+
+
+@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=6))
+def test_any_history_is_that_of_gradients_that_are_missing_leaf_by_leaf(stages):
+    with jax.numpy_dtype_promotion("standard"):
+        model = {"a": ramp(2, 3), "b": ramp(3), "c": ramp(2, 3, start=2), "d": ramp(2, 3, start=4)}
+        got, ours = model, AS_ONE.init(model)
+        want, theirs = model, AS_LEAVES.init(model)
+        for trained, waiting, missing, is_traced in stages:
+            ours = optim.set_trainable(AS_ONE, ours, model, sorted(trained))
+            theirs = optim.set_trainable(AS_LEAVES, theirs, model, sorted(trained))
+            flag = jnp.array(False) if is_traced else False
+            gradient = lambda net, without: {k: None if k in without else jnp.cos(3 * x) for k, x in net.items()}
+            active = dict.fromkeys(trained & waiting, flag)
+            with warnings.catch_warnings(action="ignore"):  # that no gradient has come yet
+                got, ours = optim.step(AS_ONE, gradient(got, missing), ours, got, active=active)
+                want, theirs = optim.step(AS_LEAVES, gradient(want, missing | waiting), theirs, want)
+            assert sorted(map(int, ours.counts)) == sorted(map(int, theirs.counts))
+        assert_close(got, want, 1e-6)
 
 
 def test_each_model_of_an_ensemble_has_flags_of_its_own():
