@@ -87,8 +87,9 @@ def stack(
 
     **What it costs.** Hold on to the stacks between steps: to stack a tree anew in each step costs the copies that it
     saves. As of a vector, leaves that `restructure(stacks)` cuts out exist beside the stacks while a step runs; those
-    of a shape of their own do not, nor do layers that are scanned. Frozen arrays of one shape are stacked too, once, by
-    `restructure`, so that layers are scanned with what is frozen in them.
+    of a shape of their own do not, nor do layers that are scanned. Large leaves of one shape that are not scanned are
+    best each in a group of its own, a stack of one, of which a compiled step makes no copy. Frozen arrays of one shape
+    are stacked too, once, by `restructure`, so that layers are scanned with what is frozen in them.
 
     Args:
         model: any pytree.

@@ -34,7 +34,7 @@ class Joined:
     """Arrays that lie one after another in one: in a vector, or, all of one shape, as the rows of a stack."""
 
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[Any, ...]  # of each; none of frozen arrays, which are as they lie in it
     dtype: Any  # of the whole
     length: int  # of the first axis, with the padding
     rank: int = 0  # the number of axes of a row; in a vector none is kept
@@ -208,10 +208,11 @@ def _join(form: Form, arrays: Sequence[Any]) -> PyTree:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _cut(blocks: tuple[Joined, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
-    return [
-        list(map(cast, cut(whole(block, leaf), block.shapes, block.rank), block.dtypes))
-        for block, leaf in zip(blocks, leaves, strict=True)
-    ]
+    found = []
+    for block, leaf in zip(blocks, leaves, strict=True):
+        pieces = cut(whole(block, leaf), block.shapes, block.rank)
+        found.append(list(map(cast, pieces, block.dtypes)) if block.dtypes else pieces)
+    return found
 
 
 # Outside of a trace, many rows are joined and cut some at a time. A program with a thousand operands takes seconds to

@@ -279,7 +279,7 @@ def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
     found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
     if not found:
         path = index.structure.paths[min(leaves)]
-        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}, which has no place in the vector")
+        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}; layout.thaw({path!r}) trains it")
     return tuple(sorted(found))
 
 

@@ -6,7 +6,6 @@ operations as few, forwards and backwards. (Each leaf by itself would be a strid
 padded copy of the whole stack.)
 """
 
-import itertools
 import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._joined import Form, cast, whole, with_gaps
-from ._mesh import alike
+from ._mesh import alike, is_sharded
 from ._nodes import check_alike, find_nodes, subtreedefs
 from ._parts import Rest, index_in, others
 from ._primitives import cut, join
@@ -79,7 +78,8 @@ class Source:
 
     def _value(self, block: int, number: int, alias: Alias | None, array: jax.Array) -> Any:
         """The value at a place, or of several that are stacked, from what is cut."""
-        array = cast(array, self.blocks[block].dtypes[number])
+        dtypes = self.blocks[block].dtypes
+        array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
     def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
@@ -87,12 +87,16 @@ class Source:
         shape = lambda place: None if place.block is None else self.blocks[place.block].shapes[place.number]
         kind = lambda place: (place.block, shape(place), place.alias and place.alias.transforms)
         nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
-        runs, start = [], 0
-        for _, same in itertools.groupby(nodes):
-            stop = start + len(list(same))
-            runs.append(self._run([column[start:stop] for column in columns]))
-            start = stop
-        return runs[0] if len(runs) == 1 else [jnp.concatenate(alike(pieces)) for pieces in zip(*runs, strict=True)]
+        of_kind: dict[Any, list[int]] = {}
+        for node, its in enumerate(nodes):
+            of_kind.setdefault(its, []).append(node)
+        runs = [self._run([[column[node] for node in its] for column in columns]) for its in of_kind.values()]
+        if len(runs) == 1:
+            return runs[0]
+        order = np.argsort([node for its in of_kind.values() for node in its])
+        joined = [jnp.concatenate(alike(pieces)) for pieces in zip(*runs, strict=True)]
+        is_in_order = np.array_equal(order, np.arange(len(order)))
+        return joined if is_in_order else [_reordered(each, order) for each in joined]
 
     def _run(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
         """As `along`, of nodes in which each leaf has its value from the same joined array."""
@@ -132,6 +136,14 @@ class Source:
             return [arrays[j] for j in range(len(columns))]
         picked = self.pick(number, {each for column in columns for each in column})
         return [_stacked([picked[each] for each in column]) for column in columns]
+
+
+def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:
+    if is_sharded(array):  # JAX does not know where what is taken by indices lies
+        shape = array.shape[1:]
+        rows = cut(array, (shape,) * len(order), len(shape))
+        return _stacked([rows[i] for i in order])
+    return array.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 
 def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -187,7 +199,7 @@ def repeated(source: Source, where: Where) -> Repeated:
                     raise ValueError(
                         f"{paths[0]!r} and {paths[1]!r}, which are no arrays, differ; numbers that differ can be arrays"
                     )
-        elif len(set(places)) == 1:
+        elif len({(place.block, place.number, place.alias and place.alias.transforms) for place in places}) == 1:
             same[j] = places[0]
         else:
             several[j] = places

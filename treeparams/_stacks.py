@@ -1,5 +1,6 @@
 """Stacks: the slots of one shape and dtype as one array; what reads like one; and the frozen arrays, stacked too."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from ._joined import Form, Joined
 from ._layout import Layout, index_of
@@ -91,15 +93,16 @@ def held_of(arrays: Sequence[Any]) -> Form:
     """The stacks of those arrays of which there are several of one shape and dtype."""
     alike: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
-        # A stack has no weak type, JAX joins no keys, and what lies on other devices stays there.
+        # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
+        # stays there.
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if is_key or getattr(array, "weak_type", False):
+        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_sharded(array) or split(array) is not None:
             continue
-        if isinstance(array, np.ndarray) or (not is_sharded(array) and split(array) is None):
-            where = getattr(array, "sharding", None) if getattr(array, "committed", False) else None
-            alike.setdefault((describe(array), where), []).append(i)
+        where = array.sharding if not isinstance(array, Tracer) and array.committed else None
+        alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
-    return _form({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
+    form = _form({f"{i:06}": rows for i, rows in enumerate(several)}, [""] * len(arrays), arrays)
+    return dataclasses.replace(form, blocks=tuple(dataclasses.replace(block, dtypes=()) for block in form.blocks))
 
 
 def _form(tree: Any, paths: Sequence[str], slots: Sequence[Any]) -> Form:

@@ -80,7 +80,7 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
         raise ValueError(ONE)
     rule: Any = extended(tx)
     limit = None if at_once is None else count_of("at_once", at_once, "rows")
-    known = set[jax.ShapeDtypeStruct]()  # rows of which it is known that `tx` treats them one by one
+    known = set[Any]()  # rows, with the names of extra arguments, that `tx` treats one by one
 
     def over_rows(f: Callable[..., Any], *args: Any) -> Any:
         if limit is None or limit >= len(args[0]):
@@ -144,15 +144,14 @@ def _like(treedef: Any, tree: PyTree) -> list[Any]:
         ) from error
 
 
-def _check(
-    rule: Any, known: set[jax.ShapeDtypeStruct], leaves: Iterable[tuple[Any, Any]], extra: dict[str, Any] | None = None
-) -> None:
+def _check(rule: Any, known: set[Any], leaves: Iterable[tuple[Any, Any]], extra: dict[str, Any] | None = None) -> None:
     """Checks that a rule treats rows like those of these leaves one by one, which it does for those that are known."""
     kinds = {(_row_shape(path, leaf), jnp.result_type(leaf)) for path, leaf in leaves}
     by_size = sorted(kinds, key=lambda kind: (math.prod(kind[0]), kind[0], str(kind[1])))
     # Of each rank the largest: rules treat matrices and vectors, or large axes and small ones, in different ways.
     rows = [*{len(shape): jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in by_size}.values()]
-    if known.issuperset(rows):
+    seen = {(row, frozenset(extra or ())) for row in rows}
+    if known.issuperset(seen):
         return
     for row in rows:
         _check_alone(rule, row)
@@ -171,7 +170,7 @@ def _check(
             f"optim.per_leaf is for rules that treat each leaf for itself, and of this one {reason}. Put what "
             "concerns all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
         )
-    known.update(rows)
+    known.update(seen)
 
 
 def _check_alone(rule: Any, row: jax.ShapeDtypeStruct) -> None:

@@ -129,52 +129,61 @@ class _StackedRule(Rule):
         self._tried |= kinds
 
     def _steps(
-        self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]
+        self,
+        parts: Parts[Any],
+        gradients: list[Any],
+        state: TrainableState,
+        extra: dict[str, Any],
+        run: Callable[..., tuple[Any, Any]] | None = None,
     ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
         """As of any rule, over all rows; then those that are not active have not moved."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
-        filled = _filled(parts, gradients, flags)
-        canonical = lambda grads: parts.canonical(_filled(parts, self.read_gradients(parts, grads), flags))
-        if "grad" in extra:
-            extra["grad"] = canonical(extra["grad"])
-        if "grad_fn" in extra:
-            grad_fn = extra["grad_fn"]
-            extra["grad_fn"] = functools.wraps(grad_fn)(lambda *args, **kwargs: canonical(grad_fn(*args, **kwargs)))
-        steps, runs, counts = super()._steps(parts, filled, state, extra)
+        filled = lambda its: [jnp.zeros_like(p) if g is None else g for p, g in zip(parts.slots, its, strict=True)]
+        whole = lambda grads: parts.canonical(filled(self.read_gradients(parts, grads)))
+        _of_gradients(extra, whole)
         if all(flag is True for flag in flags):
-            return steps, runs, counts
-        # -0.0 is the number that changes none when it is added: -0.0 + 0.0 is 0.0.
-        steps = [
-            step if flag is True else None if gradient is None else jnp.where(flag, step, -jnp.zeros_like(step))
-            for step, gradient, flag in zip(steps, gradients, flags, strict=True)
-        ]
+            return super()._steps(parts, gradients, state, extra)
+        rows_of = _rows(flags)
+        form = self.form.form_of(parts.layout)
+        rows = [rows_of(slots) for slots in form.members]
+
+        # In stacks, all rows of one at once: an operation for each leaf would take as long to compile as all the rest.
+        def mask(tree: PyTree, otherwise: float) -> PyTree:
+            leaves, treedef = jtu.tree_flatten(tree)
+            zeros = [jnp.array(otherwise, leaf.dtype) for leaf in leaves]
+            return jtu.tree_unflatten(treedef, list(map(jnp.where, map(_beside, rows, leaves), leaves, zeros)))
+
+        def masked_run(shown: PyTree, before: Any, params: PyTree, **further: Any) -> tuple[PyTree, Any]:
+            _of_gradients(further, lambda grads: mask(grads, 0.0))
+            made, after = self.tx.update(mask(shown, 0.0), before, params, **further)
+            return mask(made, -0.0), after  # the number that changes none when it is added: -0.0 + 0.0 is 0.0
+
+        steps, runs, counts = super()._steps(parts, filled(gradients), state, extra, masked_run)
+        steps = [None if gradient is None else step for step, gradient in zip(steps, gradients, strict=True)]
         rested = list(runs)
         for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
-            layout = trained_at(parts.layout, positions)
             own = [parts.index.by_leaf[each] for each in positions]
             its = [flags[slot] for slot in own]
             if all(flag is True for flag in its):
                 continue
-            if any(flag is not False for flag in its):
-                rested[number] = self._rested(layout, its, old, new)
-                has_moved = any(flag is True for flag in its) or jnp.any(jnp.stack(list(map(jnp.asarray, its))))
-                counts[number] = state.counts[number] + jnp.asarray(has_moved, jnp.int32)
+            layout = trained_at(parts.layout, positions)
+            if all(flag is False for flag in its):
+                rested[number], counts[number] = old, state.counts[number]
+                if all(gradients[slot] is None for slot in own):
+                    self.warn_of_no_gradient(layout, counts[number])
                 continue
-            rested[number], counts[number] = old, state.counts[number]
-            if all(gradients[slot] is None for slot in own):
-                self.warn_of_no_gradient(layout, counts[number])
+            members = self.form.form_of(layout).members
+            rested[number] = self._rested(layout, [rows_of([own[i] for i in slots]) for slots in members], old, new)
+            counts[number] = state.counts[number] + jnp.any(rows_of(own)).astype(jnp.int32)
         return steps, tuple(rested), counts
 
-    def _rested(self, layout: Layout, flags: Sequence[Any], old: PyTree, new: PyTree) -> PyTree:
+    def _rested(self, layout: Layout, rows: Sequence[Any], old: PyTree, new: PyTree) -> PyTree:
         """The new state of active rows, and the old one of the others."""
-        rows = [jnp.stack([jnp.asarray(flags[slot]) for slot in slots]) for slots in self.form.form_of(layout).members]
 
         def choose(path: Any, before: Any, after: Any) -> Any:
             block = self.form.rows_in(layout, path, before)
-            if block is None:
-                return after
-            return jnp.where(rows[block].reshape(-1, *[1] * (before.ndim - 1)), after, before)
+            return after if block is None else jnp.where(_beside(rows[block], before), after, before)
 
         def visit(path: Any, before: Any, after: Any) -> Any:
             if isinstance(before, PerLeafState):
@@ -192,12 +201,26 @@ class _StackedRule(Rule):
         return jtu.tree_map_with_path(visit, old, new, is_leaf=is_whole)
 
 
-def _filled(parts: Parts[Any], gradients: Sequence[Any], flags: Sequence[Any]) -> list[Any]:
-    """The gradients with zeros where there is none, and where a parameter waits."""
-    return [
-        jnp.zeros_like(own) if gradient is None else gradient if flag is True else jnp.where(flag, gradient, 0)
-        for own, gradient, flag in zip(parts.slots, gradients, flags, strict=True)
-    ]
+def _of_gradients(extra: dict[str, Any], change: Callable[[PyTree], PyTree]) -> None:
+    """Changes the gradients among extra arguments, and those that a function among them gives."""
+    if "grad" in extra:
+        extra["grad"] = change(extra["grad"])
+    if "grad_fn" in extra:
+        grad_fn = extra["grad_fn"]
+        extra["grad_fn"] = functools.wraps(grad_fn)(lambda *args, **kwargs: change(grad_fn(*args, **kwargs)))
+
+
+def _rows(flags: Sequence[Any]) -> Callable[[Sequence[int]], jax.Array]:
+    """From some slots to their flags as one array. Many slots have the same flag, and each is stacked once."""
+    key = lambda flag: flag if isinstance(flag, bool) else id(flag)
+    distinct = {key(flag): flag for flag in flags}
+    numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+    stacked = jnp.stack([jnp.asarray(flag) for flag in distinct.values()])
+    return lambda slots: stacked[np.array([numbers[key(flags[slot])] for slot in slots])]
+
+
+def _beside(rows: jax.Array, stack: Any) -> jax.Array:
+    return rows.reshape(-1, *[1] * (stack.ndim - 1))
 
 
 def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:

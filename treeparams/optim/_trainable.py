@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -158,7 +158,12 @@ class Rule:
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
 
     def _steps(
-        self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]
+        self,
+        parts: Parts[Any],
+        gradients: list[Any],
+        state: TrainableState,
+        extra: dict[str, Any],
+        run: Callable[..., tuple[Any, Any]] | None = None,  # in place of the rule's own update
     ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
         """The step of each slot, and the next state and count of each history.
 
@@ -177,7 +182,8 @@ class Rule:
         further = {name: self._argument(parts, here, name, value) for name, value in extra.items()} if extra else {}
         layouts = [layout] if len(state.runs) == 1 else [trained_at(layout, each) for each in state.roles.running]
         histories = list(map(History, layouts, state.runs))
-        update = lambda before: self.tx.update(shown[0], before, shown[1], **further)
+        run = self.tx.update if run is None else run
+        update = lambda before: run(shown[0], before, shown[1], **further)
         if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
             update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps, runs, counts = [None] * len(gradients), list(state.runs), list(state.counts[: len(state.runs)])
