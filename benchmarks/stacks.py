@@ -235,7 +235,7 @@ def _large(scale: Scale) -> Iterator[Table]:
     longer = scale._replace(seconds=4 * scale.seconds)
     n, half, several = (32, 16, 2) if scale.is_smoke else (2048, 1024, 200)
     different = {"large": _chain(range(n, n + 40, 8))}
-    yield _large_table(f"4 large leaves, the first of {n}x{n + 8}, all of other shapes", different, longer)
+    yield _large_table(f"4 large leaves, from {n}x{n + 8} on, each of another shape", different, longer)
     if not scale.is_smoke:
         yield _large_table(f"4 large leaves of {n}x{n}", {"large": _chain([n] * 5)}, longer)
     both = {"large": _chain([half] * 7), "small": arrays(2 * several)[::2]}
