@@ -89,7 +89,8 @@ def stack(
     saves. As of a vector, leaves that `restructure(stacks)` cuts out exist beside the stacks while a step runs; those
     of a shape of their own do not, nor do layers that are scanned. Large leaves of one shape that are not scanned are
     best each in a group of its own, a stack of one, of which a compiled step makes no copy. Frozen arrays of one shape
-    are stacked too, once, by `restructure`, so that layers are scanned with what is frozen in them.
+    are stacked too, once, by `restructure`, so that layers are scanned with what is frozen in them; where most is
+    frozen and nothing is scanned, take `tp.ravel` or `tp.partition`, which hold it as it is and copy nothing.
 
     Args:
         model: any pytree.

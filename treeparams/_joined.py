@@ -216,11 +216,14 @@ def _cut(blocks: tuple[Joined, ...], leaves: Sequence[Any]) -> list[list[jax.Arr
 
 
 # Outside of a trace, many rows are joined and cut some at a time. A program with a thousand operands takes seconds to
-# compile, and is needed once; one for 64 rows serves all.
+# compile, and is needed once; one for 64 rows serves all. Not so large rows, which would be held twice meanwhile.
 _AT_ONCE = 64
+_LARGE = 2**20  # bytes
 
 
 def _join_rows(block: Joined, rows: Sequence[Any]) -> jax.Array:
+    if math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE:
+        return _join_block(block, rows)
     parts = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
     stacks = [_join_block(_rows_of(block, len(part)), part) for part in parts]
     shapes = tuple(stack.shape for stack in stacks)

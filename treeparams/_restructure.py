@@ -61,7 +61,7 @@ class Restructure(Generic[M]):
 
         Returns:
             The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and all
-            else as they were.
+            else as they were. (Beside stacks, frozen arrays of one shape are cut out too, and so are new objects.)
 
         Raises:
             ValueError: another shape; a stack too many, or missing.

@@ -211,7 +211,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
         model: any pytree. No state is made of it.
-        state: a state of `tx`: what trains is then what it says, and the histories and their counts are shown.
+        state: a state of `tx`: what trains is then what it says, and the histories and their counts are shown. Steps in
+            which a row of stacks waited (`active=`) are counted too; its own count is in the state.
 
     Returns:
         What prints as this table; groups within groups stand with a slash.

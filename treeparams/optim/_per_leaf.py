@@ -115,6 +115,7 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+_KINDS = 6  # of rows; each takes some 10 ms
 _is_nothing: Callable[[Any], bool] = lambda node: node is None or isinstance(node, optax.MaskedNode)
 
 
@@ -148,8 +149,9 @@ def _check(rule: Any, known: set[Any], leaves: Iterable[tuple[Any, Any]], extra:
     """Checks that a rule treats rows like those of these leaves one by one, which it does for those that are known."""
     kinds = {(_row_shape(path, leaf), jnp.result_type(leaf)) for path, leaf in leaves}
     by_size = sorted(kinds, key=lambda kind: (math.prod(kind[0]), kind[0], str(kind[1])))
-    # Of each rank the largest: rules treat matrices and vectors, or large axes and small ones, in different ways.
-    rows = [*{len(shape): jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in by_size}.values()]
+    # Of many, the largest of each rank: rules treat matrices and vectors, or large and small axes, in different ways.
+    several = by_size if len(by_size) <= _KINDS else {len(shape): (shape, dtype) for shape, dtype in by_size}.values()
+    rows = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in several]
     seen = {(row, frozenset(extra or ())) for row in rows}
     if known.issuperset(seen):
         return

@@ -184,11 +184,11 @@ class Stacks(Shown):
 
     @functools.cached_property
     def _has_groups(self) -> bool:
-        """Whether `optim.groups` is in the rule, or may be."""
+        """Whether `optim.groups` is in the rule."""
         try:
             return bool(nodes_of(GroupsState, jax.eval_shape(self._tx.init, Grouped())))
-        except Exception:  # some rules want at least one leaf
-            return True
+        except Exception:  # it has a mask for other trees, or wants a leaf
+            return False
 
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
         """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
