@@ -65,7 +65,8 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     Args:
         tx: any Optax transformation that treats each leaf for itself.
         at_once: how many rows of a stack run together (`jax.lax.map`), which bounds the memory for what is computed
-            between; `None` is all.
+            between; `None` is all. On a CPU a few are faster for rules that are mostly products: Muon over 1000
+            matrices of 64x64 takes half the time with `at_once=1`.
 
     Returns:
         A transformation with a `PerLeafState`. Extra arguments of `update` go to every row as they are.
