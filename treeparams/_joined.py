@@ -1,7 +1,7 @@
 """The forms in which trained parameters rest beside the tree: one vector, or stacks. Each is a tree of joined arrays.
 
-A form is static, and of slots it knows shapes and dtypes alone, so that like models share programs. Those that are
-compiled for it hold on to it, and a layout holds on to static functions and all that these have captured.
+A form is static, and of slots it knows shapes and dtypes alone, so that like models share programs. Compiled programs
+keep their form alive, so it must not hold a layout, which keeps static functions and what they have captured.
 """
 
 import dataclasses

@@ -87,7 +87,7 @@ def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[S
     """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
-    if len(spans) == 1 and cls in (list, tuple, dict) and _is_named(structure, where):
+    if len(spans) == 1 and cls in (list, tuple, dict) and _is_one(structure, where, cls):
         inner = f"{first.path}.*".lstrip(".")
         raise ValueError(f"{first.path!r} is one node, a {cls.__name__}; for the nodes in it write {inner!r}")
     for span in spans[1:]:
@@ -100,16 +100,16 @@ def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[S
     return spans
 
 
-def _is_named(structure: Structure, where: Any) -> bool:
-    """Whether a `where` names a single node, which a glob over nodes does not, though there may be but one."""
+def _is_one(structure: Structure, where: Any, cls: type | None) -> bool:
+    """Whether a `where` that found one list, or dictionary, means that and not the nodes in it.
+
+    A glob may stand for the layers of a net of which there is one, a dictionary; hardly for one that is a list.
+    """
     if isinstance(where, str):
-        last = "".join(split_path(where)[-1:])
-        return last == "**" or not set("*?[") & set(last)
-    if isinstance(where, re.Pattern):
-        return where.pattern == re.escape(where.pattern)
+        return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
     if isinstance(where, (list, tuple)):
-        return all(_is_named(structure, each) for each in where)
-    return isinstance(where, type) or not _pointed_at(structure, where)[1]
+        return all(_is_one(structure, each, cls) for each in where)
+    return isinstance(where, (type, re.Pattern)) or not _pointed_at(structure, where)[1]
 
 
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:

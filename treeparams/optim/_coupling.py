@@ -23,8 +23,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# What calls one program with its own operands. Of others with a program, such as reductions, it does not say how often
-# and with what it is called.
+# What calls one program with its own operands. Other operations hold a program too, such as reductions, but not how it
+# is called: their results get the marks of all operands.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"} | {
     "custom_jvp_call",
     "custom_vjp_call",

@@ -72,7 +72,8 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
 
     It is `optax.partition` with labels by path, within `optim.trainable`: each rule sees the leaves of its group alone,
     so a norm in it is that of the group. **A tie is one parameter and goes where its own path goes**, the one that
-    `tp.layout(model)` lists; an alias cannot be named. A group all of whose leaves are frozen is empty.
+    `tp.layout(model)` lists; an alias cannot be named. A group all of whose leaves are frozen is empty. Of stacks in
+    groups, as `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name.
 
     Args:
         transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.

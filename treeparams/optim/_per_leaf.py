@@ -49,15 +49,17 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     ((4, 2, 3), Array([1, 1, 1, 1, 1], dtype=int32))
 
     It is plain Optax, of any tree. **A stack** is an array in a dictionary under the key of its rows, as `tp.stack`
-    makes it: `"float32[2,3]"` over shape `(k, 2, 3)`. Its rows are leaves to `tx`, through `jax.vmap`; any other array
-    is one leaf. So rules that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are right on stacks and compile as
-    one program for each shape; what treats elements alike (`optax.adam`) needs none of this.
+    makes it: `"float32[2,3]"` over shape `(k, 2, 3)`, in any floating dtype. Its rows are leaves to `tx`, through
+    `jax.vmap`; any other array is one leaf. So rules that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are
+    right on stacks and compile as one program for each shape; what treats elements alike (`optax.adam`) needs none of
+    this.
 
     `tx` sees one bare array, and no names: `optim.groups` stands around it, masks and labels within it are functions,
     `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **What couples leaves is refused** - norms of the
     whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - and so is what draws random numbers, of which all rows
-    would get the same. Put these around it, in a chain as above. It is found in the programs of `tx`, once, in 5 to 200
-    ms. `optax.MultiSteps` belongs around it, too: within, each row decides for itself, so each call computes the step.
+    would get the same. Put these around it, in a chain as above. Coupling is read from the programs of `tx`, once for
+    each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within, each row decides for itself,
+    so each call computes the step.
 
     **`None` is not zero**, nor is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state, count
     included, waits. All rows of a stack move together.
@@ -65,8 +67,9 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     Args:
         tx: any Optax transformation that treats each leaf for itself.
         at_once: how many rows of a stack run together (`jax.lax.map`), which bounds the memory for what is computed
-            between; `None` is all. On a CPU a few are faster for rules that are mostly products: Muon over 1000
-            matrices of 64x64 takes half the time with `at_once=1`.
+            between; `None` is all. A rule that does its work in some steps only, by `jax.lax.cond` (Shampoo, SOAP),
+            does it in each under `jax.vmap`, of which `at_once=1` has none. On a CPU a few are faster for rules that
+            are mostly products: Muon over 1000 matrices of 64x64 takes half the time with `at_once=1`.
 
     Returns:
         A transformation with a `PerLeafState`. Extra arguments of `update` go to every row as they are.
@@ -86,7 +89,8 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     def over_rows(f: Callable[..., Any], *args: Any) -> Any:
         if limit is None or limit >= len(args[0]):
             return jax.vmap(f)(*args)
-        return jax.lax.map(lambda row: f(*row), args, batch_size=limit)
+        # One at a time needs no `vmap`, under which a `cond` of the rule would compute both of its branches.
+        return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
 
     def init(params: PyTree) -> Any:
         _check(rule, known, jtu.tree_flatten_with_path(params)[0])

@@ -55,12 +55,13 @@ class Shown(abc.ABC):
 
     def fresh(self, layout: Layout, longer: int = 0) -> History:
         """A fresh state, as shapes; of a vector, one for a vector that is longer by so many elements."""
-        if (layout, longer) not in self._fresh:
+        found = self._fresh.get((layout, longer))
+        if found is None:
             if len(self._fresh) >= 64:
                 self._fresh.clear()
             state = jax.eval_shape(self._tx.init, self._like(layout, longer))
-            self._fresh[layout, longer] = History(layout, state)
-        return self._fresh[layout, longer]
+            found = self._fresh[layout, longer] = History(layout, state)
+        return found
 
     def regroup(self, histories: Sequence[History], to: Layout) -> PyTree:
         """The state of the slots of `to`: each one's own part as it is, what is shared that of the first history."""
@@ -68,6 +69,10 @@ class Shown(abc.ABC):
             return histories[0].state
         check_no_memory(histories)
         return self._regrouped(histories, to)
+
+    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in its dtype or single precision; `None` where there is none."""
+        return slot_gradients(parts.index, grads, None, wide=True)
 
     def paths_of(self, layout: Layout, paths: Sequence[str]) -> Sequence[str]:
         """The parameters that lie at these paths of what the rule is shown."""
@@ -89,10 +94,6 @@ class Tree(Shown):
         super().__init__(tx)
         self._is_by_leaf: bool | None = None
 
-    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
-        """One gradient per slot, in its dtype or single precision; `None` where there is none."""
-        return slot_gradients(parts.index, grads, None, wide=True)
-
     def show(self, parts: Parts[Any], values: Sequence[Any]) -> PyTree:
         """The canonical tree of one value per slot, `None` where that is none."""
         return parts.canonical(values)
@@ -102,9 +103,7 @@ class Tree(Shown):
         return per_slot(parts.index, shown, "first", exact_shapes=True)
 
     def _like(self, layout: Layout, longer: int) -> PyTree:
-        index = index_of(layout)
-        shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
-        return index.canonical(shapes, index.structure.treedef)
+        return _shapes(layout)
 
     def _regrouped(self, histories: Sequence[History], to: Layout) -> PyTree:
         known: dict[Any, Any] = {}
@@ -175,12 +174,13 @@ class Stacks(Shown):
 
     def form_of(self, layout: Layout) -> Form:
         """The stacks of a layout."""
-        if layout not in self._forms:
+        form = self._forms.get(layout)
+        if form is None:
             if len(self._forms) >= 64:
                 self._forms.clear()
             names = self._groups_of(layout) if self._has_groups and layout.slots else None
-            self._forms[layout] = stacks_of(layout) if names is None else in_groups(layout, names)
-        return self._forms[layout]
+            form = self._forms[layout] = stacks_of(layout) if names is None else in_groups(layout, names)
+        return form
 
     @functools.cached_property
     def _has_groups(self) -> bool:
@@ -192,10 +192,7 @@ class Stacks(Shown):
 
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
         """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
-        index = index_of(layout)
-        shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
-        tree = index.canonical(shapes, index.structure.treedef)
-        nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, tree))
+        nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, _shapes(layout)))
         if not nodes:
             return None
         divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
@@ -206,10 +203,6 @@ class Stacks(Shown):
             )
         numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
         return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
-
-    def gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
-        """One gradient per slot, in its dtype or single precision; `None` where there is none."""
-        return slot_gradients(parts.index, grads, None, wide=True)
 
     def show(self, parts: Parts[Any], values: Sequence[Any]) -> PyTree:
         """The stacks of one value per slot, each in the widest dtype of its values."""
@@ -280,6 +273,12 @@ class Stacks(Shown):
 
         leaves = [leaf(path, shape) for path, shape in like.by_path.items()]
         return jtu.tree_unflatten(jtu.tree_structure(like.state), leaves)
+
+
+def _shapes(layout: Layout) -> PyTree:
+    """The canonical tree of a layout, as shapes."""
+    shapes = [jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots]
+    return index_of(layout).canonical(shapes, index_of(layout).structure.treedef)
 
 
 def check_no_memory(histories: Sequence[History]) -> None:

@@ -136,7 +136,7 @@ class _StackedRule(Rule):
         extra: dict[str, Any],
         run: Callable[..., tuple[Any, Any]] | None = None,
     ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
-        """As of any rule, over all rows; then those that are not active have not moved."""
+        """The step of all rows, and of those that are not active the state and parameters from before."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
         filled = lambda its: [jnp.zeros_like(p) if g is None else g for p, g in zip(parts.slots, its, strict=True)]
@@ -149,15 +149,15 @@ class _StackedRule(Rule):
         rows = [rows_of(slots) for slots in form.members]
 
         # In stacks, all rows of one at once: an operation for each leaf would take as long to compile as all the rest.
-        def mask(tree: PyTree, otherwise: float) -> PyTree:
+        def mask(tree: PyTree, sign: int) -> PyTree:
             leaves, treedef = jtu.tree_flatten(tree)
-            zeros = [jnp.array(otherwise, leaf.dtype) for leaf in leaves]
+            zeros = [sign * jnp.zeros((), leaf.dtype) for leaf in leaves]
             return jtu.tree_unflatten(treedef, list(map(jnp.where, map(_beside, rows, leaves), leaves, zeros)))
 
         def masked_run(shown: PyTree, before: Any, params: PyTree, **further: Any) -> tuple[PyTree, Any]:
-            _of_gradients(further, lambda grads: mask(grads, 0.0))
-            made, after = self.tx.update(mask(shown, 0.0), before, params, **further)
-            return mask(made, -0.0), after  # the number that changes none when it is added: -0.0 + 0.0 is 0.0
+            _of_gradients(further, lambda grads: mask(grads, 1))
+            made, after = self.tx.update(mask(shown, 1), before, params, **further)
+            return mask(made, -1), after  # the number that changes none when it is added: -0.0 + 0.0 is 0.0
 
         steps, runs, counts = super()._steps(parts, filled(gradients), state, extra, masked_run)
         steps = [None if gradient is None else step for step, gradient in zip(steps, gradients, strict=True)]
@@ -232,7 +232,7 @@ def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
         if isinstance(flag, (bool, np.bool_)):
             flag = bool(flag)
         elif not is_array(flag) or flag.dtype != bool or flag.shape:
-            raise TypeError(f"active[{where!r}] is a bool, or an array of one, got {describe(flag)}")
+            raise TypeError(f"active[{where!r}] is a bool, or a scalar array of one, got {describe(flag)}")
         for slot in slots_in(layout, where):
             flags[slot] = flag if gradients[slot] is not None else False
     return flags

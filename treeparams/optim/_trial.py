@@ -51,10 +51,9 @@ def check_same(
             f"{instead[1:]}; if it needs more arguments, give examples of them (trial={{...}})"
         ) from error
     if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
-        raise ValueError(
-            f"the transformation looks at the shapes of leaves: of {leaves}, its updates differ by "
-            f"{', '.join(f'{each:.0e}' for each in worst)} of the largest; {instead}"
-        )
+        differ = f"of {leaves}, its updates differ by {', '.join(f'{each:.0e}' for each in worst)} of the largest"
+        why = "its state has a mask of leaves, or is factorised by their axes" if worst == [np.inf] else differ
+        raise ValueError(f"the transformation looks at the shapes of leaves: {why}; {instead}")
 
 
 def _differences(
@@ -88,7 +87,7 @@ def _differences(
     both = lambda carries, scale: [step(way, carry, scale) for way, carry in zip(ways, carries, strict=True)]
     carries = jax.eval_shape(begin)
     if reads_leaves(carries):
-        raise ValueError("its state has a mask of leaves, or is factorised by their axes")
+        return [np.inf]
     traced = jax.make_jaxpr(begin)(), jax.make_jaxpr(both)(carries, np.float32(1))
     if any(isinstance(leaf, Tracer) for each in traced for leaf in each.consts):
         return [0.0]  # there are no values to compare
