@@ -136,10 +136,10 @@ def test_errors_of_active(without_type_checks):
     for active, error, match in (
         ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
         ({"layers.1.mean": False}, ValueError, "'layers.1.mean' selects only what is frozen"),
-        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or an array of one, got int"),
-        ({"layers.1": None}, TypeError, "is a bool, or an array of one, got None"),
-        ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or an array of one, got float32\[\]"),
-        ({"layers.1": np.array([True])}, TypeError, r"is a bool, or an array of one, got bool\[1\]"),
+        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or a scalar array of one, got int"),
+        ({"layers.1": None}, TypeError, "is a bool, or a scalar array of one, got None"),
+        ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or a scalar array of one, got float32\[\]"),
+        ({"layers.1": np.array([True])}, TypeError, r"is a bool, or a scalar array of one, got bool\[1\]"),
         (["layers.1"], TypeError, r"active is a dictionary \{where: flag\}, got list"),
         ("layers.1", TypeError, r"active is a dictionary \{where: flag\}, got "),
     ):

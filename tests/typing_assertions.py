@@ -125,7 +125,7 @@ def forms() -> None:
     assert_type(stacks, dict[str, Any])
     assert_type(from_stacks(stacks), Codec)
     assert_type(from_stacks.place("scale"), tuple[str | None, str, int])
-    assert_type(from_stacks.scan(lambda x, node: (x + 1.0, None), 0.0, stacks, Codec)[0], float)
+    assert_type(from_stacks.scan(lambda x, node: (x + 1.0, None), jnp.zeros(()), stacks, Codec)[0], jax.Array)
     assert_type(restructure.with_frozen(model), tp.Restructure[Codec])
     view = assert_type(restructure.view(vector), tp.View)
     assert_type(list(view), list[str])

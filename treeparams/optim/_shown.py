@@ -178,21 +178,26 @@ class Stacks(Shown):
         if form is None:
             if len(self._forms) >= 64:
                 self._forms.clear()
-            names = self._groups_of(layout) if self._has_groups and layout.slots else None
+            names = None if self._has_groups is False or not layout.slots else self._groups_of(layout)
             form = self._forms[layout] = stacks_of(layout) if names is None else in_groups(layout, names)
         return form
 
     @functools.cached_property
-    def _has_groups(self) -> bool:
-        """Whether `optim.groups` is in the rule."""
+    def _has_groups(self) -> bool | None:
+        """Whether `optim.groups` is in the rule; `None` where that does not show."""
         try:
             return bool(nodes_of(GroupsState, jax.eval_shape(self._tx.init, Grouped())))
         except Exception:  # it has a mask for other trees, or wants a leaf
-            return False
+            return None
 
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
         """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
-        nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, _shapes(layout)))
+        try:
+            nodes = nodes_of(GroupsState, jax.eval_shape(self._tx.init, _shapes(layout)))
+        except Exception:
+            if self._has_groups:
+                raise
+            return None  # its mask is for stacks
         if not nodes:
             return None
         divisions = [{group.name: group.paths for group in node.groups} for node in nodes]

@@ -120,9 +120,10 @@ class _StackedRule(Rule):
             stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
             # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
             counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
-            rows = [[None] * n if isinstance(s, optax.MaskedNode) else s for n, s in zip(counts, stacks, strict=True)]
+            is_masked = lambda node: isinstance(node, optax.MaskedNode)
+            rows = [[s] * n if is_masked(s) else s for n, s in zip(counts, stacks, strict=True)]
             found = [row for its in rows for row in its]
-            return [np.zeros(s, np.float32) if row is None else row for row, s in zip(found, shapes, strict=True)]
+            return [np.zeros(s, np.float32) if is_masked(row) else row for row, s in zip(found, shapes, strict=True)]
 
         stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
         check_same(self.tx, shapes, (stacks, apart), _reads_leaves, self.trial, _WORDS)
