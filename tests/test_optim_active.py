@@ -260,7 +260,7 @@ AS_ONE, AS_LEAVES = (form(rows(optax.adamw(0.1))) for form in (optim.stacked, op
 some = st.sets(st.sampled_from("abcd"))
 
 
-@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=6))
 def test_any_history_is_that_of_gradients_that_are_missing_leaf_by_leaf(stages):
     with jax.numpy_dtype_promotion("standard"):

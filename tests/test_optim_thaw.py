@@ -147,7 +147,7 @@ def test_rules_that_couple_leaves_see_all_histories(form):
 
 
 @pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
-@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
 def test_any_sequence_of_choices_is_each_leafs_own_run(form, stages):
     # By hand: momentum and a rate that falls with the count, each leaf by itself.
