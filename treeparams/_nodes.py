@@ -27,8 +27,21 @@ class Span(NamedTuple):
         return join_path(self.entries)
 
 
-def find_nodes(structure: Structure, where: Where) -> list[Span]:
-    """The outermost nodes, or leaves, that a `where` itself matches, in tree order."""
+def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
+    """The outermost nodes, or leaves, that a `where` itself matches, in tree order; an error if they are not alike.
+
+    Remembered, but for functions, which may find others at the next call.
+    """
+
+    def find() -> list[Span]:
+        found = _find_nodes(structure, where)
+        return _check_alike(structure, where, found) if are_alike else found
+
+    is_sure = isinstance(where, (str, re.Pattern, type))
+    return structure.remember(("nodes", where, are_alike), find) if is_sure else find()
+
+
+def _find_nodes(structure: Structure, where: Where) -> list[Span]:
     several = list(where) if isinstance(where, (list, tuple)) else [where]
     if not several:
         raise ValueError("an empty sequence matches no node")
@@ -83,7 +96,7 @@ def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> tuple[list
     return found, are_several
 
 
-def check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
+def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
     """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls

@@ -6,7 +6,6 @@ operations as few, forwards and backwards. (Each leaf by itself would be a strid
 padded copy of the whole stack.)
 """
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from ._joined import Form, cast, whole, with_gaps
 from ._mesh import alike, is_sharded
-from ._nodes import check_alike, find_nodes, subtreedefs
+from ._nodes import nodes_in, subtreedefs
 from ._parts import Rest, index_in, others
 from ._primitives import cut, join
 from ._static_keys import static_key
@@ -156,7 +155,7 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
 def part(source: Source, where: Where) -> Any:
     """The one node, or leaf, that a `where` matches."""
     structure = source.index.structure
-    spans = find_nodes(structure, where)
+    spans = nodes_in(structure, where, are_alike=False)
     if len(spans) > 1:
         paths = quoted([span.path for span in spans])
         raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
@@ -183,9 +182,7 @@ class Repeated(NamedTuple):
 def repeated(source: Source, where: Where) -> Repeated:
     """The nodes that a `where` matches, as one."""
     structure = source.index.structure
-    find = lambda: check_alike(structure, where, find_nodes(structure, where))
-    is_sure = isinstance(where, (str, re.Pattern, type))  # a function may find others at the next call
-    spans = structure.remember(("nodes", where), find) if is_sure else find()
+    spans = nodes_in(structure, where, are_alike=True)
     values: dict[int, Any] = {}
     same: dict[int, Place] = {}
     several: dict[int, tuple[Place, ...]] = {}

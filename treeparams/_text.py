@@ -45,6 +45,15 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     ]
 
 
+def in_short(error: Exception) -> str:
+    """An error by its class and the first line of what it says.
+
+    >>> in_short(ValueError("no such thing")), in_short(KeyError())
+    ('ValueError: no such thing', 'KeyError')
+    """
+    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
+
+
 def first_few(names: Sequence[str]) -> str:
     """Names in one line, of many the first ones and the last."""
     shown = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "...", names[-1]]

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._mesh import is_sharded, laid_as, split
 from .._stacks import is_stack
-from .._text import count_of, describe
+from .._text import count_of, describe, in_short
 from ._coupling import coupling
 from ._groups import GroupsState
 from ._shown import settled, steady
@@ -199,5 +199,5 @@ def _check_alone(rule: Any, row: jax.ShapeDtypeStruct) -> None:
 
 
 def _fails(what: str, error: Exception) -> str:
-    reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
+    reason = in_short(error)
     return f"optim.per_leaf runs the transformation on each array by itself, and its {what} fails there ({reason})"

@@ -21,7 +21,7 @@ from ._groups import Grouped, GroupsState
 from ._per_leaf import PerLeafState
 from ._shown import Stacks
 from ._state import ModelTransformation, Plain, TrainableState
-from ._trainable import Rule
+from ._trainable import Rule, Steps
 from ._trial import Way, check_same
 
 
@@ -129,14 +129,7 @@ class _StackedRule(Rule):
         check_same(self.tx, shapes, (stacks, apart), _reads_leaves, self.trial, _WORDS)
         self._tried |= kinds
 
-    def _steps(
-        self,
-        parts: Parts[Any],
-        gradients: list[Any],
-        state: TrainableState,
-        extra: dict[str, Any],
-        run: Callable[..., tuple[Any, Any]] | None = None,
-    ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
+    def steps(self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]) -> Steps:
         """The step of all rows, and of those that are not active the state and parameters from before."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
@@ -144,7 +137,7 @@ class _StackedRule(Rule):
         whole = lambda grads: parts.canonical(filled(self.read_gradients(parts, grads)))
         _of_gradients(extra, whole)
         if all(flag is True for flag in flags):
-            return super()._steps(parts, gradients, state, extra)
+            return super().steps(parts, gradients, state, extra)
         rows_of = _rows(flags)
         form = self.form.form_of(parts.layout)
         rows = [rows_of(slots) for slots in form.members]
@@ -160,7 +153,7 @@ class _StackedRule(Rule):
             made, after = self.tx.update(mask(shown, 1), before, params, **further)
             return mask(made, -1), after  # the number that changes none when it is added: -0.0 + 0.0 is 0.0
 
-        steps, runs, counts = super()._steps(parts, filled(gradients), state, extra, masked_run)
+        steps, runs, counts = self.steps_by(masked_run, parts, filled(gradients), state, extra)
         steps = [None if gradient is None else step for step, gradient in zip(steps, gradients, strict=True)]
         rested = list(runs)
         for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
@@ -172,7 +165,7 @@ class _StackedRule(Rule):
             if all(flag is False for flag in its):
                 rested[number], counts[number] = old, state.counts[number]
                 if all(gradients[slot] is None for slot in own):
-                    self.warn_of_no_gradient(layout, counts[number])
+                    self.warn_of_no_gradient(layout, counts[number], stacklevel=4)
                 continue
             members = self.form.form_of(layout).members
             rested[number] = self._rested(layout, [rows_of([own[i] for i in slots]) for slots in members], old, new)

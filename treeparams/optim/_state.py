@@ -45,7 +45,7 @@ contents[Roles] = lambda roles: [roles.layout]
 
 @dataclasses.dataclass(frozen=True)
 class TrainableState:
-    """The state of `optim.trainable` and `optim.flat`, a pytree.
+    """The state of `optim.trainable`, `optim.flat` and `optim.stacked`, a pytree.
 
     Attributes:
         runs: the states of the rule, one per history of what trains; in the usual case one, `state.runs[0]`, which is
@@ -98,7 +98,7 @@ def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
 
 
 class ModelTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation over whole models: what `optim.trainable` and `optim.flat` return."""
+    """An Optax transformation over whole models: what `optim.trainable`, `flat` and `stacked` return."""
 
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
     init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -93,6 +93,9 @@ _OTHER = {
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
+Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
+
+
 class Rule:
     """An Optax transformation, what it is shown of a model, and which leaves it trains."""
 
@@ -149,7 +152,7 @@ class Rule:
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         parts = take_apart(params, state.roles.layout)
         gradients = self._gradients(parts, updates)
-        steps, runs, counts = self._steps(parts, gradients, state, extra)
+        steps, runs, counts = self.steps(parts, gradients, state, extra)
         tree = parts.everywhere(steps)
         if parts.index.ties or parts.index.complex_slots:
             first = next(iter(jtu.tree_leaves(tree)), None)
@@ -157,21 +160,25 @@ class Rule:
                 _handed_out[id(first)] = first
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
 
-    def _steps(
+    def steps(self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]) -> Steps:
+        """The step of each slot, and the next state and count of each history."""
+        if "active" in extra:
+            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
+        return self.steps_by(self.tx.update, parts, gradients, state, extra)
+
+    def steps_by(
         self,
+        run: Callable[..., tuple[Any, Any]],
         parts: Parts[Any],
         gradients: list[Any],
         state: TrainableState,
         extra: dict[str, Any],
-        run: Callable[..., tuple[Any, Any]] | None = None,  # in place of the rule's own update
-    ) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
-        """The step of each slot, and the next state and count of each history.
+    ) -> Steps:
+        """As `steps`, by some update of what the rule is shown.
 
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
         gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
-        if "active" in extra:
-            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
         index, layout, form = parts.index, parts.layout, self.form
         here = [slot for slot, gradient in enumerate(gradients) if gradient is not None]
         seen, values = layout, parts.slots
@@ -182,7 +189,6 @@ class Rule:
         further = {name: self._argument(parts, here, name, value) for name, value in extra.items()} if extra else {}
         layouts = [layout] if len(state.runs) == 1 else [trained_at(layout, each) for each in state.roles.running]
         histories = list(map(History, layouts, state.runs))
-        run = self.tx.update if run is None else run
         update = lambda before: run(shown[0], before, shown[1], **further)
         if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
             update = jax.jit(update)  # so that the rule is traced once and not for each history
@@ -190,7 +196,7 @@ class Rule:
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
             own = [index.by_leaf[each] for each in positions if gradients[index.by_leaf[each]] is not None]
             if not own:
-                self.warn_of_no_gradient(history.layout, counts[number])
+                self.warn_of_no_gradient(history.layout, counts[number], stacklevel=5)
                 continue
             is_all = seen is history.layout
             others = [*histories[:number], *histories[number + 1 :]]
@@ -206,14 +212,14 @@ class Rule:
             counts[number] = counts[number] + 1
         return steps, tuple(runs), counts
 
-    def warn_of_no_gradient(self, layout: Layout, count: Any) -> None:
+    def warn_of_no_gradient(self, layout: Layout, count: Any, stacklevel: int) -> None:
         """Warns, once, if a history has not taken a step yet."""
         first_time = not isinstance(count, Tracer) and not int(count)
         if first_time and hash(layout) not in self._warned:
             self._warned.add(hash(layout))
             message = "trains, and no gradient has come for it since: take gradients by what the state says"
             paths = first_few(layout.paths)
-            warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=4)
+            warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=stacklevel)
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._text import in_short
 from ._shown import settled, steady
 
 
@@ -45,9 +46,8 @@ def check_same(
     try:
         worst = _differences(tx, shapes, ways, reads_leaves, extra)
     except Exception as error:
-        reason = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]).rstrip(":")
         raise ValueError(
-            f"{name} tries the transformation on {leaves}, and it fails there ({reason}). {instead[0].upper()}"
+            f"{name} tries the transformation on {leaves}, and it fails there ({in_short(error)}). {instead[0].upper()}"
             f"{instead[1:]}; if it needs more arguments, give examples of them (trial={{...}})"
         ) from error
     if not np.max(worst) <= _TOLERANCE:  # NaN is not, either
