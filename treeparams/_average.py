@@ -192,13 +192,13 @@ class Ema(eqx.Module, Generic[M]):
     donated (it shares no buffer with the model it was made from).
 
     Attributes:
-        shadow: the averages, one per slot, float32 (float64 of a float64 leaf, complex64 of a complex one).
+        shadow: the averages, a canonical tree, float32 (float64 of a float64 leaf, complex64 of a complex one).
         rest: the frozen arrays and all else of the model.
         count: how many times it was updated.
         weight: how much of the average comes from updates, `1 - decay**count` for a constant decay.
     """
 
-    shadow: list[Array] = field(trainable=False)
+    shadow: PyTree[Array] = field(trainable=False)
     rest: Rest[M] = field(trainable=False)
     count: Int[Array, ""] = field(trainable=False)
     weight: Float[Array, ""] = field(trainable=False)
@@ -235,7 +235,7 @@ class Ema(eqx.Module, Generic[M]):
             step_size(decay)  # checks it
             decay = float(decay)
         parts = take_apart(model, trainable)
-        self.shadow = [jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots]
+        self.shadow = parts.canonical([jnp.array(slot, widened(slot.dtype), copy=True) for slot in parts.slots])
         self.rest = with_kept_arrays(parts.rest, list(map(copy_leaf, kept_arrays(parts.rest).values())))
         self.count = jnp.zeros((), jnp.int32)
         self.weight = jnp.zeros((), jnp.float32)
@@ -265,7 +265,9 @@ class Ema(eqx.Module, Generic[M]):
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         news = read_slots(index_in(self.rest), model, exact_shapes=True)
         rest = next_rest(self.rest, model, step, self.buffers)
-        changed = lerp(self.shadow, news, step), rest, self.count + 1, weight
+        olds, treedef = jtu.tree_flatten(self.shadow)
+        shadow = jtu.tree_unflatten(treedef, lerp(olds, news, step))
+        changed = shadow, rest, self.count + 1, weight
         return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), self, changed)
 
     @property
@@ -276,7 +278,7 @@ class Ema(eqx.Module, Generic[M]):
         """
         slots = [
             jax.lax.convert_element_type(value, slot.dtype)
-            for value, slot in zip(self.shadow, self.rest.layout.slots, strict=True)
+            for value, slot in zip(jtu.tree_leaves(self.shadow), self.rest.layout.slots, strict=True)
         ]
         average = copy(put_together(self.rest, slots))
         keep_apart(jtu.tree_leaves(average))
