@@ -1,0 +1,121 @@
+"""Arrays as the format holds them, and back: what it has no dtype for is stored as another one, and marked."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
+
+from .._structure import Spec, is_inexact
+from .._text import describe
+from ._format import DTYPES, Stored
+
+_NAMES = {name: text for text, name in DTYPES.items() if name != "complex64"}  # newer than the format's first readers
+PIECE = 1 << 20
+"""Bytes that are still in the cache of a processor when they are used again."""
+
+
+class Kind(NamedTuple):
+    """How an array is stored."""
+
+    dtype: str  # in the format's words
+    shape: tuple[int, ...]
+    itemsize: int
+    mark: dict[str, str]  # what it is, where that is not what it is stored as
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.itemsize
+
+
+def kind_of(path: str, leaf: Any) -> Kind:
+    """How an array will be stored."""
+    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+        raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which takes "
+            "params, stacks and states as they are"
+        )
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(leaf)
+        if not isinstance(impl, str):
+            raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
+        return Kind("U32", (*shape, *key_kind(impl)[1]), 4, {"key": impl})
+    if dtype.kind == "c":
+        half = np.dtype(f"float{dtype.itemsize * 4}")
+        return Kind(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
+    if dtype.name in _NAMES:
+        return Kind(_NAMES[dtype.name], shape, dtype.itemsize, {})
+    if dtype.itemsize != 1:
+        raise ValueError(f"{path!r} is of the dtype {dtype.name}, which a file has no place for")
+    return Kind("U8", shape, 1, {"dtype": dtype.name})
+
+
+def pieces_of(leaf: Any) -> Iterator[memoryview]:
+    """The bytes of an array, a piece at a time."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    view = memoryview(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    for start in range(0, len(view), PIECE):
+        yield view[start : start + PIECE]
+
+
+def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
+    """The array of bytes in a file: of NumPy, or typed keys."""
+    shape, dtype = _of(stored, mark)
+    if "key" in mark:
+        words = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=mark["key"])
+    return data.view(dtype).reshape(shape)
+
+
+def spec_of(stored: Stored, mark: Mapping[str, str]) -> Spec:
+    """The shape of a stored array and its dtype in JAX."""
+    shape, dtype = _of(stored, mark)
+    if not isinstance(dtype, np.dtype):
+        return Spec(shape, dtype, False)
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return Spec(shape, dtype, is_inexact(dtype))
+
+
+def _of(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
+    if "key" in mark:
+        dtype, words = key_kind(mark["key"])
+        if stored.dtype != "U32" or stored.shape[len(stored.shape) - len(words) :] != words:
+            raise ValueError(f"keys of {mark['key']} are no {stored.dtype} of shape {stored.shape}")
+        return stored.shape[: len(stored.shape) - len(words)], dtype
+    if "dtype" not in mark:
+        return stored.shape, np.dtype(DTYPES[stored.dtype])
+    dtype = np.dtype(mark["dtype"])
+    shape = stored.shape[:-1] if dtype.kind == "c" else stored.shape
+    if dtype.hasobject or dtype.name != mark["dtype"] or math.prod(shape) * dtype.itemsize != stored.stop - stored.start:
+        raise ValueError(f"{dtype} is not stored as {stored.dtype} of shape {stored.shape}")
+    return shape, dtype
+
+
+@functools.cache
+def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
+    """The dtype of keys of an implementation, and the shape of the words of one."""
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    return key.dtype, jax.eval_shape(jax.random.key_data, key).shape
+
+
+def placed(array: Any, like: Any) -> Any:
+    """An array where another one lies: in NumPy, on its devices, by its sharding."""
+    if isinstance(like, np.ndarray):
+        return array
+    sharding = getattr(like, "sharding", None)
+    if isinstance(array, jax.Array) or sharding is None or isinstance(sharding, SingleDeviceSharding):
+        is_anywhere = sharding is None or not getattr(like, "committed", True)
+        return jax.device_put(array, None if is_anywhere else sharding)
+    # Each device, of this process or of another one, takes its own part.
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: np.array(array[part]))

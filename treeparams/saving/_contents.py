@@ -1,0 +1,108 @@
+"""What of a tree is stored: each array once, under its path; ties and the histories of optimisers in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._layout import Trainable, index_of
+from .._recognise import structure_of
+from .._resolve import look_up
+from .._ties import Alias, find_ties
+from .._where import declared_frozen
+from ..optim import TrainableState
+from ..optim._groups import groups_in
+from ..optim._state import nodes_of
+from ._arrays import pieces_of
+
+
+class Contents:
+    """A tree as the arrays that are stored, those that are made of them, and what is no array.
+
+    Attributes:
+        leaves: all leaves.
+        structure: of the tree.
+        aliases: of each array that is not stored, what it is of one that is; by leaf.
+        names: of all arrays, by leaf. A name is a path.
+    """
+
+    def __init__(self, tree: PyTree, trainable: Trainable = None) -> None:
+        self.leaves, self.treedef, self.structure = structure_of(tree)
+        structure = self.structure
+        ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
+        self.aliases = {alias.leaf: alias for alias in ties}
+        arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
+        for i in arrays:  # integers and keys may be one array too
+            if structure.first[i] != i and not structure.is_parameter(i):
+                self.aliases[i] = Alias(i, structure.first[i], ())
+        self.names = {i: name_of(structure.paths[i]) for i in arrays}
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """The leaves that are stored, by name."""
+        return {name: i for i, name in self.names.items() if i not in self.aliases}
+
+    @property
+    def ties(self) -> dict[str, tuple[str, str]]:
+        """The ties in words: `{alias: (name, transforms)}`."""
+        return {self.names[i]: (self.names[alias.source], str(alias)) for i, alias in self.aliases.items()}
+
+    def store_what_differs(self) -> None:
+        """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""
+        for i, alias in [*self.aliases.items()]:
+            have, source = self.leaves[i], self.leaves[alias.source]
+            if (alias.transforms or have is not source):
+                want = alias.value_from(source, self.structure.spec(alias.source))
+                if not _are_same(have, want):
+                    del self.aliases[i]
+
+    def tree(self, values: Mapping[int, Any]) -> PyTree:
+        """The tree with these arrays at the leaves that are stored, and what follows from them at their aliases."""
+        leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+        for i, alias in self.aliases.items():
+            if alias.source in values:
+                leaves[i] = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The states of `optim.trainable` and the like in words, by path."""
+        paths = [node.path for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
+        states = nodes_of(TrainableState, jtu.tree_unflatten(self.treedef, self.leaves))
+        return {path: state_in_words(state) for path, state in zip(paths, states, strict=True)}
+
+    @property
+    def abstract(self) -> frozenset[int]:
+        """The arrays without values."""
+        return frozenset(i for i in self.names if isinstance(self.leaves[i], jax.ShapeDtypeStruct))
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The parameters that classes declare frozen."""
+        return declared_frozen(self.structure)
+
+
+def name_of(path: str) -> str:
+    """A path as a name in the format, which has one of its own."""
+    return '"__metadata__"' if path == "__metadata__" else path
+
+
+def state_in_words(state: TrainableState) -> dict[str, Any]:
+    """The parameters that a state is of, which of them have one history, and the groups of its rule."""
+    index, roles = index_of(state.layout), state.roles
+    paths = index.structure.paths
+    known = sorted({i for positions in (*roles.running, *roles.held) for i in positions})
+    slots = [[paths[i], list(index.structure.spec(i).shape), str(index.structure.spec(i).dtype)] for i in known]
+    names = lambda histories: [[paths[i] for i in positions] for positions in histories]
+    origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
+    words = {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
+    groups = {group.name: list(group.paths) for group in groups_in(state.runs)}
+    return words | ({"groups": groups} if groups else {})
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two arrays have the same bits."""
+    is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return is_same and all(a == b for a, b in zip(pieces_of(one), pieces_of(other), strict=True))

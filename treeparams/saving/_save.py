@@ -1,0 +1,221 @@
+"""save, load, metadata: a tree in one file, and back into a tree like it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from jaxtyping import PyTree
+
+from .._paths import nearest
+from .._recognise import name_deleted
+from .._text import describe, first_lines
+from .._ties import Alias
+from ._arrays import placed
+from ._contents import Contents
+from ._file import PREFIX, File, write
+
+M = TypeVar("M")
+
+
+def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes all arrays of a tree to a file in the safetensors format, each once, by its path.
+
+    >>> import os, tempfile, jax.numpy as jnp, optax
+    >>> from treeparams import optim, saving
+    >>> path = os.path.join(tempfile.mkdtemp(), "run.safetensors")
+    >>> shared = jnp.ones(2)
+    >>> model = {"embed": shared, "head": shared, "steps": jnp.array(3)}
+    >>> tx = optim.trainable(optax.adam(0.1))
+    >>> saving.save(path, {"model": model, "optimiser": tx.init(model)}, metadata={"run": "7"})
+    >>> list(saving.names(path, "model"))
+    ['embed', 'steps']
+
+    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
+    functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
+    says which paths are one array, what each array's checksum is, and which parameters a state of an optimiser is of.
+    Anything that reads safetensors reads it; complex numbers are there as pairs, dtypes that the format has not as
+    bytes.
+
+    The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
+    is full, leaves the old one.
+
+    Args:
+        path: of the file; `.safetensors` is usual.
+        model: any pytree: a model, a state, an average, or a dictionary of these.
+        metadata: text by text, for people and other programs; `saving.metadata(path)` reads it.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that has
+            no place in a file; a name is no Unicode; `metadata` has a name that starts with `treeparams.`.
+        TypeError: `metadata` is not text by text.
+    """
+    said = dict(metadata or {})
+    if not all(isinstance(each, str) for pair in said.items() for each in pair):
+        raise TypeError(f"metadata is text by text, {{str: str}}, got {said!r}")
+    for name in said:
+        if name.startswith(PREFIX):
+            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
+    contents = Contents(model)
+    for name in [*contents.names.values(), *said, *said.values()]:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name!r} is no Unicode text, so it cannot be a name in a file") from None
+    try:
+        contents.store_what_differs()
+        frozen, paths = contents.frozen, contents.structure.paths
+        words = {
+            "ties": contents.ties,
+            "states": contents.states,
+            "frozen": [name for name, i in contents.stored.items() if i in frozen],
+        }
+        write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
+    except RuntimeError as error:
+        name_deleted(error, model)
+        raise
+
+
+def metadata(path: Any) -> dict[str, str]:
+    """What was passed to `save` as metadata, or what another program has written there.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from treeparams import saving
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> saving.save(path, {"w": jnp.ones(2)}, metadata={"accuracy": "0.93"})
+    >>> saving.metadata(path)
+    {'accuracy': '0.93'}
+
+    Args:
+        path: of a safetensors file.
+
+    Returns:
+        Text by text.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no safetensors file, or damaged.
+    """
+    return File(path).metadata
+
+
+def load(path: Any, like: M, *, checksum: bool = True) -> M:
+    """Reads a file of `save` into a tree like the one that was saved.
+
+    >>> import os, tempfile, equinox as eqx, jax, treeparams as tp
+    >>> from treeparams import saving
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> make = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)
+    >>> model = make(jax.random.key(0))
+    >>> saving.save(path, model)
+    >>> bool(tp.diff(saving.load(path, make(jax.random.key(1))), model))
+    False
+    >>> shapes = eqx.filter_eval_shape(make, jax.random.key(1))  # draws no random numbers
+    >>> bool(tp.diff(saving.load(path, shapes), model))
+    False
+
+    **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
+    the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed since,
+    `saving.plan(path, model, rename=...)` says what goes where.
+
+    Args:
+        path: of a file that `save` wrote.
+        like: a tree of the same structure, shapes, dtypes and ties. Of it are all leaves that are no arrays, and where
+            the arrays are to lie: on which devices, by which sharding, in NumPy or in JAX. A leaf may be a
+            `jax.ShapeDtypeStruct`, and takes the ties of the file. A state of an optimiser must have the histories of
+            the saved one: that of `tx.init` has one; the error says the calls that make another.
+        checksum: whether to compare the arrays with their checksums, which takes about as long as reading them again.
+
+    Returns:
+        The tree, in buffers of its own, with one array at all paths of a tie.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
+    """
+    file = File(path)
+    if file.words is None:
+        raise ValueError(
+            f"{file.path!r} was not written by saving.save, so it does not say what is tied; write "
+            "saving.plan(path, model)(path), which says what goes where"
+        )
+    contents = Contents(like)
+    wrong = list(_unlike_states(contents, file)) or [*_unlike_arrays(contents, file), *_unlike_ties(contents, file)]
+    if wrong:
+        raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
+    leaves = {name: i for i, name in contents.names.items()}
+    known = contents.aliases
+    contents.aliases = {}
+    for alias, (source, transforms) in file.words["ties"].items():
+        its = known[leaves[alias]].transforms if transforms else ()
+        contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
+    if checksum:
+        for name in file.specs:
+            file.check(name)
+    return contents.tree({leaves[name]: placed(file.read(name), contents.leaves[leaves[name]]) for name in file.specs})
+
+
+def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
+    """Says which arrays are in one only, or are others."""
+    leaves = {name: i for i, name in contents.names.items()}
+    there = [*file.specs, *file.words["ties"]]
+    for name in leaves.keys() - there:
+        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
+    for name in [name for name in there if name not in leaves]:
+        yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
+    for name, spec in file.specs.items():
+        if name in leaves and spec != contents.structure.spec(leaves[name]):
+            yield f"{name!r} is {describe(contents.structure.spec(leaves[name]))} in the tree, {describe(spec)} in the file"
+
+
+def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
+    """Says what is one array in the tree or in the file only."""
+    aliases, first = contents.aliases, contents.structure.first
+    names, leaves = contents.names, {name: i for i, name in contents.names.items()}
+    source_of = lambda i: aliases[i].source if i in aliases else i
+    for alias, (source, transforms) in file.words["ties"].items():
+        if alias not in leaves or source not in leaves:
+            continue
+        here, there = leaves[alias], leaves[source]
+        if transforms:
+            if here not in aliases or (source_of(here), str(aliases[here])) != (source_of(there), transforms):
+                yield (
+                    f"{alias!r} is {transforms} of {source!r} in the file, and the tree declares no such tie: "
+                    f"declare it, tp.field(tied_to=..., transform={transforms})"
+                )
+        elif source_of(here) != source_of(there) and not {here, there} & contents.abstract:
+            yield f"{alias!r} and {source!r} are one array in the file: tie them, tp.tie(model, {alias!r}, to={source!r})"
+    for i, name in names.items():
+        if first[i] != i and name in file.specs and names[first[i]] in file.specs:
+            yield f"{name!r} and {names[first[i]]!r} are one array in the tree, two in the file: tp.untie(model, {name!r})"
+
+
+def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
+    """Says which states have other histories, and how to make one that fits."""
+    here, there = contents.states, file.words["states"]
+    for path in [path for path in there if path in here and here[path] != there[path]]:
+        yield (
+            f"the state at {path!r} has other histories than the tree's: {_histories(there[path])} in the file, "
+            f"{_histories(here[path])} in the tree. A state like the saved one is made by\n{calls_for(there[path])}"
+        )
+
+
+def _histories(words: Mapping[str, Any]) -> str:
+    running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
+    return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
+
+
+def calls_for(words: Mapping[str, Any]) -> str:
+    """The calls that make a state of these histories."""
+    every = [*words["running"], *words["held"]]
+    together: dict[int, list[str]] = {}
+    for origin, paths in zip(words["origins"], every, strict=True):
+        together.setdefault(origin, []).extend(paths)
+    lines, trained = ["state = tx.init(model)"], list[str]()
+    for paths in together.values():
+        trained += paths
+        reset = ", reset=True" if len(lines) == 1 else ""
+        lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
+    if words["held"]:
+        running = [path for paths in words["running"] for path in paths]
+        lines.append(f"state = optim.set_trainable(tx, state, model, {running})")
+    return "\n".join(lines)
