@@ -147,8 +147,12 @@ A, B = ramp(1), ramp(1, start=2)
 @pytest.mark.parametrize(
     ("known", "other", "message"),
     [
-        ([A, A, B], [A, B, B], r"one array at several places: .*0.* is .*1.* first, .*1.* is .*2.* second"),
-        ([A, B], {"x": {"y": A}, "z": B}, r"lowered for other arguments .*\n.*is only in the first"),
+        (
+            [A, A, B],
+            [A, B, B],
+            r"'1.0.0' is tied to 1.0.1 in the first, to nothing .*\n'1.0.1' is tied to 1.0.0 in the first, to 1.0.2 ",
+        ),
+        ([A, B], {"x": {"y": A}, "z": B}, r"lowered for other .*\n'1.0' is a list in .*\n.*is only in the first"),
         ([A, "one"], [A, "two"], r"other values: .*'one'.* in the first, .*'two'.* in the second"),
         (Net(A, n=1), Net(A, n=2), r"has other static values"),
     ],

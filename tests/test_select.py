@@ -232,7 +232,7 @@ def test_a_layout_given_with_a_model_that_it_does_not_fit():
     for model, message in (
         ({"a": ramp(3), "n": 0.5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
         ({"a": ramp(2), "m": 0.5}, r"does not fit[^$]*'n' is only in the first[^$]*'m' is only in the second"),
-        ([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 198 more"),
+        ([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 199 more"),
         ({"a": 1.0, "n": 0.5}, r"'a' is float32\[2\] in the first, no array in the second"),
         (collections.OrderedDict(a=ramp(2), n=0.5), r"is a dict in the first, a OrderedDict in the second"),
     ):

@@ -11,6 +11,7 @@ only from those above it:
     _static_keys  static values compared by type and content
     _structure    what is static about a tree: nodes, paths, shapes, which arrays are one
     _recognise    recognising a tree whose structure is known; ties that a trace has lost
+    _difference   Diff; what differs between two structures, in words
     _where        masks, globs, classes, leaves(): from what a user says to leaves
     _transform    linear functions that are recognised again
     _ties         ties: by identity, declared, given
@@ -33,6 +34,7 @@ only from those above it:
     _restructure  Restructure
     _forms        ravel, stack
     _summary      summary: a model as a table
+    _diff         diff: what differs between two trees, by path
     optim        Optax over models; a module of its own, imported by name
     nested       derivatives within losses, curvature, by sample; a module of its own, imported by name
     matrices     matrices made of parameters, constraints; a module of its own, imported by name
@@ -41,6 +43,8 @@ only from those above it:
 
 from ._average import Ema as Ema, copy as copy, ema as ema
 from ._declare import declare as declare, field as field
+from ._diff import diff as diff
+from ._difference import Diff as Diff
 from ._forms import ravel as ravel, stack as stack
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._index import Slot as Slot

@@ -3,13 +3,14 @@
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 
 from ._declare import registry
+from ._difference import Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
 from ._recognise import keep_apart, structure_of
 from ._static_keys import Values
 from ._structure import Structure, getter, is_array
@@ -205,19 +206,22 @@ class _Call:
     def differences(self, other: "_Call") -> list[str]:
         """Says in words what differs between two calls."""
         these, those = self.structure, other.structure
-        found = list(these.differences(those))
-        if these.paths == those.paths and these.first != those.first:
-            ties = [
-                [f"{paths[first]} is {paths[i]}" for i, first in enumerate(each.first) if i != first]
-                for each in (these, those)
-                for paths in [each.paths]
-            ]
-            found.append(
-                f"one array at several places: {ties[0] or 'none'} in the first, {ties[1] or 'none'} in the second"
-            )
-        if not found and self._values != other._values:
-            found.append(f"other values: {self._values.values} in the first, {other._values.values} in the second")
-        return found or ["tp.declare has been called since"]
+        ours, theirs = (
+            dict(zip(call._plan.values(range(len(call.structure.specs))), call._values.values, strict=True))
+            for call in (self, other)
+        )
+
+        def at_leaves(i: int, j: int) -> Iterator[Difference]:
+            # Shapes and dtypes may be those of an earlier call.
+            if i in ours and j in theirs and Values([ours[i]], False) != Values([theirs[j]], False):
+                yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
+            elif (i in ours) != (j in theirs):
+                yield from spec_rows(these, those, i, j)
+
+        shared = these.index.keys() & those.index.keys()
+        ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
+        rows = [*compare(these, those, at_leaves), *ties]
+        return [row.in_words() for row in rows] or ["tp.declare has been called since"]
 
     def restore(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
         return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values.values]))

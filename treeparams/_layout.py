@@ -5,7 +5,7 @@ It is static and holds no array, so that it goes into `jax.jit` as a static argu
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from ._difference import Diff, Difference, compare, rows_of, spec_rows, tie_rows
 from ._index import Index, Slot, common_dtype
 from ._paths import nearest
 from ._static_keys import contents
@@ -183,22 +184,32 @@ class Layout:
         """
         return changed(self, None, where)
 
-    def diff(self, other: "Layout") -> str:
-        """Says what differs between two layouts, one line each; empty when they are equal."""
+    def diff(self, other: "Layout") -> Diff:
+        """What differs between two layouts: structure, static values, shapes, dtypes, what trains, and ties.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones(3)})
+        >>> print(layout.diff(layout.freeze("b")))
+        path  what     first    second
+        b     trained  trained  frozen
+        <BLANKLINE>
+        1 difference: 1 in trained
+
+        Returns:
+            A `Diff`, false where nothing differs; `tp.diff` of two layouts gives the same.
+        """
         these, those = self._index, other._index
-        lines = list(these.structure.differences(those.structure))
-        for path, i in these.structure.index.items():
-            j = those.structure.index.get(path)
-            if j is not None and these.trained[i] != those.trained[j]:
-                here, there = ("trained", "not") if these.trained[i] else ("not trained", "trained")
-                lines.append(f"{path!r} is {here} in the first, {there} in the second")
-        for path in dict.fromkeys([*self.ties, *other.ties]):
-            here, there = self.ties.get(path, ()), other.ties.get(path, ())
-            if here != there:
-                lines.append(f"{path!r} is tied to {list(here)} in the first, to {list(there)} in the second")
-        if not lines and these.ties != those.ties:
-            lines.append("their ties have other transforms")
-        return "\n".join(lines)
+        here, there = these.structure, those.structure
+
+        def at_leaves(i: int, j: int) -> Iterator[Difference]:
+            yield from spec_rows(here, there, i, j)
+            if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
+                words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
+                yield Difference(here.paths[i], "trained", *words)
+
+        shared = here.index.keys() & there.index.keys()
+        ties = tie_rows(_groups(these), _groups(those), shared.__contains__)
+        return Diff([*compare(here, there, at_leaves), *ties])
 
     # -- As a value
 
@@ -240,11 +251,22 @@ Trainable = Where | PyTree | Layout | None
 """The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
+rows_of[Layout] = lambda here, there: here.diff(there).rows
 contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
 def _again(*parts: Any) -> Layout:
     return Layout(Index(*parts))
+
+
+def _groups(index: Index) -> dict[str, dict[str, Any]]:
+    """The paths of each tie. An alias without its places says in words, and compares by, the transforms alone."""
+    paths = index.structure.paths
+    return {
+        paths[source]: {paths[source]: "its source"}
+        | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}
+        for source, its in index.aliases.items()
+    }
 
 
 def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ._declare import Given
+from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
 from ._recognise import structure_of, warn_of_lost_ties
@@ -133,7 +134,8 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
         return relaid(layout, choose(index.structure, index.follows, trainable))
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
-        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{layout.diff(trainable)}")
+        lines = [row.in_words() for row in layout.diff(trainable).rows]
+        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{first_lines(lines)}")
     return trainable
 
 
@@ -144,9 +146,11 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
+        at_leaves = lambda i, j: [] if want.specs[i] is None else spec_rows(want, structure, i, j)
+        lines = [row.in_words() for row in compare(want, structure, at_leaves)]
         raise ValueError(
             "the model does not fit the layout (the first below; the model is the second); make the layout from this "
-            f"model, tp.layout(model):\n{first_lines(want.differences(structure, as_template=True))}"
+            f"model, tp.layout(model):\n{first_lines(lines)}"
         )
     for i in structure.parameters:
         first = structure.first[i]

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from ._declare import is_box
 from ._paths import join_path, sibling_entries
-from ._static_keys import StaticKeys, identical, is_settled, static_key
+from ._static_keys import StaticKeys, identical, is_settled
 from ._text import describe
 
 _MEMORIES = 256  # derived things per structure; far more than a program uses
@@ -147,33 +147,6 @@ class Structure:
         spec = self.specs[i]
         return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
 
-    def differences(self, other: "Structure", *, as_template: bool = False) -> Iterator[str]:
-        """Says what differs, one line per leaf or node; of a template anything may stand where it has no array."""
-        leaf = lambda spec: describe(spec) if spec else "no array"
-        for path in self.paths:
-            if path not in other.index:
-                yield f"{path!r} is only in the first"
-        for path, j in other.index.items():
-            i = self.index.get(path)
-            if i is None:
-                yield f"{path!r} is only in the second"
-            elif self.specs[i] != other.specs[j] and not (as_template and self.specs[i] is None):
-                yield f"{path!r} is {leaf(self.specs[i])} in the first, {leaf(other.specs[j])} in the second"
-        if self.paths != other.paths or self.has_statics_of(other):
-            return
-        found = False
-        for here, there in zip(self.nodes, other.nodes, strict=False):
-            where = f"the node at {here.path!r}" if here.path else "the root"
-            if here.cls is not there.cls:
-                yield f"{where} is a {here.cls.__qualname__} in the first, a {there.cls.__qualname__} in the second"
-            elif static_key(here.static, strict=True) != static_key(there.static, strict=True):
-                yield f"{where} has other static values: {here.static!r} in the first, {there.static!r} in the second"
-            else:
-                continue
-            found = True
-        if not found:
-            yield "they differ in nodes without leaves, or in static values that have changed in place"
-
 
 def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
     """Works out the structure of a tree."""
@@ -219,9 +192,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
 
     def visit(kind: type, taken: Any, above: tuple[str, ...]) -> None:
         children, data = list(taken[0]), taken[1]
-        names = [key for key, _ in children]
-        if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
-            names = list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
+        names = keys_of(kind, children)
         statics.append((kind, len(names), static(data)))
         if kind is type(None):
             return
@@ -245,6 +216,14 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
     else:
         visit(type(tree), taken, ())
     return tuple(map(Node._make, nodes)), tuple(entries), tuple(statics), tuple(keys.bare)
+
+
+def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The keys of a node's children, of its children with their keys as JAX gives them."""
+    names = [key for key, _ in children]
+    if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
+        return list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
+    return names
 
 
 def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:

@@ -1,0 +1,254 @@
+"""diff: how two trees differ, by path: first in what a compiler sees, then in the elements of their arrays."""
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from ._difference import Diff, Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
+from ._index import is_complex
+from ._layout import Layout
+from ._recognise import name_deleted, structure_of
+from ._static_keys import identical, static_key
+from ._structure import flatten, is_inexact, same_treedef
+from ._text import describe
+
+_AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
+
+
+def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
+    """How two trees differ, by path: in what a compiler sees, and in the elements of their arrays.
+
+    Models, gradients, optimiser states, averages, stacks, vectors: any two pytrees.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones((2, 3))
+    >>> model = {"embed": shared, "head": shared, "norm": eqx.nn.LayerNorm(3), "rate": 0.5, "steps": jnp.array(0)}
+    >>> other = {**model, "head": jnp.ones((2, 3)), "norm": eqx.nn.LayerNorm(3, eps=1e-6), "steps": jnp.array(0.0)}
+    >>> print(tp.diff(model, other))
+    path      what    first          second
+    norm.eps  static  1e-05 (float)  1e-06 (float)
+    steps     dtype   int32[]        float32[]
+    embed     tie     head           nothing
+    <BLANKLINE>
+    3 differences: 1 in static, 1 in dtype, 1 in tie
+
+    Of arrays whose elements differ, the one with the largest difference comes first; what it holds there is shown:
+
+    >>> model = {"bias": jnp.zeros(3), "weight": jnp.array([1.0, 2.0, 3.0])}
+    >>> other = {"bias": jnp.array([1e-6, 0.0, 0.0]), "weight": jnp.array([1.0, 2.5, jnp.nan])}
+    >>> print(tp.diff(model, other))
+    path    largest  relative  elements   NaN  first  second
+    weight      inf       inf    2 of 3  0, 1    3.0     nan
+    bias      1e-06         1    1 of 3  0, 0    0.0   1e-06
+    <BLANKLINE>
+    2 differences: 2 in elements
+    >>> tp.diff(model, other, atol=1e-5).paths
+    ('weight',)
+
+    What one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array nor zeros.
+
+    Args:
+        a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or a
+            `Layout`.
+        b: another; or a `Layout` if `a` is one.
+        atol: how far elements may be apart, `|a - b| <= atol + rtol * |b|`; `None` is 0. It is for floating and integer
+            arrays and for Python floats; bools and PRNG keys are compared as they are.
+        rtol: the same, as a part of the element of `b`.
+
+    Returns:
+        A `Diff`, false where nothing differs. It prints as a table; `diff.rows` are the differences and `diff.paths`
+        where they are. What each word means:
+
+        - `structure`: a subtree in one of the two alone, `None` or a leaf in place of another; `class`: that of a node.
+        - `static`: a static value of a node, by type and content, static arrays by identity; `2`, `2.0` and `True`
+          differ. `value`: the same of a leaf that is no array, such as a function or a Python number.
+        - `type`: an array in one, in the other none. `shape`, `dtype`: as JAX sees them, so a NumPy array is no other
+          than a JAX array. `weak type`: as that of `jnp.asarray(1.0)`.
+        - `sharding`: another device, or parts of another, of two JAX arrays. Whether an array is committed to the
+          device that it would be on anyway is not compared, though `jax.jit` compiles once for each.
+        - `tie`: with which others the array at a path is one, as objects; of ties that are declared or given, and of
+          what trains, `tp.diff` of two layouts tells.
+        - `elements`: NaN equals NaN, `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite
+          difference. The relative one is that to the element of `b`. Arrays of other shapes are not compared.
+
+    Raises:
+        ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself.
+        TypeError: one of the two is a `Layout`, the other none; `atol` or `rtol` is no number.
+        RuntimeError: an array whose elements are compared has been deleted, or lies on devices of other processes.
+    """
+    tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
+    if isinstance(a, Layout) and isinstance(b, Layout):
+        return a.diff(b)
+    if isinstance(a, Layout) or isinstance(b, Layout):
+        other = type(b if isinstance(a, Layout) else a).__name__
+        raise TypeError(
+            f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
+        )
+    if _is_one(a, b):
+        return Diff(())
+    ours, _, these = structure_of(a)
+    theirs, _, those = structure_of(b)
+    elements: list[Difference] = []
+
+    def at_leaves(i: int, j: int) -> Iterator[Difference]:
+        here, there, path = ours[i], theirs[j], these.paths[i]
+        if here is there:
+            return
+        one, other = these.specs[i], those.specs[j]
+        if one is None and other is None:
+            if not _are_equal(here, there, tolerance):
+                yield Difference(path, "value", *both_in_text(here, there))
+            return
+        if one is None or other is None:
+            yield Difference(path, "type", *both_in_text(here, there))
+            return
+        yield from spec_rows(these, those, i, j)
+        weak = [bool(getattr(each, "weak_type", False)) for each in (here, there)]
+        if weak[0] != weak[1]:
+            first, second = (
+                describe(spec) + ", weak" * is_weak for spec, is_weak in zip((one, other), weak, strict=True)
+            )
+            yield Difference(path, "weak type", first, second)
+        are_concrete = _is_concrete(here), _is_concrete(there)
+        if one.shape != other.shape or not all(are_concrete):
+            return
+        shardings = [each.sharding for each in (here, there) if isinstance(each, jax.Array)]
+        if len(shardings) == 2 and not shardings[0].is_equivalent_to(shardings[1], here.ndim):
+            yield Difference(path, "sharding", *both_in_text(*shardings))
+        elements.extend(_elements(path, here, there, tolerance))
+
+    def is_shared(path: str) -> bool:
+        i, j = these.index.get(path), those.index.get(path)
+        return not (i is None or j is None or any(type(leaf) is jax.ShapeDtypeStruct for leaf in (ours[i], theirs[j])))
+
+    try:
+        rows = list(compare(these, those, at_leaves, (ours, theirs)))
+    except RuntimeError as error:
+        for tree in (a, b):
+            name_deleted(error, tree)
+        raise
+    rows += tie_rows(groups_of(these), groups_of(those), is_shared)
+    return Diff([*rows, *sorted(elements, key=operator.attrgetter("absolute"), reverse=True)])
+
+
+def _tolerance(name: str, value: Any) -> float:
+    if value is None:
+        return 0.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}") from error
+    if isinstance(value, (bool, str)):
+        raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}")
+    if not number >= 0:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
+    return number
+
+
+def _is_one(a: Any, b: Any) -> bool:
+    """Whether two trees hold the same objects in the same nodes: a model and what was made of it by changing nothing.
+
+    A structure takes tens of times as long to work out as this takes, if it is not known.
+    """
+    (ours, these), (theirs, those) = flatten(a), flatten(b)
+    if not identical(ours, theirs) or not same_treedef(these, those):
+        return False
+    return all(map(_are_static_equal, _statics(these), _statics(those)))
+
+
+def _statics(treedef: Any) -> list[Any]:
+    found: list[Any] = []
+    treedef.walk(lambda _, data: found.append(data), bool, range(treedef.num_leaves))
+    return found
+
+
+def _are_static_equal(here: Any, there: Any) -> bool:
+    # A tuple is made anew at each flattening, around values that are not.
+    if here is there or (type(here) is type(there) and type(here) in (tuple, list) and identical(here, there)):
+        return True
+    return static_key(here, strict=True) == static_key(there, strict=True)
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+
+
+def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:
+    """Whether two leaves are equal that are no arrays to JAX."""
+    if type(here) is not type(there):
+        return False
+    if isinstance(here, np.ndarray):  # of texts or objects
+        return here.dtype == there.dtype and bool(np.array_equal(here, there))
+    if static_key(here, strict=True) == static_key(there, strict=True):
+        return True
+    are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
+    return are_numbers and not list(_elements("", np.asarray(here), np.asarray(there), tolerance))
+
+
+# -- Elements ----------------------------------------------------------------------------------------------------------
+
+
+def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) -> Iterator[Difference]:
+    """The row of two arrays of one shape, if their elements differ."""
+    are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
+    if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
+        return
+    if any(are_keys):
+        here, there = jax.random.key_data(here), jax.random.key_data(there)
+    first, second = np.asarray(here).reshape(-1), np.asarray(there).reshape(-1)
+    if first.dtype != second.dtype:
+        ours, theirs = (jax.dtypes.canonicalize_dtype(each.dtype) for each in (first, second))
+        # NumPy's float64 beside JAX's float32 is the same to JAX, without x64.
+        if ours == theirs:
+            first, second = first.astype(ours, copy=False), second.astype(theirs, copy=False)
+    dtypes = first.dtype, second.dtype
+    is_exact = any(are_keys) or bool in dtypes
+    atol, rtol = (0.0, 0.0) if is_exact else tolerance
+    largest, relative, differing, place, nans = 0.0, 0.0, 0, 0, [0, 0]
+    for start in range(0, first.size, _AT_ONCE):
+        x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
+        if dtypes[0] == dtypes[1] and not (x != y).any():  # nor is there a NaN
+            continue
+        with np.errstate(all="ignore"):
+            gaps, sizes = _gaps(x, y, nans)
+            far = gaps > 0
+            if atol or rtol:
+                far &= ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
+            if not far.any():
+                continue
+            gaps = np.where(far, gaps, 0)
+            ratios = np.where(far, gaps / sizes, 0)
+        differing += int(np.count_nonzero(far))
+        relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
+        at = int(gaps.argmax())
+        if gaps[at] > largest:
+            largest, place = float(gaps[at]), start + at
+    if differing:
+        words = str(first[place]), str(second[place])
+        yield Difference(path, "elements", *words, largest, relative, differing, first.size, (nans[0], nans[1]))
+
+
+def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """How far elements are apart, and how large those of the second are, in double precision; counts NaNs."""
+    kinds = [is_inexact(each.dtype) for each in (x, y)]
+    if not any(kinds) and x.dtype == y.dtype:
+        if x.dtype.itemsize < 8:
+            x, y = x.astype(np.int64), y.astype(np.int64)
+        # The difference of two integers of 64 bits needs these bits and no sign: it is right where it wraps around.
+        return np.where(x > y, x - y, y - x).view(np.uint64).astype(np.float64), np.abs(y.astype(np.float64))
+    wide = np.complex128 if is_complex(x.dtype) or is_complex(y.dtype) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    lacking = np.isnan(x), np.isnan(y)
+    for side, each in enumerate(lacking):
+        nans[side] += int(np.count_nonzero(each))
+    gaps = np.abs(x - y)
+    gaps[np.isnan(gaps)] = math.inf
+    gaps[(x == y) | (lacking[0] & lacking[1])] = 0
+    return gaps, np.abs(y)
