@@ -37,7 +37,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     steps     dtype   int32[]        float32[]
     embed     tie     head           nothing
     <BLANKLINE>
-    3 differences: 1 in static, 1 in dtype, 1 in tie
+    3 differences: static 1, dtype 1, tie 1
 
     Of arrays whose elements differ, the one with the largest difference comes first; what it holds there is shown:
 
@@ -48,7 +48,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     weight      inf       inf    2 of 3  0, 1    3.0     nan
     bias      1e-06         1    1 of 3  0, 0    0.0   1e-06
     <BLANKLINE>
-    2 differences: 2 in elements
+    2 differences
     >>> tp.diff(model, other, atol=1e-5).paths
     ('weight',)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
+import numpy as np
 
 from ._declare import is_box
 from ._paths import join_path, quote, sibling_entries
@@ -95,7 +96,8 @@ class Diff:
         if not tables:
             return self._total()
         counts = collections.Counter(row.what for row in self.rows)
-        total = f"{self._total()}: {', '.join(f'{count:,} in {what}' for what, count in counts.items())}"
+        parts = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        total = f"{self._total()}: {parts}" if len(counts) > 1 else self._total()
         return "\n".join([*itertools.chain.from_iterable([*table, ""] for table in tables), total])
 
     def _repr_html_(self) -> str:
@@ -291,14 +293,16 @@ def in_text(value: Any) -> str:
     name, kind = getattr(value, "__qualname__", None), type(value)
     if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
         return name or f"a {kind.__qualname__}"
-    return f"{repr(value) if name is None else name} ({kind.__name__})"
+    text = name or (str(value) if isinstance(value, np.generic) else repr(value))
+    return f"{text} ({kind.__name__})"
 
 
 def both_in_text(here: Any, there: Any) -> tuple[str, str]:
     """Two values that differ, so that the texts do too; of long ones the part from where they differ."""
     one, other = in_text(here), in_text(there)
     if one == other and hasattr(here, "__qualname__"):
-        one, other = (f"{each.__module__}.{text}" for each, text in ((here, one), (there, other)))
+        longer = [f"{each.__module__}.{text}" for each, text in ((here, one), (there, other))]
+        one, other = longer if longer[0] != longer[1] else (one, other)
     if one == other:
         return _cut(one), _cut(f"another {other}")
     start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4

@@ -193,7 +193,7 @@ class Layout:
         path  what     first    second
         b     trained  trained  frozen
         <BLANKLINE>
-        1 difference: 1 in trained
+        1 difference
 
         Returns:
             A `Diff`, false where nothing differs; `tp.diff` of two layouts gives the same.

@@ -1,0 +1,392 @@
+"""A diff names what differs between two trees, at its path, and nothing else."""
+
+import copy
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import treeparams as tp
+from treeparams import _diff, optim
+
+from .zoo import ZOO, Net, Norm, enable_x64, models, ramp
+
+f32 = functools.partial(np.array, dtype=np.float32)
+i64 = functools.partial(np.array, dtype=np.int64)
+f8 = functools.partial(np.array, dtype=ml_dtypes.float8_e4m3fn)
+
+
+def seen(a: Any, b: Any, **options: Any) -> list[tuple[str, ...]]:
+    """What differs, in words; the other way round it is the same with the sides exchanged."""
+    rows, turned = tp.diff(a, b, **options).rows, tp.diff(b, a, **options).rows
+    if not any(options.values()):
+        assert {(row.path, row.what) for row in rows} == {(row.path, row.what) for row in turned}
+    return [row[:4] for row in rows]
+
+
+def elements(here: Any, there: Any, **options: Any) -> Any:
+    """The one row, of the elements of two arrays."""
+    (row,) = tp.diff(here, there, **options).rows
+    assert (row.path, row.what) == ("", "elements")
+    return row
+
+
+# -- Laws --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_a_tree_does_not_differ_from_itself_or_a_copy(specimen):
+    tree = specimen.make()
+    abstract = eqx.filter_eval_shape(lambda: tree)
+    for other in (tree, jax.tree.map(lambda leaf: leaf, tree), tp.copy(tree), abstract):
+        diff = tp.diff(tree, other)
+        assert (bool(diff), diff.rows, diff.paths, str(diff), repr(diff)) == (
+            *(False, (), ()),
+            *("no differences", "Diff(no differences)"),
+        )
+    assert not tp.diff(abstract, abstract)
+    layout = specimen.layout(tree)
+    by_identity = layout.ties and not specimen.options.get("ties")  # of which shapes alone tell nothing
+    assert {row.what for row in tp.diff(layout, specimen.layout(abstract)).rows} == ({"tie"} if by_identity else set())
+
+
+def _moved(leaf: Any) -> tuple[Any, str]:
+    """Another leaf in place of this one, and what differs."""
+    if not hasattr(leaf, "dtype"):
+        return (leaf, 1), "structure"
+    if not leaf.size:
+        return np.zeros((*leaf.shape, 1), leaf.dtype), "shape"
+    if leaf.dtype == bool:
+        return np.array(np.logical_not(leaf)), "elements"
+    return np.array(np.asarray(leaf) + np.ones((), leaf.dtype)), "elements"
+
+
+@settings(deadline=None, max_examples=40)
+@given(models(), st.data())
+def test_one_change_is_found_at_its_path(model, data):
+    model = jax.tree.map(lambda leaf: np.array(leaf) if hasattr(leaf, "dtype") else leaf, model)  # no ties
+    leaves, treedef = jax.tree.flatten(model)
+    if not leaves:
+        return
+    at = data.draw(st.integers(0, len(leaves) - 1))
+    leaf, what = _moved(leaves[at])
+    other = jax.tree.unflatten(treedef, [*leaves[:at], leaf, *leaves[at + 1 :]])
+    alone = jax.tree.unflatten(treedef, [np.ones(2, np.float32) if i == at else 0 for i in range(len(leaves))])
+    path = tp.layout(alone, thaw="**").paths
+    diff = tp.diff(model, other)
+    assert (diff.paths, [row.what for row in diff.rows]) == (path, [what])
+    assert seen(model, other)[0][0] == path[0]
+    assert not tp.diff(model, tp.copy(model))
+
+
+# -- What a compiler sees ----------------------------------------------------------------------------------------------
+
+
+class Layer(eqx.Module):
+    weight: Any
+    kind: Any = eqx.field(static=True)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["kind"])
+@dataclasses.dataclass
+class Registered:
+    weight: Any
+    kind: Any
+
+
+W = ramp(2)
+SHARED = ramp(2, 3)
+SEEN = {
+    "a node alone": ({"a": [W, {"b": W}]}, {}, [("a", "structure", "list of 2 leaves", "nothing")]),
+    "a leaf alone": ([W], [W, 0.5], [("1", "structure", "nothing", "0.5 (float)")]),
+    "None and an array": ([None, W], [W, W], [("0", "structure", "None", "float32[2]")]),
+    "None and nothing": ({"a": None}, {}, [("a", "structure", "None", "nothing")]),
+    "None and an empty node": ([None], [()], [("0", "structure", "None", "tuple of 0 leaves")]),
+    "an array and a node": ([W], [[W]], [("0", "structure", "float32[2]", "list of 1 leaf")]),
+    "another class": ([{"a": W}], [Norm(W, W)], [
+        ("0", "class", "dict", "Norm"),
+        ("0.a", "structure", "float32[2]", "nothing"),
+        ("0.scale", "structure", "nothing", "float32[2]"),
+        ("0.mean", "structure", "nothing", "float32[2]"),
+    ]),
+    "a class with the same fields": ([W, W], (W, None), [
+        ("", "class", "list", "tuple"),
+        ("1", "structure", "float32[2]", "None"),
+    ]),
+    "empty nodes": ([[], W], [(), W], [("0", "class", "list", "tuple")]),
+    "the root": (W, None, [("", "structure", "float32[2]", "None")]),
+    "int and float": (Layer(W, 2), Layer(W, 2.0), [("kind", "static", "2 (int)", "2.0 (float)")]),
+    "int and bool": ([Layer(W, 1)], [Layer(W, True)], [("0.kind", "static", "1 (int)", "True (bool)")]),
+    "within a static value": (Layer(W, ([1, 2], {"k": {"x": 3}})), Layer(W, ([1, 4], {"k": {"x": 5}})), [
+        ("kind.0.1", "static", "2 (int)", "4 (int)"),
+        ("kind.1.k.x", "static", "3 (int)", "5 (int)"),
+    ]),
+    "static values of other sizes": (Layer(W, (1, 2)), Layer(W, (1,)), [
+        ("kind", "static", "(1, 2) (tuple)", "(1,) (tuple)"),
+    ]),
+    "static arrays": (Registered(W, W), Registered(W, W + 0), [("", "static", "float32[2]", "another float32[2]")]),
+    "bare objects": (Layer(W, object()), Layer(W, object()), [("kind", "static", "a object", "another a object")]),
+    "fields without metadata": (Registered(W, 1), Registered(W, "one"), [("", "static", "1 (int)", "'one' (str)")]),
+    "long values": (Layer(W, "x" * 99 + "a"), Layer(W, "x" * 99 + "b"), [
+        ("kind", "static", "...xxxxxxxxxxa' (str)", "...xxxxxxxxxxb' (str)"),
+    ]),
+    "keys of one text": ({1: W}, {"1": W}, [("", "static", "1 (int)", "'1' (str)")]),
+    "functions": ([jnp.tanh], [jax.nn.relu], [("0", "value", "tanh (PjitFunction)", "relu (custom_jvp)")]),
+    "functions of one name": ([np.add.reduce, ramp], [np.add.reduce, copy.copy], [
+        ("1", "value", "ramp (function)", "copy (function)"),
+    ]),
+    "numbers": ([2, 2, 0.5], [2.0, True, 0.5], [
+        ("0", "value", "2 (int)", "2.0 (float)"),
+        ("1", "value", "2 (int)", "True (bool)"),
+    ]),
+    "texts": (["a", "b"], ["a", "c"], [("1", "value", "'b' (str)", "'c' (str)")]),
+    "arrays of text": ([np.array(["a"])], [np.array(["b"])], [
+        ("0", "value", "array(['a'], dtype='<U1') (ndarray)", "array(['b'], dtype='<U1') (ndarray)"),
+    ]),
+    "a number and an array": ([0.5, 0.5], [f32(0.5), np.float64(0.5)], [
+        ("0", "type", "0.5 (float)", "float32[]"),
+        ("1", "value", "0.5 (float)", "0.5 (float64)"),
+    ]),
+    "shapes": ([W], [ramp(3)], [("0", "shape", "float32[2]", "float32[3]")]),
+    "shapes and dtypes": ([W], [jnp.arange(3)], [("0", "shape, dtype", "float32[2]", "int32[3]")]),
+    "weak types": ([jnp.asarray(1.0)], [jnp.float32(1)], [("0", "weak type", "float32[], weak", "float32[]")]),
+    "kinds of keys": ([jax.random.key(0)], [jax.random.key(0, impl="rbg")], [
+        ("0", "dtype", "key<fry>[]", "key<rbg>[]"),
+    ]),
+    "a tie lost": ({"a": SHARED, "b": [SHARED]}, {"a": SHARED, "b": [SHARED + 0]}, [("a", "tie", "b.0", "nothing")]),
+    "another tie": ([SHARED, SHARED, tp.copy(SHARED)], [SHARED, tp.copy(SHARED), SHARED], [("0", "tie", "1", "2")]),
+    "a smaller tie": ([SHARED] * 3, [tp.copy(SHARED), SHARED, SHARED], [
+        ("0", "tie", "1, 2", "nothing"),
+        ("1", "tie", "0, 2", "2"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("a", "b", "rows"), SEEN.values(), ids=SEEN)
+def test_what_a_compiler_sees(a, b, rows):
+    assert seen(a, b) == rows
+    assert bool(tp.diff(a, b)) is True
+    assert not tp.diff(b, b)
+
+
+def test_rows_stand_in_tree_order_and_a_path_stands_once():
+    shared = ramp(3)
+    here = Net([Norm(shared, shared), 1], jnp.tanh, 2)
+    there = Net([Norm(ramp(4), ramp(3, dtype=jnp.int32)), 1.0, W], jax.nn.relu, 3, 0.25)
+    want = [
+        *[("width", "static"), ("layers.0.scale", "shape"), ("layers.0.mean", "dtype"), ("layers.1", "value")],
+        *[("layers.2", "structure"), ("activation", "value"), ("rate", "value"), ("layers.0.scale", "tie")],
+        ("layers.0.mean", "elements"),
+    ]
+    diff = tp.diff(here, there)
+    assert [row[:2] for row in diff.rows] == want
+    assert diff.paths == tuple(dict.fromkeys(path for path, _ in want))
+
+
+def test_a_static_list_that_has_changed_in_place():
+    model = Layer(W, [1])
+    layout = tp.layout(model)
+    model.kind.append(2)
+    (row,) = layout.diff(tp.layout(model)).rows
+    assert (row.path, row.what, row.second) == ("", "static", "the same, changed in place since")
+
+
+def test_states_stacks_vectors_averages():
+    model = {"a": W, "b": ramp(3)}
+    tx = optim.trainable(optax.sgd(1e-2, momentum=0.9))
+    state, frozen = tx.init(model), optim.trainable(optax.sgd(1e-2, momentum=0.9), "a").init(model)
+    moved = jax.tree.map(lambda x: x + np.ones((), x.dtype), state)
+    assert {row.what for row in tp.diff(state, moved).rows} == {"elements"}
+    assert ("b", "trained", "trained", "frozen") in seen(state, frozen)
+    (vector, restructure), (stacks, _) = tp.ravel(model), tp.stack(model)
+    other = jax.tree.map(lambda x: x * np.float32(2), model)
+    assert tp.diff(vector, restructure.ravel(other)).paths == ("",)
+    assert tp.diff(stacks, tp.stack(other)[0]).paths == ('"float32[2]"', '"float32[3]"')
+    assert not tp.diff(restructure, tp.ravel(other)[1])
+    average = tp.Ema(model, 0.9)
+    assert not tp.diff(average, tp.Ema(model, 0.9))
+    assert tp.diff(average, tp.Ema(model, 0.5)).rows[0][:4] == ("decay", "static", "0.9 (float)", "0.5 (float)")
+    assert seen(tp.partition(model)[1], tp.partition(model, "a")[1])[0] == ("b", "trained", "trained", "frozen")
+
+
+def test_sharding():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    put = lambda *axes: jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, PartitionSpec(*axes)))
+    one = jnp.asarray(np.arange(8.0, dtype=np.float32))
+    assert not tp.diff(put("d"), put("d"))
+    assert not tp.diff(put(), put(None))  # the same in other words
+    assert not tp.diff(one, jax.device_put(one, jax.devices()[0]))
+    assert not tp.diff(np.asarray(one), put("d"))
+    for here, there in ((one, put()), (put(), put("d")), (one, jax.device_put(one, jax.devices()[1]))):
+        ((path, what, first, second),) = seen([here], [there])
+        assert (path, what, first != second) == ("0", "sharding", True)
+    assert [row.what for row in tp.diff(put("d"), put() + np.float32(1)).rows] == ["sharding", "elements"]
+
+
+def test_abstract_and_traced_leaves_have_no_elements():
+    model = {"a": SHARED, "b": SHARED, "n": 2}
+    abstract = eqx.filter_eval_shape(lambda: model)
+    other = {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), "b": SHARED + 1, "n": 2}
+    assert seen(model, abstract) == []
+    assert seen(abstract, other) == [("a", "dtype", "float32[2,3]", "bfloat16[2,3]")]
+    found = []
+
+    def traced(a: Any, b: Any) -> Any:
+        found.extend([seen(a, a), seen(a, [W, a[1] + 1]), seen(a, [W, b]), seen([b, b], [b, b + 1])])
+        return b
+
+    jax.eval_shape(traced, [W, W], W.astype(jnp.bfloat16))
+    assert found == [[], [], [("1", "dtype", "float32[2]", "bfloat16[2]")], [("0", "tie", "1", "nothing")]]
+
+
+# -- Elements ----------------------------------------------------------------------------------------------------------
+
+nan, inf = math.nan, math.inf
+NUMBERS = {
+    "floats": (f32([1, 2, 3]), f32([1, 2.5, 4]), (1.0, 0.25, 2), ("3.0", "4.0")),
+    "zero": (f32([1e-3, 0]), f32([0, 0]), (np.float32(1e-3), inf, 1), ("0.001", "0.0")),
+    "NaN": (f32([nan, nan, 1]), f32([nan, 1, 1]), (inf, inf, 1), ("nan", "1.0")),
+    "infinities": (f32([inf, inf, -inf]), f32([inf, -inf, 0]), (inf, inf, 2), ("inf", "-inf")),
+    "largest floats": (f32([3e38]), f32([-3e38]), (2 * float(f32(3e38)), 2.0, 1), ("3e+38", "-3e+38")),
+    "bfloat16": (W.astype(jnp.bfloat16), -W.astype(jnp.bfloat16), (3.0, 2.0, 2), ("1.5", "-1.5")),
+    "float8": (f8([1, 2]), f8([1, 4]), (2.0, 0.5, 1), ("2", "4")),
+    "complex": (np.complex64([1, 3 + 4j]), np.complex64([1, 0]), (5.0, inf, 1), ("(3+4j)", "0j")),
+    "half a NaN": (np.complex64([complex(nan, 1)]), np.complex64([complex(1, nan)]), None, None),
+    "ints": (np.int32([1, -5]), np.int32([1, 5]), (10.0, 2.0, 1), ("-5", "5")),
+    "bytes": (np.uint8([250, 3]), np.uint8([5, 4]), (245.0, 49.0, 2), ("250", "5")),
+    "widest ints": (i64([2**63 - 1]), i64([-(2**63)]), (2.0**64, 2.0, 1), (str(2**63 - 1), str(-(2**63)))),
+    "widest unsigned": (np.uint64([0]), np.uint64([2**64 - 1]), (2.0**64, 1.0, 1), ("0", str(2**64 - 1))),
+    "bools": (np.array([True, False]), np.array([False, False]), (1.0, inf, 1), ("True", "False")),
+    "doubles": (np.float64([2 + 2**-40]), np.float64([2]), (2.0**-40, 2.0**-41, 1), ("2.0000000000009095", "2.0")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("here", "there", "numbers", "words"), NUMBERS.values(), ids=NUMBERS)
+def test_the_numbers_of_elements(here, there, numbers, words):
+    if numbers is None:
+        assert not tp.diff(here, there)  # as NumPy's `equal_nan`
+        return
+    row = elements(here, there)
+    assert (row.absolute, row.relative, row.differing, row.size) == (*numbers, here.size)
+    assert (row.first, row.second) == words
+    count = lambda array: int(np.isnan(np.asarray(array).astype(np.complex128)).sum())
+    assert row.nans in ((count(here), count(there)), (0, 0))
+    assert elements(there, here).absolute == row.absolute
+    assert not tp.diff(here.reshape(1, -1), np.array(here).reshape(1, -1))
+
+
+def test_what_is_equal():
+    assert not tp.diff(f32([0.0, nan]), f32([-0.0, nan]))
+    assert not tp.diff(np.float64([0.1]), jnp.float32([0.1]))  # which the first is to JAX
+    assert not tp.diff(np.zeros((0, 3)), np.zeros((0, 3)))
+    assert not tp.diff(W, np.asarray(W))
+    assert not tp.diff(jax.random.split(jax.random.key(0)), jax.random.split(jax.random.key(0)))
+    assert elements(jax.random.key(0), jax.random.key(1), atol=9).differing == 1
+    assert tp.diff(np.zeros((2, 2))[:, ::-1].T, np.eye(2)[::-1]).rows[0].differing == 2
+    assert not tp.diff([np.zeros(2, jax.dtypes.float0)], [np.zeros(2, jax.dtypes.float0)])
+    with enable_x64():
+        assert seen(np.float64([0.5]), f32([0.5])) == [("", "dtype", "float64[1]", "float32[1]")]
+
+
+def test_arrays_of_other_dtypes_are_compared_by_value():
+    rows = tp.diff([W], [(W * np.float32(2)).astype(jnp.bfloat16)]).rows
+    assert [row.what for row in rows] == ["dtype", "elements"]
+    assert rows[1].absolute == 1.5
+    assert seen([W * 2], [np.int32([1, 3])]) == [("0", "dtype", "float32[2]", "int32[2]")]
+    assert [row.what for row in tp.diff([np.float16([2])], [jnp.bfloat16([3])]).rows] == ["dtype", "elements"]
+
+
+def test_tolerance():
+    here, there = f32([1.0, 100.0, inf]), f32([1.01, 101.0, inf])
+    for options, differing in (({"atol": 0.5}, 1), ({"rtol": 0.005}, 2), ({"atol": 0.85, "rtol": 0.001}, 1)):
+        close = np.isclose(here, there, options.get("rtol", 0), options.get("atol", 0))
+        assert elements(here, there, **options).differing == differing == np.sum(~close)
+    assert not tp.diff(here, there, atol=1)
+    assert not tp.diff(here, there, rtol=0.01)
+    assert elements(f32([1, nan, inf]), f32([1, 1, 1]), atol=inf, rtol=1).differing == 2
+    assert elements(np.array([True]), np.array([False]), atol=2)
+    assert not tp.diff(i64([-(2**63)]), i64([2**63 - 1]), atol=2.0**64)
+    assert seen([0.5, 2, "a"], [0.6, 3, "a"], atol=0.2) == [("1", "value", "2 (int)", "3 (int)")]
+    assert elements(f32([0, 0]), f32([1, 2]), atol=1.5)[2:7] == ("0.0", "2.0", 2.0, 1.0, 1)
+
+
+def test_large_arrays_in_pieces(monkeypatch):
+    monkeypatch.setattr(_diff, "_AT_ONCE", 3)
+    here, there = np.zeros(20, np.float32), np.zeros(20, np.float32)
+    there[[4, 11, 19]] = 1, -7, nan
+    row = elements(here.reshape(4, 5), there.reshape(4, 5))
+    assert row[2:] == ("0.0", "nan", inf, inf, 3, 20, (0, 1))
+    there[19] = 5
+    assert elements(here, there)[2:] == ("0.0", "-7.0", 7.0, 1.0, 3, 20, (0, 0))
+
+
+# -- As a value --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table():
+    first, second = f32([1, 2, 3]), f32([1, 2, 4])
+    here = {"a": first, "b": f32([0.5]), "n": 2, "same": W, "<i>": None}
+    there = {"a": second, "b": f32([nan]), "n": 2.0, "same": W, "<i>": ()}
+    diff = tp.diff(here, there)
+    assert (
+        str(diff)
+        == """\
+path  what       first    second
+<i>   structure  None     tuple of 0 leaves
+n     value      2 (int)  2.0 (float)
+
+path  largest  relative  elements   NaN  first  second
+b         inf       inf    1 of 1  0, 1    0.5     nan
+a           1      0.25    1 of 3  0, 0    3.0     4.0
+
+4 differences: structure 1, value 1, elements 2"""
+    )
+    assert repr(diff) == "Diff(4 differences (<i>, n, b, a))"
+    assert diff._repr_html_().startswith("<pre>path")
+    assert "&lt;i&gt;" in diff._repr_html_()
+    assert str(tp.diff(first, second)).splitlines()[1:] == [
+        '""          1      0.25    1 of 3    3.0     4.0',
+        "",
+        "1 difference",
+    ]
+    many = str(tp.diff(list(range(100)), list(range(1, 101))))
+    assert "... 60 more" in many
+    assert many.endswith("100 differences")
+
+
+def test_errors():
+    layout = tp.layout([W])
+    for a, b in ((layout, [W]), ([W], layout)):
+        with pytest.raises(TypeError, match=r"two models or two layouts, got a Layout and a list.*tp\.layout\(model\)"):
+            tp.diff(a, b)
+    looped: list[Any] = [W]
+    looped.append(looped)
+    with pytest.raises(ValueError, match="the model is cyclic"):
+        tp.diff([W], looped)
+    deleted = {"w": W + 1}
+    deleted["w"].delete()
+    with pytest.raises(RuntimeError, match=r"the array at 'w' has been deleted.*tp\.copy"):
+        tp.diff({"w": W}, deleted)
+    assert not tp.diff(deleted, dict(deleted))  # one object, of which nothing is read
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("name", ["atol", "rtol"])
+def test_tolerances_that_are_none(name):
+    for value in (-1, nan, np.float32(-0.5)):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, got"):
+            tp.diff(W, W, **{name: value})
+    for value in ("1", True, [1], None.__class__):
+        with pytest.raises(TypeError, match=f"{name} must be a number"):
+            tp.diff(W, W, **{name: value})
