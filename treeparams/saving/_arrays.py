@@ -63,7 +63,7 @@ def pieces_of(leaf: Any) -> Iterator[memoryview]:
     """The bytes of an array, a piece at a time."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    view = memoryview(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    view = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
     for start in range(0, len(view), PIECE):
         yield view[start : start + PIECE]
 
@@ -96,7 +96,11 @@ def _of(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
         return stored.shape, np.dtype(DTYPES[stored.dtype])
     dtype = np.dtype(mark["dtype"])
     shape = stored.shape[:-1] if dtype.kind == "c" else stored.shape
-    if dtype.hasobject or dtype.name != mark["dtype"] or math.prod(shape) * dtype.itemsize != stored.stop - stored.start:
+    if (
+        dtype.hasobject
+        or dtype.name != mark["dtype"]
+        or math.prod(shape) * dtype.itemsize != stored.stop - stored.start
+    ):
         raise ValueError(f"{dtype} is not stored as {stored.dtype} of shape {stored.shape}")
     return shape, dtype
 
@@ -110,8 +114,10 @@ def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
 
 def placed(array: Any, like: Any) -> Any:
     """An array where another one lies: in NumPy, on its devices, by its sharding."""
-    if isinstance(like, np.ndarray):
+    if isinstance(array, Tracer):
         return array
+    if isinstance(like, np.ndarray):
+        return np.asarray(array)
     sharding = getattr(like, "sharding", None)
     if isinstance(array, jax.Array) or sharding is None or isinstance(sharding, SingleDeviceSharding):
         is_anywhere = sharding is None or not getattr(like, "committed", True)
@@ -119,3 +125,18 @@ def placed(array: Any, like: Any) -> Any:
     # Each device, of this process or of another one, takes its own part.
     array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda part: np.array(array[part]))
+
+
+def array_spec(array: Any) -> Spec:
+    """The shape of an array and its dtype in JAX."""
+    dtype = array.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return Spec(tuple(array.shape), dtype, is_inexact(dtype))
+
+
+def in_numpy(array: Any) -> np.ndarray:
+    """An array in NumPy; of keys their words."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.ascontiguousarray(array).reshape(array.shape)

@@ -13,7 +13,6 @@ from .._resolve import look_up
 from .._ties import Alias, find_ties
 from .._where import declared_frozen
 from ..optim import TrainableState
-from ..optim._groups import groups_in
 from ..optim._state import nodes_of
 from ._arrays import pieces_of
 
@@ -53,18 +52,18 @@ class Contents:
         """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
-            if (alias.transforms or have is not source):
+            if alias.transforms or have is not source:
                 want = alias.value_from(source, self.structure.spec(alias.source))
                 if not _are_same(have, want):
                     del self.aliases[i]
 
-    def tree(self, values: Mapping[int, Any]) -> PyTree:
-        """The tree with these arrays at the leaves that are stored, and what follows from them at their aliases."""
+    def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
+        """The leaves with these arrays where they are stored, and what follows from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:
                 leaves[i] = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
-        return jtu.tree_unflatten(self.treedef, leaves)
+        return leaves
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
@@ -90,16 +89,14 @@ def name_of(path: str) -> str:
 
 
 def state_in_words(state: TrainableState) -> dict[str, Any]:
-    """The parameters that a state is of, which of them have one history, and the groups of its rule."""
+    """The parameters that a state is of, and which of them have one history."""
     index, roles = index_of(state.layout), state.roles
     paths = index.structure.paths
     known = sorted({i for positions in (*roles.running, *roles.held) for i in positions})
     slots = [[paths[i], list(index.structure.spec(i).shape), str(index.structure.spec(i).dtype)] for i in known]
     names = lambda histories: [[paths[i] for i in positions] for positions in histories]
     origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
-    words = {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
-    groups = {group.name: list(group.paths) for group in groups_in(state.runs)}
-    return words | ({"groups": groups} if groups else {})
+    return {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
 
 
 def _are_same(one: Any, other: Any) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +31,8 @@ class File:
 
     Attributes:
         specs: the shape and dtype in JAX of each array, by name.
-        words: what `save` has said of the tree; `None` for a file of others.
+        is_ours: whether `save` wrote it.
+        words: what `save` has said of the tree.
         metadata: what else the file says, text by text.
     """
 
@@ -38,38 +40,39 @@ class File:
         self.path = os.fspath(path)
         if self.path.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl")):
             raise ValueError(
-                f"{self.path!r} looks like a pickle, which may run any code when it is read, and is not read here. Where "
-                "you trust it, convert it once with PyTorch: safetensors.torch.save_file("
+                f"{self.path!r} looks like a pickle, which may run any code when it is read, and is not read here. "
+                "Where you trust it, convert it once with PyTorch: safetensors.torch.save_file("
                 'torch.load(path, map_location="cpu", weights_only=True), "model.safetensors")'
             )
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is there
+        weakref.finalize(self, self._file.close)
         header = read_header(self.path, self._file)
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
-        self.words: dict[str, Any] | None = None
-        self._marks: dict[str, dict[str, str]] = {}
-        if len(self.metadata) < len(header.metadata) or header.text.startswith(_START):
+        self.is_ours = len(self.metadata) < len(header.metadata)
+        self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "checksums": {}}
+        if self.is_ours:
             self.words = _words(self.path, header.text, header.metadata)
-            self._marks = self.words["marks"]
-        self._arrays = header.arrays
+        self._arrays, marks = header.arrays, self.words["marks"]
         try:
-            self.specs = {name: spec_of(its, self._marks.get(name, {})) for name, its in header.arrays.items()}
+            self.specs = {name: spec_of(its, marks.get(name, {})) for name, its in header.arrays.items()}
         except Exception as error:
             raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
 
     def read(self, name: str) -> Any:
         """An array: of NumPy, in a buffer of its own, or typed keys."""
         stored = self._arrays[name]
-        return decode(stored, self._marks.get(name, {}), read_bytes(self.path, self._file, stored))
+        return decode(stored, self.words["marks"].get(name, {}), read_bytes(self.path, self._file, stored))
 
     def check(self, name: str) -> None:
         """Compares an array with its checksum, where the file has one."""
-        if self.words is not None:
-            stored, value = self._arrays[name], 0
-            self._file.seek(stored.start)
-            for start in range(stored.start, stored.stop, PIECE):
-                value = zlib.crc32(self._file.read(min(PIECE, stored.stop - start)), value)
-            if f"{value:08x}" != self.words["checksums"][name]:
-                raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+        if not self.is_ours:
+            return
+        stored, value = self._arrays[name], 0
+        self._file.seek(stored.start)
+        for start in range(stored.start, stored.stop, PIECE):
+            value = zlib.crc32(self._file.read(min(PIECE, stored.stop - start)), value)
+        if f"{value:08x}" != self.words["checksums"][name]:
+            raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
 
 
 def _words(path: str, text: bytes, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -79,7 +79,9 @@ def read_header(path: Any, file: Any) -> Header:
     end = _PREFIX + length
     for name, stored in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].stop)):
         if stored.start != end:
-            raise wrong(path, f"the array {name!r} begins at byte {stored.start:,}, and what is before it ends at {end:,}")
+            raise wrong(
+                path, f"the array {name!r} begins at byte {stored.start:,}, and what is before it ends at {end:,}"
+            )
         end = stored.stop
     if end != size:
         raise wrong(path, f"its arrays end at byte {end:,}, and the file has {size:,}")
@@ -119,7 +121,9 @@ def header_text(kinds: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the arrays are aligned
     if len(text) > _LONGEST:
-        raise ValueError(f"the names and ties of the tree take {len(text):,} bytes; the format has {_LONGEST:,} at most")
+        raise ValueError(
+            f"the names and ties of the tree take {len(text):,} bytes; the format has {_LONGEST:,} at most"
+        )
     return text
 
 
@@ -135,7 +139,7 @@ def read_bytes(path: Any, file: Any, stored: Stored) -> np.ndarray:
     first = -buffer.ctypes.data % 64  # JAX copies what is not aligned so
     found = buffer[first : first + size]
     file.seek(stored.start)
-    into = memoryview(found)
+    into = found.data
     while len(into):
         count = file.readinto(into)
         if not count:

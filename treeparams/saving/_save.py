@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._paths import nearest
@@ -63,7 +64,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
             raise ValueError(f"{name!r} is no Unicode text, so it cannot be a name in a file") from None
     try:
         contents.store_what_differs()
-        frozen, paths = contents.frozen, contents.structure.paths
+        frozen = contents.frozen
         words = {
             "ties": contents.ties,
             "states": contents.states,
@@ -114,8 +115,8 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
     False
 
     **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
-    the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed since,
-    `saving.plan(path, model, rename=...)` says what goes where.
+    the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed
+    since, `saving.plan(path, model, rename=...)` says what goes where.
 
     Args:
         path: of a file that `save` wrote.
@@ -133,7 +134,7 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
         ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
     """
     file = File(path)
-    if file.words is None:
+    if not file.is_ours:
         raise ValueError(
             f"{file.path!r} was not written by saving.save, so it does not say what is tied; write "
             "saving.plan(path, model)(path), which says what goes where"
@@ -151,7 +152,8 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
     if checksum:
         for name in file.specs:
             file.check(name)
-    return contents.tree({leaves[name]: placed(file.read(name), contents.leaves[leaves[name]]) for name in file.specs})
+    values = {leaves[name]: placed(file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+    return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
 def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
@@ -162,9 +164,10 @@ def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
     for name in [name for name in there if name not in leaves]:
         yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
-    for name, spec in file.specs.items():
-        if name in leaves and spec != contents.structure.spec(leaves[name]):
-            yield f"{name!r} is {describe(contents.structure.spec(leaves[name]))} in the tree, {describe(spec)} in the file"
+    for name in leaves.keys() & file.specs.keys():
+        here, there = contents.structure.spec(leaves[name]), file.specs[name]
+        if here != there:
+            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
 
 def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
@@ -183,10 +186,11 @@ def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
                     f"declare it, tp.field(tied_to=..., transform={transforms})"
                 )
         elif source_of(here) != source_of(there) and not {here, there} & contents.abstract:
-            yield f"{alias!r} and {source!r} are one array in the file: tie them, tp.tie(model, {alias!r}, to={source!r})"
+            yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
     for i, name in names.items():
-        if first[i] != i and name in file.specs and names[first[i]] in file.specs:
-            yield f"{name!r} and {names[first[i]]!r} are one array in the tree, two in the file: tp.untie(model, {name!r})"
+        same = names[first[i]]
+        if same != name and {same, name} <= file.specs.keys():
+            yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
 def _unlike_states(contents: Contents, file: File) -> Iterator[str]:

@@ -1,0 +1,128 @@
+"""Which arrays of an optimiser's state are of which parameters, read from their names.
+
+In the tree form they end with the path of a parameter, or have it below `states`, where `optim.per_leaf` keeps a state
+for each; in stacks they have the key of a stack; in the vector form they have its length. Of the rest, step counts and
+rates, all parameters of one history have one.
+"""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._paths import quote, split_path
+from .._structure import Spec
+from .._text import describe
+from ._names import Names
+
+Entries = tuple[str, ...]
+Place = tuple[Entries, Entries]
+"""What stands before and after the parameter in a name: equal for what is the same thing of other parameters."""
+
+
+class Part(NamedTuple):
+    """An array of a state that is of some parameters, one after another."""
+
+    form: str  # "tree", "vector" or "stack"
+    place: Place
+    paths: tuple[str, ...]
+
+
+class History:
+    """The state of the parameters that took their steps together, by names.
+
+    Attributes:
+        specs: the shape and dtype of each parameter, by path.
+        parts: the arrays that are of single parameters, by what follows the place of the history in their names.
+    """
+
+    def __init__(self, names: Names, start: str, words: Mapping[str, Any], paths: Sequence[str]) -> None:
+        known = {path: Spec(tuple(shape), dtype, True) for path, shape, dtype in words["slots"]}
+        self.specs = {path: known[path] for path in paths}
+        self._names = {split_path(name)[2:]: name for name in names.specs if name.startswith(f"{start}.")}
+        self._arrays = names
+        self._read: dict[str, Any] = {}
+        specs = {entries: names.specs[name] for entries, name in self._names.items()}
+        self.parts = _in_tree(specs, self.specs) or _in_stacks(specs, self.specs) or _in_vector(specs, self.specs)
+        self._at = {(part.place, path): entries for entries, part in self.parts.items() for path in part.paths}
+
+    def shared(self, entries: Entries) -> Any:
+        """An array of all parameters."""
+        name = self._names.get(entries)
+        if name is None or entries in self.parts:
+            raise _other_rule(entries)
+        return self._array(name)
+
+    def of(self, place: Place, path: str) -> Any:
+        """The array at a place of one parameter."""
+        entries = self._at.get((place, path))
+        if entries is None:
+            raise _other_rule((*place[0], path, *place[1]))
+        array, part = self._array(self._names[entries]), self.parts[entries]
+        if part.form == "tree":
+            return array
+        row = part.paths.index(path)
+        if part.form == "stack":
+            return array[row]
+        start = sum(math.prod(self.specs[each].shape) for each in part.paths[:row])
+        shape = self.specs[path].shape
+        return jnp.reshape(array[start : start + math.prod(shape)], shape)
+
+    def _array(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = self._arrays[name]
+        return self._read[name]
+
+
+def _other_rule(entries: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"the state has nothing at {'.'.join(entries)!r}, which the fresh one has: it was made by another "
+        "transformation, or in another form (optim.trainable, flat, stacked), or a parameter is now in another group"
+    )
+
+
+def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
+    by_entries = {split_path(path): path for path in slots}
+    lengths = {len(entries) for entries in by_entries}
+    # How many names are below a node, and how many of them are those of a parameter, or begin with one.
+    below, exact, begun = (collections.Counter[Entries]() for _ in range(3))
+    for entries in specs:
+        for start in range(len(entries) + 1):
+            node, rest = entries[:start], entries[start:]
+            below[node] += 1
+            exact[node] += rest in by_entries
+            begun[node] += any(rest[:length] in by_entries for length in lengths)
+    found: dict[Entries, Part] = {}
+    for entries in specs:
+        for start in range(len(entries) + 1):
+            node, rest = entries[:start], entries[start:]
+            # A part of the parameters is that of a group or a mask.
+            is_whole = exact[node] == len(slots) or "inner_state" in node or "inner_states" in node
+            if rest in by_entries and exact[node] == below[node] and is_whole:
+                found[entries] = Part("tree", (node, ()), (by_entries[rest],))
+                break
+            if start and node[-1] == "states" and begun[node] == below[node]:
+                length = next(length for length in lengths if rest[:length] in by_entries)
+                found[entries] = Part("tree", (node, rest[length:]), (by_entries[rest[:length]],))
+                break
+    return found
+
+
+def _in_stacks(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
+    rows: dict[str, list[str]] = {}
+    for path, spec in slots.items():
+        rows.setdefault(quote(describe(spec)), []).append(path)
+    found: dict[Entries, Part] = {}
+    for entries in specs:
+        start = next((at for at, entry in enumerate(entries) if entry in rows), None)
+        if start is not None:
+            found[entries] = Part("stack", (entries[:start], entries[start + 1 :]), tuple(rows[entries[start]]))
+    return found
+
+
+def _in_vector(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
+    size = sum(math.prod(spec.shape) for spec in slots.values())
+    vectors = [entries for entries, spec in specs.items() if spec.shape == (size,)]
+    return {entries: Part("vector", (entries, ()), tuple(slots)) for entries in vectors}

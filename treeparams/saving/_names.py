@@ -1,0 +1,167 @@
+"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, what Orbax says of a checkpoint."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .._layout import Layout, index_of
+from .._paths import nearest
+from .._structure import Spec, is_array
+from .._text import describe
+from ._arrays import array_spec, in_numpy
+from ._contents import Contents, name_of
+from ._file import File
+from ._rename import Rename, Transforms, routes
+
+
+class Names(Mapping[str, Any]):
+    """Arrays by name, each read where it is asked for.
+
+    Attributes:
+        specs: shape and dtype in JAX of each, of further names of one array too.
+        aliases: the further names that only say again what another name says, and that one.
+        states: what is said of the states of optimisers, by path.
+        check: compares an array with its checksum, where there is one.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        read: Callable[[str], Any],
+        aliases: Mapping[str, str] | None = None,
+        states: Mapping[str, dict[str, Any]] | None = None,
+        check: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.specs = specs
+        self.aliases = aliases or {}
+        self.states = states or {}
+        self.check = check
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.specs:
+            raise KeyError(f"{name!r}{nearest(name, self.specs)}")
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.specs if name not in self.aliases)
+
+    def __len__(self) -> int:
+        return len(self.specs) - len(self.aliases)
+
+    def __repr__(self) -> str:
+        return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
+
+    def below(self, path: str) -> "Names":
+        """Those below a node, by what follows its path."""
+        short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
+        if not short:
+            raise ValueError(f"nothing lies below {path!r}{nearest(path, {name.split('.')[0] for name in self.specs})}")
+        whole = {new: name for name, new in short.items()}
+        aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
+        states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
+        specs = {new: self.specs[name] for name, new in short.items()}
+        return Names(specs, lambda name: self[whole[name]], aliases, states, lambda name: self.check(whole[name]))
+
+
+def names_of(source: Any) -> Names:
+    """The names of whatever has names."""
+    if isinstance(source, Names):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return _of_file(File(source))
+    if isinstance(source, Layout):
+        index = index_of(source)
+        paths, specs = index.structure.paths, index.structure.specs
+        names = {name_of(paths[i]): spec for i, spec in enumerate(specs) if spec is not None}
+        aliases = {name_of(paths[a.leaf]): name_of(paths[a.source]) for a in index.ties if not a.transforms}
+        return Names(names, lambda name: jax.ShapeDtypeStruct(*names[name][:2]), aliases)
+    if isinstance(source, Mapping) and all(isinstance(n, str) and not _is_tree(array) for n, array in source.items()):
+        return _of_arrays(source)
+    return _of_tree(source)
+
+
+def _is_tree(value: Any) -> bool:
+    return not (hasattr(value, "shape") and hasattr(value, "dtype"))
+
+
+def _of_file(file: File) -> Names:
+    aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
+    specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
+    whole = lambda name: aliases.get(name, name)
+    return Names(
+        specs, lambda name: file.read(whole(name)), aliases, file.words["states"], lambda n: file.check(whole(n))
+    )
+
+
+def _of_arrays(arrays: Mapping[str, Any]) -> Names:
+    for name, value in arrays.items():
+        if type(value).__module__.partition(".")[0] == "torch":
+            raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
+    return Names({name: array_spec(value) for name, value in arrays.items()}, arrays.__getitem__)
+
+
+def _of_tree(tree: PyTree) -> Names:
+    for attribute in ("item_metadata", "tree"):  # of what Orbax says of a checkpoint
+        if type(tree).__module__.startswith("orbax."):
+            tree = getattr(tree, attribute, tree)
+    abstract = lambda leaf: leaf if is_array(leaf) or _is_tree(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    contents = Contents(jax.tree.map(abstract, tree))
+    names = contents.names
+    specs = {name: contents.structure.spec(i) for i, name in names.items()}
+    leaves = {name: i for i, name in names.items()}
+    aliases = {names[i]: names[alias.source] for i, alias in contents.aliases.items() if not alias.transforms}
+    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states)
+
+
+def names(
+    source: Any, below: str | None = None, *, rename: Rename | None = None, transform: Transforms | None = None
+) -> Mapping[str, Any]:
+    """The arrays of a model or a file by name, each tie once: what other programs read, and plans.
+
+    >>> import os, tempfile, equinox as eqx, jax
+    >>> from treeparams import saving
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    >>> theirs = saving.names(mlp, rename={"layers.*.**": "net.*.**"})
+    >>> list(theirs)
+    ['net.0.weight', 'net.0.bias', 'net.1.weight', 'net.1.bias']
+    >>> from safetensors.numpy import save_file
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save_file(theirs, path)
+    >>> saving.names(path)["net.0.weight"].shape
+    (4, 2)
+
+    Args:
+        source: a model or any pytree, a dictionary of arrays, or a safetensors file, of which each array is read when
+            it is asked for.
+        below: the path of a node; only what is below it, by the names that follow.
+        rename: as in `saving.plan`.
+        transform: as in `saving.plan`.
+
+    Returns:
+        Of a file the arrays by name, as a mapping. Else, or with `rename`, a dictionary of NumPy arrays: keys as their
+        words, all else in its dtype.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below.
+        TypeError: as `saving.plan`.
+    """
+    known = names_of(source)
+    known = known if below is None else known.below(below)
+    if isinstance(source, (str, os.PathLike, Names)) and rename is None and transform is None:
+        return known
+    found, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
+    made: dict[str, Any] = {}
+    for route in found:
+        arrays = route(*(known[name] for name in route.sources))
+        if len(arrays) != len(route.targets):
+            raise ValueError(f"{route.how} gives {len(arrays)} arrays for {len(route.targets)} names, {route.targets}")
+        for name, array in zip(route.targets, arrays, strict=True):
+            if name in made:
+                raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")
+            made[name] = in_numpy(array)
+    return made

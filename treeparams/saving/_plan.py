@@ -1,0 +1,375 @@
+"""plan: what goes where, before anything is loaded."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .._average import Ema
+from .._layout import Trainable
+from .._paths import nearest
+from .._structure import Spec
+from .._text import describe, first_few, in_columns, in_short
+from ..optim import TrainableState
+from ._arrays import array_spec, in_numpy, placed
+from ._carry import carried_average, carried_state
+from ._contents import Contents
+from ._elements import Movers
+from ._names import Names, names_of
+from ._rename import Rename, Route, Transforms, routes
+
+M = TypeVar("M")
+
+
+class Row(NamedTuple):
+    """An array of the model, and what comes there."""
+
+    path: str
+    names: tuple[str, ...]  # of the source; none: nothing comes
+    how: str  # what is done to them; empty: nothing
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class _Move(NamedTuple):
+    """One of the results of a route, and the leaf of the model that it is for."""
+
+    route: Route
+    number: int
+    leaf: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan(Generic[M]):
+    """What goes where from arrays by name into a model; made by `saving.plan`, and prints as a table.
+
+    Attributes:
+        rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
+        missing: the paths to which nothing comes.
+        unused: the names that go nowhere.
+        disagrees: what would come and does not fit, in words.
+    """
+
+    rows: tuple[Row, ...]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    disagrees: tuple[str, ...]
+    _contents: Contents
+    _source: Names
+    _specs: Mapping[str, Spec]  # of what is used of the source
+    _comes: Mapping[int, _Move]  # to each leaf that is stored
+    _also: tuple[_Move, ...]  # what comes to a tie besides
+
+    def __call__(self, arrays: Any) -> M:
+        """The model with these arrays in it.
+
+        Args:
+            arrays: whatever `source` may be, with values, traced ones too.
+
+        Returns:
+            The model. What is no array is that of the model that the plan was made for, and so are, with
+            `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do.
+
+        Raises:
+            ValueError: an array is not there, or another one than the plan is for; several that go to one tie differ;
+                nothing comes to an array without a value; the file is damaged.
+        """
+        contents, given = self._contents, self._checked(names_of(arrays))
+        empty = [contents.names[i] for i in contents.stored.values() if i in contents.abstract - self._comes.keys()]
+        if empty:
+            raise ValueError(
+                f"nothing comes to {first_few(empty)}, without a value in the model either; make the model"
+            )
+        wanted: dict[int, list[_Move]] = {}
+        for move in (*self._comes.values(), *self._also):
+            wanted.setdefault(id(move.route), []).append(move)
+        values, besides = dict[int, Any](), list[tuple[_Move, Any]]()
+        for moves in wanted.values():
+            made = moves[0].route(*(given[name] for name in moves[0].route.sources))
+            for move in moves:
+                if self._comes.get(move.leaf) is move:
+                    values[move.leaf] = placed(made[move.number], contents.leaves[move.leaf])
+                else:
+                    besides.append((move, made[move.number]))
+        leaves = contents.leaves_with(values)
+        for move, value in besides:
+            _check_same(move, value, leaves[move.leaf], contents)
+        return jtu.tree_unflatten(contents.treedef, leaves)
+
+    def state(self, source: Any, like: TrainableState) -> TrainableState:
+        """The state of an optimiser of the model before, as one of the model after.
+
+        Moments go where their parameters go: renamed, split, merged, stacked. What all parameters of one history have,
+        such as step counts and rates, stays. A parameter to which nothing comes begins a history of its own, with the
+        state and the rates it has in `like` and count 0, as after `optim.set_trainable`; one that `like` does not train
+        is left out.
+
+        Args:
+            source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
+                `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from.
+            like: a fresh state of the model after, `tx.init(model)`, of the same rule in the same form. What state a
+                parameter begins with is known to the rule alone, so it is needed of every source.
+
+        Returns:
+            The state, for the same `tx`.
+
+        Raises:
+            ValueError: a function of the plan changes or repeats elements, in place of moving them; a parameter is made
+                of some that have not taken their steps together; the states are of different rules or forms; over
+                stacks there are groups.
+            TypeError: `like` is no such state.
+        """
+        return carried_state(self._movers, names_of(source), like)
+
+    def average(self, source: Any, like: Ema[Any] | None = None) -> Any:
+        """An average of the model before, as one of the model after.
+
+        Args:
+            source: a `tp.Ema` or the names of one, as `saving.names(path, "average")` of a file, where `like` is one;
+                else an average that is a model, as `tp.ema` makes it, or the names of one.
+            like: a fresh average of the model after, `tp.Ema(model, decay=...)`; its decay is the one from now on. What
+                nothing comes to stays as it is in it. `None`: a model, as the plan makes it.
+
+        Returns:
+            The average.
+
+        Raises:
+            ValueError: as `state`.
+            TypeError: `like` is no `tp.Ema`.
+        """
+        self._movers.check()
+        return self(source) if like is None else carried_average(self._movers, names_of(source), like)
+
+    @property
+    def _movers(self) -> Movers:
+        names = self._contents.names
+        return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._comes.items()}, self._source)
+
+    def _checked(self, given: Names) -> Names:
+        for name, spec in self._specs.items():
+            found = given.specs.get(name)
+            if found != spec:
+                got = "nothing" if found is None else describe(found)
+                raise ValueError(f"expected {describe(spec)} at {name!r}, of which the plan was made, got {got}")
+        for name in self._specs:
+            given.check(name)
+        return given
+
+    def __str__(self) -> str:
+        rows = [
+            [row.path or '""', first_few(row.names) or "-", row.how if row.names else "missing", describe(row)]
+            for row in self.rows
+        ]
+        used = sum(1 for row in self.rows if row.names)
+        lines = [*in_columns(["path", "from", "how", "is"], rows), f"{used} of {len(rows)} arrays come from the source"]
+        return "\n".join([*lines, *self.problems()])
+
+    def __repr__(self) -> str:
+        counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
+        wrong = "".join(f", {count} {what}" for count, what in counts if count)
+        return f"Plan({len(self.rows)} arrays{wrong})"
+
+    def problems(self) -> list[str]:
+        """All that is wrong, one line each."""
+        few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
+        near = lambda name, known: nearest(name, known) if few and known else ""
+        return [
+            *(f"{path!r} is missing: nothing comes to it{near(path, self.unused)}" for path in self.missing),
+            *(f"{name!r} is unused: it goes nowhere{near(name, self.missing)}" for name in self.unused),
+            *self.disagrees,
+        ]
+
+
+def plan(
+    source: Any,
+    model: M,
+    *,
+    rename: Rename | None = None,
+    transform: Transforms | None = None,
+    strict: bool = True,
+    trainable: Trainable = None,
+) -> Plan[M]:
+    """Says what goes where from arrays by name into a model, before anything is loaded.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from treeparams import saving
+    >>> theirs = {"fc.weight": np.ones((3, 2), np.float32), "fc.bias": np.zeros(3, np.float32), "step": np.array(7)}
+    >>> model = {"linear": {"weight": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}}
+    >>> plan = saving.plan(theirs, model, rename={"fc.*": "linear.*", "step": None})
+    >>> print(plan)
+    path           from       how  is
+    linear.bias    fc.bias         float32[3]
+    linear.weight  fc.weight       float32[3,2]
+    2 of 2 arrays come from the source
+    >>> plan(theirs)["linear"]["weight"].sum()
+    Array(6., dtype=float32)
+
+    **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
+    takes stay as they are. `*` stands for any text between two dots, `**` for any number of entries, also none, and
+    those of the right side are what those of the left side stood for, in order; `?` and `[...]` are as in globs. `None`
+    on the right drops on purpose. Several arrays to one, or one to several, go through a function:
+
+    >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    >>> split = saving.plan(
+    ...     {"qkv": row(6, 2)},
+    ...     {"q": jnp.zeros((2, 2)), "k": jnp.zeros((2, 2)), "v": jnp.zeros((2, 2))},
+    ...     rename={"qkv": ("q", "k", "v")},
+    ...     transform={"qkv": lambda qkv: jnp.split(qkv, 3)},
+    ... )
+    >>> merge = saving.plan(
+    ...     {"q": row(2, 2), "k": row(2, 2)},
+    ...     {"qk": jnp.zeros((4, 2))},
+    ...     rename={("q", "k"): "qk"},
+    ...     transform={("q", "k"): lambda *both: jnp.concatenate(both)},
+    ... )
+
+    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart:
+
+    >>> layers = {"layers": [{"w": jnp.zeros(2)} for _ in range(3)]}
+    >>> stack = saving.plan(layers, {"layers": {"w": jnp.zeros((3, 2))}}, rename={"layers.*.w": "layers.w"})
+    >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.w": "layers.*.w"})
+    >>> for each in (split, merge, stack, unstack):
+    ...     print(*(f"{row.path}: {', '.join(row.names)} ({row.how})" for row in each.rows[:2]), sep="; ")
+    k: qkv (<lambda>, 2 of 3); q: qkv (<lambda>, 1 of 3)
+    qk: q, k (<lambda>)
+    layers.w: layers.0.w, layers.1.w, layers.2.w (stack)
+    layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
+
+    **What goes along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)` take moments and
+    averages of the model before through the same renames. There a function may only move, drop and join elements, each
+    as it is - a transpose, a slice, a concatenation - which is found by running it on numbers that tell them apart.
+
+    Args:
+        source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
+            file, of which the header is read; what `saving.names` returns; what Orbax says of a checkpoint,
+            `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths.
+        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
+        rename: as above, or a function of a name that returns the new one, or `None` to drop it.
+        transform: `{left: function}`, by the left side as it is written in `rename`; or by a pattern over names, for
+            arrays that go one to one. A function gets one array for each source and returns one, or a sequence for
+            several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
+        strict: whether to refuse what is missing, unused or does not fit. Otherwise the plan takes what fits and
+            reports the rest; arrays to which nothing comes stay as they are in the model.
+        trainable: a `Layout` knows ties that an abstract model does not show; what it trains does not matter here.
+
+    Returns:
+        The plan: `plan(arrays)` is the model.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: with `strict`, all that is missing, unused or does not fit; dtypes must be equal as JAX has them, a
+            cast is a transform. A pattern of `rename` or `transform` matches nothing; two arrays go to one path; arrays
+            are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
+        TypeError: a side of `rename` is no pattern, or a transform no function.
+    """
+    contents, known = Contents(model, trainable), names_of(source)
+    leaves = {name: i for i, name in contents.names.items()}
+    found, dropped = routes(known.specs, rename, transform, leaves)
+    offers: dict[int, list[_Move]] = {}  # what comes to each leaf, or to any place of its tie
+    goes_to: dict[str, str] = {}
+    used, disagrees, refused = set[str](dropped), list[str](), set[int]()
+    for route in found:
+        targets = [(number, leaves[target]) for number, target in enumerate(route.targets) if target in leaves]
+        if not targets:
+            continue
+        used.update(route.sources)
+        made = _results(route, known.specs)
+        if len(made) != len(route.targets):
+            what = f"{len(made)} arrays for {len(route.targets)} paths, {first_few(route.targets)}"
+            disagrees.append(f"{first_few(route.sources)}: {route.how} gives {what}")
+            continue
+        for number, leaf in targets:
+            name, alias = contents.names[leaf], contents.aliases.get(leaf)
+            root = leaf if alias is None or alias.transforms else alias.source
+            if name in goes_to:
+                raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
+            goes_to[name] = route.sources[0]
+            if made[number] == contents.structure.spec(leaf):
+                offers.setdefault(root, []).append(_Move(route, number, leaf))
+            else:
+                refused.add(root)
+                disagrees.append(_disagreement(name, contents.structure.spec(leaf), made[number], route))
+    comes, also = dict[int, _Move](), list[_Move]()
+    for root, moves in offers.items():
+        if root in contents.aliases:  # it is computed, and what comes there is compared with that
+            also += moves
+            continue
+        first, *others = sorted(moves, key=lambda move: move.leaf != root)
+        comes[root] = first._replace(leaf=root)
+        also += [move for move in others if not _is_again(first.route, move.route, known.aliases)]
+    used.update(known.aliases[name] for name in [*used] if name in known.aliases)
+    rows = []
+    for leaf in contents.stored.values():
+        spec, move = contents.structure.spec(leaf), comes.get(leaf)
+        several = f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
+        comes_from = (move.route.sources, move.route.how + several) if move else ((), "")
+        rows.append(Row(contents.structure.paths[leaf], *comes_from, spec.shape, spec.dtype))
+    sources = {name for move in (*comes.values(), *also) for name in move.route.sources}
+    made_plan = Plan(
+        tuple(rows),
+        tuple(name for name, leaf in contents.stored.items() if leaf not in comes and leaf not in refused),
+        tuple(name for name in known if name not in used),
+        tuple(disagrees),
+        contents,
+        known,
+        {name: known.specs[name] for name in known.specs if name in sources},
+        comes,
+        tuple(also),
+    )
+    problems = made_plan.problems()
+    if strict and problems:
+        raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
+    return made_plan
+
+
+def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
+    """What comes of a route, as shapes."""
+    if route.is_plain:
+        return [specs[route.sources[0]]]
+    try:
+        made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
+        return list(map(array_spec, made))
+    except Exception as error:
+        shapes = ", ".join(f"{name!r} ({describe(specs[name])})" for name in route.sources[:4])
+        raise ValueError(f"{route.how} of {shapes} fails: {in_short(error)}") from error
+
+
+def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
+    hint = ""
+    if want.shape == got.shape:
+        hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
+    elif want.shape == got.shape[::-1]:
+        hint = "; transform={...: jnp.transpose} turns it"
+    by = f" by {route.how}" if route.how else ""
+    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {first_few(route.sources)}{by}{hint}"
+
+
+def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
+    """Whether two routes take one array that the source has under two names."""
+    first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
+    return one.is_plain and other.is_plain and first == second
+
+
+def _check_same(move: _Move, value: Any, have: Any, contents: Contents) -> None:
+    if isinstance(value, Tracer) or isinstance(have, Tracer):
+        return
+    alias = contents.aliases.get(move.leaf)
+    value, have = (in_numpy(each) for each in (value, have))
+    tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5 if alias and alias.transforms else 0.0
+    wide = lambda each: each.astype(np.complex128 if each.dtype.kind == "c" else np.float64)
+    if tolerance:
+        is_same = np.allclose(wide(value), wide(have), tolerance, tolerance, equal_nan=True)
+    else:
+        is_same = bool(np.all((value == have) | ((value != value) & (have != have))))
+    if not is_same:
+        names = contents.names
+        raise ValueError(
+            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
+            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
+        )

@@ -1,0 +1,257 @@
+"""From names to names by patterns: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._paths import nearest
+from .._structure import Spec
+from .._text import describe
+
+Rename = Mapping[Any, Any] | Callable[[str], str | None]
+"""`{left: right}`, a side a pattern or a tuple of them and the right one also `None`; or a function of a name."""
+Transforms = Mapping[Any, Callable[..., Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Arrays that go somewhere together: the names that they come from and those that they go to."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    kind: str = ""  # "stack" or "unstack"
+    function: Callable[..., Any] | None = None
+
+    @property
+    def how(self) -> str:
+        """What is done to the arrays, in words; empty where nothing is."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return self.kind if function is None else getattr(function, "__name__", type(function).__name__)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one array goes to one place as it is."""
+        return not self.kind and self.function is None
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """One array for each target, from one for each source."""
+        if self.function is not None:
+            made = self.function(*arrays)
+            return list(made) if isinstance(made, (tuple, list)) else [made]
+        if self.kind == "stack":
+            return [jnp.stack([jnp.asarray(array) for array in arrays])]
+        if self.kind == "unstack":
+            return [arrays[0][row] for row in range(arrays[0].shape[0])]
+        return list(arrays)
+
+
+def routes(
+    specs: Mapping[str, Spec], rename: Rename | None, transform: Transforms | None, targets: Collection[str] | None
+) -> tuple[list[Route], set[str]]:
+    """The routes of arrays by name, and the names that are dropped on purpose.
+
+    The targets say into how many an array is unstacked; where there are none, its leading axis does.
+    """
+    functions = _checked(transform)
+    if rename is not None and not isinstance(rename, Mapping):
+        renamed = {name: rename(name) for name in specs}
+        for name, new in renamed.items():
+            if not (new is None or isinstance(new, str)):
+                raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
+        found = [Route((name,), (new,)) for name, new in renamed.items() if new is not None]
+        return _with_functions(found, functions), {name for name, new in renamed.items() if new is None}
+    entries = [_Entry(left, right) for left, right in (rename or {}).items()]
+    rest = [name for name in specs if not any(entry.takes(name) for entry in entries)]
+    found, dropped = [Route((name,), (name,)) for name in rest], set[str]()
+    for entry in entries:
+        entry.check(specs)
+        function = functions.pop(entry.left, None)
+        if entry.rights is None:
+            dropped |= {name for names in entry.found.values() for name in names.values()}
+        else:
+            found += entry.routes(specs, function, targets)
+    return _with_functions(found, functions), dropped
+
+
+def _checked(transform: Transforms | None) -> dict[Any, Callable[..., Any]]:
+    functions = dict(transform or {})
+    for key, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(function)}")
+    return functions
+
+
+def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Route]:
+    """The routes with the functions of patterns over their sources."""
+    known = [name for route in found for name in route.sources]
+    for key, function in functions.items():
+        if not isinstance(key, str):
+            raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
+        pattern = _Pattern(key)
+        hits = [i for i, route in enumerate(found) if any(pattern.match(name) is not None for name in route.sources)]
+        if not hits:
+            raise ValueError(f"transform has {key!r}, which matches no name{nearest(key, known)}")
+        for i in hits:
+            route = found[i]
+            if route.kind or len(route.sources) + len(route.targets) > 2:
+                raise ValueError(
+                    f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others to "
+                    f"{route.targets[0]!r}; give the transform under the left side of rename that says so"
+                )
+            if route.function is None:
+                found[i] = dataclasses.replace(route, function=function)
+    return found
+
+
+class _Entry:
+    """An entry of `rename`, and the names that it takes: by what their stars stand for, and by pattern."""
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left = left
+        self.lefts = _side(left, "left")
+        self.rights = None if right is None else _side(right, "right")
+        self.found: dict[tuple[str, ...], dict[int, str]] = {}
+        if self.rights is None:
+            return
+        counts = [{pattern.stars for pattern in side} for side in (self.lefts, self.rights)]
+        if max(map(len, counts)) > 1:
+            raise ValueError(f"rename, {left!r}: the patterns of one side have the same number of stars")
+        self.surplus = counts[0].pop() - counts[1].pop()
+        if abs(self.surplus) > 1 or (self.surplus and len(self.lefts) + len(self.rights) > 2):
+            raise ValueError(
+                f"rename, {left!r}: the stars of the left side stand for those of the right one in order, and "
+                f"{right!r} has {-self.surplus:+} of them; one more on the left stacks one pattern of arrays, one more "
+                "on the right unstacks one array"
+            )
+        longer = self.lefts[0] if self.surplus > 0 else self.rights[0]
+        if self.surplus and longer.ends_with_any_number:
+            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is '*', the last one, and not '**'")
+
+    def takes(self, name: str) -> bool:
+        """Whether the entry takes a name."""
+        for position, pattern in enumerate(self.lefts):
+            stars = pattern.match(name)
+            if stars is None:
+                continue
+            its = self.found.setdefault(stars, {})
+            if position in its and self.rights is not None:
+                raise ValueError(
+                    f"rename, {self.left!r}: it takes {its[position]!r} and {name!r}, which would go to one place; "
+                    "write a '*' for what tells them apart"
+                )
+            its[position if self.rights is not None else len(its)] = name
+            return True
+        return False
+
+    def check(self, names: Collection[str]) -> None:
+        """Checks that each pattern has taken a name."""
+        for position, pattern in enumerate(self.lefts):
+            if any(position in its for its in self.found.values()) or (self.rights is None and self.found):
+                continue
+            taken = [name for name in names if pattern.match(name) is not None]
+            if taken:
+                raise ValueError(f"rename has {pattern.text!r}, but entries before it take {taken[0]!r}; put it first")
+            raise ValueError(f"rename has {pattern.text!r}, which matches no name{nearest(pattern.text, names)}")
+
+    def routes(
+        self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
+    ) -> Iterator[Route]:
+        """What the entry says of the names that it has taken; of patterns that go together, where all are there."""
+        rights = [*(self.rights or ())]
+        if len(self.lefts) + len(rights) > 2 and function is None:
+            what, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
+            raise ValueError(
+                f"rename, {self.left!r}: it {what} arrays, and transform is to say how, by a function from one array "
+                f"for each source to one for each target, such as one that calls {example}: "
+                f"transform={{{self.left!r}: ...}}"
+            )
+        if self.surplus > 0:
+            stacks: dict[tuple[str, ...], dict[str, str]] = {}
+            for stars, its in self.found.items():
+                stacks.setdefault(stars[:-1], {})[stars[-1]] = its[0]
+            for stars, rows in stacks.items():
+                in_order = _in_numeric_order(self.left, rows)
+                yield Route(tuple(rows[row] for row in in_order), (rights[0].with_stars(stars),), "stack", function)
+            return
+        for stars, its in self.found.items():
+            if len(its) < len(self.lefts):
+                continue
+            sources = tuple(its[position] for position in range(len(self.lefts)))
+            if self.surplus == 0:
+                yield Route(sources, tuple(right.with_stars(stars) for right in rights), "", function)
+            elif targets is None:
+                rows = map(str, range(*specs[sources[0]].shape[:1]))
+                yield Route(sources, tuple(rights[0].with_stars((*stars, row)) for row in rows), "unstack", function)
+            else:
+                matched = {target: rights[0].match(target) for target in targets}
+                rows = {m[-1]: target for target, m in matched.items() if m is not None and m[:-1] == stars}
+                in_order = _in_numeric_order(self.left, rows)
+                yield Route(sources, tuple(rows[row] for row in in_order), "unstack", function)
+
+
+def _in_numeric_order(left: Any, rows: Collection[str]) -> Sequence[str]:
+    for row in rows:
+        if not row.isdecimal():
+            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is to be a number, and is {row!r}")
+    return sorted(rows, key=int)
+
+
+def _side(side: Any, which: str) -> tuple["_Pattern", ...]:
+    texts = (side,) if isinstance(side, str) else side
+    if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        also = ", or None" if which == "right" else ""
+        raise TypeError(f"a {which} side of rename is a name, a pattern or a tuple of these{also}, got {side!r}")
+    return tuple(map(_Pattern, texts))
+
+
+class _Pattern:
+    """A name with stars in it: `*` for any text between two dots, `**` for any number of entries, also none."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._entries = text.split(".")
+        self.stars = sum(1 if entry == "**" else entry.count("*") for entry in self._entries)
+        self.ends_with_any_number = next((e == "**" for e in reversed(self._entries) if "*" in e), False)
+        *before, last = self._entries
+        parts = [r"((?:[^.]*\.)*)" if entry == "**" else _entry_regex(entry) + r"\." for entry in before]
+        start = "".join(parts)
+        if last != "**":
+            whole = start + _entry_regex(last)
+        elif not before:
+            whole = "(.*)"
+        else:
+            whole = start.removesuffix(r"\.") + r"((?:\.[^.]*)*)"
+        self._regex = re.compile(whole, re.DOTALL)
+
+    def match(self, name: str) -> tuple[str, ...] | None:
+        """What the stars stand for in a name."""
+        found = self._regex.fullmatch(name)
+        if found is not None:
+            return tuple(star.strip(".") for star in found.groups())
+        return () if name == self.text and not self.stars else None
+
+    def with_stars(self, stars: Sequence[str]) -> str:
+        """The name with something in place of its stars."""
+        left = iter(stars)
+        entries: list[str] = []
+        for entry in self._entries:
+            if entry == "**":
+                several = next(left)
+                entries += several.split(".") if several else []
+            else:
+                entries.append(re.sub(r"\*", lambda _: next(left), entry))
+        return ".".join(entries)
+
+
+def _entry_regex(entry: str) -> str:
+    tokens = re.findall(r"\*|\?|\[!?[^\]]+\]|.", entry, re.DOTALL)
+    words = {"*": "([^.]*)", "?": "[^.]"}
+    of_class = lambda token: "[" + re.sub(r"^!", "^", token[1:-1]).replace("\\", r"\\") + "]"
+    is_class = lambda token: len(token) > 1
+    return "".join(words.get(t) or (of_class(t) if is_class(t) else re.escape(t)) for t in tokens)
