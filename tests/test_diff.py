@@ -202,6 +202,15 @@ def test_a_static_list_that_has_changed_in_place():
     assert (row.path, row.what, row.second) == ("", "static", "the same, changed in place since")
 
 
+def test_a_static_value_that_contains_itself():
+    here, there = Registered(W, [1]), Registered(W, [2])
+    here.kind.append(here.kind)
+    there.kind.append(there.kind)
+    rows = tp.diff(here, there).rows
+    assert rows[0][:4] == ("0", "static", "1 (int)", "2 (int)")
+    assert not tp.diff(here, Registered(W, here.kind))
+
+
 def test_states_stacks_vectors_averages():
     model = {"a": W, "b": ramp(3)}
     tx = optim.trainable(optax.sgd(1e-2, momentum=0.9))
@@ -228,9 +237,15 @@ def test_sharding():
     assert not tp.diff(put(), put(None))  # the same in other words
     assert not tp.diff(one, jax.device_put(one, jax.devices()[0]))
     assert not tp.diff(np.asarray(one), put("d"))
-    for here, there in ((one, put()), (put(), put("d")), (one, jax.device_put(one, jax.devices()[1]))):
-        ((path, what, first, second),) = seen([here], [there])
-        assert (path, what, first != second) == ("0", "sharding", True)
+    turned = NamedSharding(Mesh(np.array(jax.devices()[::-1]), ("d",)), PartitionSpec("d"))
+    first, second = map(repr, jax.devices()[:2])
+    for here, there, words in (
+        (one, put(), (first, "() over d=4")),
+        (put(), put("d"), ("() over d=4", "('d',) over d=4")),
+        (one, jax.device_put(one, jax.devices()[1]), (first, second)),
+        (put("d"), jax.device_put(one, turned), ("('d',) over d=4", "('d',) over d=4, other devices")),
+    ):
+        assert seen([here], [there]) == [("0", "sharding", *words)]
     assert [row.what for row in tp.diff(put("d"), put() + np.float32(1)).rows] == ["sharding", "elements"]
 
 

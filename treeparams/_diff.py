@@ -121,7 +121,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
             return
         shardings = [each.sharding for each in (here, there) if isinstance(each, jax.Array)]
         if len(shardings) == 2 and not shardings[0].is_equivalent_to(shardings[1], here.ndim):
-            yield Difference(path, "sharding", *both_in_text(*shardings))
+            first, second = map(_placed, shardings)
+            yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
         elements.extend(_elements(path, here, there, tolerance))
 
     def is_shared(path: str) -> bool:
@@ -142,10 +143,10 @@ def _tolerance(name: str, value: Any) -> float:
     if value is None:
         return 0.0
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}") from error
-    if isinstance(value, (bool, str)):
+        number = None if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
         raise TypeError(f"{name} must be a number, at least 0, or None, got {value!r}")
     if not number >= 0:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
@@ -178,6 +179,16 @@ def _are_static_equal(here: Any, there: Any) -> bool:
 
 def _is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+
+
+def _placed(sharding: Any) -> str:
+    """Where an array lies, in a few words."""
+    if len(sharding.device_set) == 1:
+        return repr(next(iter(sharding.device_set)))
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return f"{type(sharding).__name__} over {len(sharding.device_set)}"
+    axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+    return f"{tuple(sharding.spec)} over {axes}"
 
 
 def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:

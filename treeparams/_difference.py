@@ -23,6 +23,7 @@ from ._structure import Structure, is_array, keys_of
 from ._text import describe, first_few, in_columns
 
 _LONGEST = 40  # characters of a value in a table
+_DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 NOTHING = "nothing"
@@ -139,7 +140,7 @@ rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
 def compare(
     these: Structure,
     those: Structure,
-    at_leaves: Callable[[int, int], Iterable[Difference]] | None = None,
+    at_leaves: Callable[[int, int], Iterable[Difference]],
     leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
 ) -> Iterator[Difference]:
     """What differs in the nodes of two structures, and at each two leaves at one place, in tree order.
@@ -147,10 +148,9 @@ def compare(
     Args:
         these: the first.
         those: the second.
-        at_leaves: what to compare at two leaves, by their numbers; without it their shapes and dtypes.
+        at_leaves: what to compare at two leaves, by their numbers.
         leaves: the leaves themselves, so that those that are no arrays are shown.
     """
-    at_leaves = at_leaves or (lambda i, j: spec_rows(these, those, i, j))
     if these.entries == those.entries and these.has_statics_of(those):
         for i in range(len(these.entries)):
             yield from at_leaves(i, i)
@@ -245,7 +245,9 @@ class _Pair:
         for name, one, other in zip(named, here, there, strict=True):
             yield from self.value_rows((*entries, *name), one, other)
 
-    def value_rows(self, entries: tuple[str, ...], here: Any, there: Any) -> Iterator[Difference]:
+    def value_rows(
+        self, entries: tuple[str, ...], here: Any, there: Any, depth: int = _DEEPEST
+    ) -> Iterator[Difference]:
         """How two static values differ; of containers with the same places, which of their values."""
         if self.are_equal(here, there):
             return
@@ -256,11 +258,11 @@ class _Pair:
                 row._replace(path=join_path((*entries, row.path) if row.path else entries))
                 for row in rows_of[kind](here, there)
             ]
-        elif kind is type(there):
+        elif kind is type(there) and depth:
             ours, theirs = _places(here), _places(there)
             if list(map(operator.itemgetter(0), ours)) == list(map(operator.itemgetter(0), theirs)):
                 for (_, entry, one), (_, _, other) in zip(ours, theirs, strict=True):
-                    rows += self.value_rows((*entries, *entry), one, other)
+                    rows += self.value_rows((*entries, *entry), one, other, depth - 1)
         yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
 
     def are_equal(self, here: Any, there: Any) -> bool:
@@ -301,7 +303,7 @@ def both_in_text(here: Any, there: Any) -> tuple[str, str]:
     """Two values that differ, so that the texts do too; of long ones the part from where they differ."""
     one, other = in_text(here), in_text(there)
     if one == other and hasattr(here, "__qualname__"):
-        longer = [f"{each.__module__}.{text}" for each, text in ((here, one), (there, other))]
+        longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
         one, other = longer if longer[0] != longer[1] else (one, other)
     if one == other:
         return _cut(one), _cut(f"another {other}")
