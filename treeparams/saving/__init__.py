@@ -14,6 +14,7 @@ up:
     _elements  which element goes where in a function of arrays
     _divided   which arrays of a state are of which parameters
     _carry     states and averages of the model before, as those of the model after
+    _fit       what comes to each array of a model, and what does not fit
     _plan      plan, Plan
 """
 

@@ -109,11 +109,15 @@ def _of_tree(tree: PyTree) -> Names:
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
     abstract = lambda leaf: leaf if is_array(leaf) or _is_tree(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    contents = Contents(jax.tree.map(abstract, tree))
-    names = contents.names
-    specs = {name: contents.structure.spec(i) for i, name in names.items()}
-    leaves = {name: i for i, name in names.items()}
-    aliases = {names[i]: names[alias.source] for i, alias in contents.aliases.items() if not alias.transforms}
+    return names_of_contents(Contents(jax.tree.map(abstract, tree)))
+
+
+def names_of_contents(contents: Contents) -> Names:
+    """The names of a tree that is taken apart."""
+    specs = {name: contents.structure.spec(i) for i, name in contents.names.items()}
+    leaves = {name: i for i, name in contents.names.items()}
+    plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
+    aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
     return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states)
 
 

@@ -1,10 +1,7 @@
 """plan: what goes where, before anything is loaded."""
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -13,15 +10,15 @@ from jax.core import Tracer
 from .._average import Ema
 from .._layout import Trainable
 from .._paths import nearest
-from .._structure import Spec
-from .._text import describe, first_few, in_columns, in_short
+from .._text import describe, first_few, in_columns
 from ..optim import TrainableState
-from ._arrays import array_spec, in_numpy, placed
+from ._arrays import in_numpy, placed
 from ._carry import carried_average, carried_state
 from ._contents import Contents
 from ._elements import Movers
-from ._names import Names, names_of
-from ._rename import Rename, Route, Transforms, routes
+from ._fit import Fit, Move, fit
+from ._names import Names, names_of, names_of_contents
+from ._rename import Rename, Transforms
 
 M = TypeVar("M")
 
@@ -36,15 +33,6 @@ class Row(NamedTuple):
     dtype: Any
 
 
-class _Move(NamedTuple):
-    """One of the results of a route, and the leaf of the model that it is for."""
-
-    route: Route
-    number: int
-    leaf: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Plan(Generic[M]):
     """What goes where from arrays by name into a model; made by `saving.plan`, and prints as a table.
 
@@ -55,15 +43,21 @@ class Plan(Generic[M]):
         disagrees: what would come and does not fit, in words.
     """
 
-    rows: tuple[Row, ...]
-    missing: tuple[str, ...]
-    unused: tuple[str, ...]
-    disagrees: tuple[str, ...]
-    _contents: Contents
-    _source: Names
-    _specs: Mapping[str, Spec]  # of what is used of the source
-    _comes: Mapping[int, _Move]  # to each leaf that is stored
-    _also: tuple[_Move, ...]  # what comes to a tie besides
+    def __init__(self, contents: Contents, source: Names, found: Fit) -> None:
+        """For this library's own use; users write `saving.plan(source, model)`."""
+        self._contents = contents
+        self._source = source
+        self._fit = found
+        self.missing, self.unused, self.disagrees = found.missing, found.unused, found.disagrees
+        rows = []
+        for leaf in contents.stored.values():
+            spec, move = contents.structure.spec(leaf), found.comes.get(leaf)
+            several = (
+                f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
+            )
+            names, how = (move.route.sources, move.route.how + several) if move else ((), "")
+            rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
+        self.rows = tuple(rows)
 
     def __call__(self, arrays: Any) -> M:
         """The model with these arrays in it.
@@ -80,19 +74,19 @@ class Plan(Generic[M]):
                 nothing comes to an array without a value; the file is damaged.
         """
         contents, given = self._contents, self._checked(names_of(arrays))
-        empty = [contents.names[i] for i in contents.stored.values() if i in contents.abstract - self._comes.keys()]
+        empty = [contents.names[i] for i in contents.stored.values() if i in contents.abstract - self._fit.comes.keys()]
         if empty:
             raise ValueError(
                 f"nothing comes to {first_few(empty)}, without a value in the model either; make the model"
             )
-        wanted: dict[int, list[_Move]] = {}
-        for move in (*self._comes.values(), *self._also):
+        wanted: dict[int, list[Move]] = {}
+        for move in (*self._fit.comes.values(), *self._fit.also):
             wanted.setdefault(id(move.route), []).append(move)
-        values, besides = dict[int, Any](), list[tuple[_Move, Any]]()
+        values, besides = dict[int, Any](), list[tuple[Move, Any]]()
         for moves in wanted.values():
             made = moves[0].route(*(given[name] for name in moves[0].route.sources))
             for move in moves:
-                if self._comes.get(move.leaf) is move:
+                if self._fit.comes.get(move.leaf) is move:
                     values[move.leaf] = placed(made[move.number], contents.leaves[move.leaf])
                 else:
                     besides.append((move, made[move.number]))
@@ -148,15 +142,17 @@ class Plan(Generic[M]):
     @property
     def _movers(self) -> Movers:
         names = self._contents.names
-        return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._comes.items()}, self._source)
+        return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._fit.comes.items()}, self._source)
 
     def _checked(self, given: Names) -> Names:
-        for name, spec in self._specs.items():
-            found = given.specs.get(name)
-            if found != spec:
-                got = "nothing" if found is None else describe(found)
-                raise ValueError(f"expected {describe(spec)} at {name!r}, of which the plan was made, got {got}")
-        for name in self._specs:
+        moves = (*self._fit.comes.values(), *self._fit.also)
+        used = dict.fromkeys(name for move in moves for name in move.route.sources)
+        for name in used:
+            want, got = self._source.specs[name], given.specs.get(name)
+            if got != want:
+                got = "nothing" if got is None else describe(got)
+                raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {got}")
+        for name in used:
             given.check(name)
         return given
 
@@ -267,95 +263,16 @@ def plan(
             are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
-    contents, known = Contents(model, trainable), names_of(source)
-    leaves = {name: i for i, name in contents.names.items()}
-    found, dropped = routes(known.specs, rename, transform, leaves)
-    offers: dict[int, list[_Move]] = {}  # what comes to each leaf, or to any place of its tie
-    goes_to: dict[str, str] = {}
-    used, disagrees, refused = set[str](dropped), list[str](), set[int]()
-    for route in found:
-        targets = [(number, leaves[target]) for number, target in enumerate(route.targets) if target in leaves]
-        if not targets:
-            continue
-        used.update(route.sources)
-        made = _results(route, known.specs)
-        if len(made) != len(route.targets):
-            what = f"{len(made)} arrays for {len(route.targets)} paths, {first_few(route.targets)}"
-            disagrees.append(f"{first_few(route.sources)}: {route.how} gives {what}")
-            continue
-        for number, leaf in targets:
-            name, alias = contents.names[leaf], contents.aliases.get(leaf)
-            root = leaf if alias is None or alias.transforms else alias.source
-            if name in goes_to:
-                raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
-            goes_to[name] = route.sources[0]
-            if made[number] == contents.structure.spec(leaf):
-                offers.setdefault(root, []).append(_Move(route, number, leaf))
-            else:
-                refused.add(root)
-                disagrees.append(_disagreement(name, contents.structure.spec(leaf), made[number], route))
-    comes, also = dict[int, _Move](), list[_Move]()
-    for root, moves in offers.items():
-        if root in contents.aliases:  # it is computed, and what comes there is compared with that
-            also += moves
-            continue
-        first, *others = sorted(moves, key=lambda move: move.leaf != root)
-        comes[root] = first._replace(leaf=root)
-        also += [move for move in others if not _is_again(first.route, move.route, known.aliases)]
-    used.update(known.aliases[name] for name in [*used] if name in known.aliases)
-    rows = []
-    for leaf in contents.stored.values():
-        spec, move = contents.structure.spec(leaf), comes.get(leaf)
-        several = f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
-        comes_from = (move.route.sources, move.route.how + several) if move else ((), "")
-        rows.append(Row(contents.structure.paths[leaf], *comes_from, spec.shape, spec.dtype))
-    sources = {name for move in (*comes.values(), *also) for name in move.route.sources}
-    made_plan = Plan(
-        tuple(rows),
-        tuple(name for name, leaf in contents.stored.items() if leaf not in comes and leaf not in refused),
-        tuple(name for name in known if name not in used),
-        tuple(disagrees),
-        contents,
-        known,
-        {name: known.specs[name] for name in known.specs if name in sources},
-        comes,
-        tuple(also),
-    )
-    problems = made_plan.problems()
+    contents = Contents(model, trainable)
+    known = names_of_contents(source._contents) if isinstance(source, Plan) else names_of(source)
+    made = Plan(contents, known, fit(contents, known, rename, transform))
+    problems = made.problems()
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
-    return made_plan
+    return made
 
 
-def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
-    """What comes of a route, as shapes."""
-    if route.is_plain:
-        return [specs[route.sources[0]]]
-    try:
-        made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
-        return list(map(array_spec, made))
-    except Exception as error:
-        shapes = ", ".join(f"{name!r} ({describe(specs[name])})" for name in route.sources[:4])
-        raise ValueError(f"{route.how} of {shapes} fails: {in_short(error)}") from error
-
-
-def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
-    hint = ""
-    if want.shape == got.shape:
-        hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
-    elif want.shape == got.shape[::-1]:
-        hint = "; transform={...: jnp.transpose} turns it"
-    by = f" by {route.how}" if route.how else ""
-    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {first_few(route.sources)}{by}{hint}"
-
-
-def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
-    """Whether two routes take one array that the source has under two names."""
-    first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
-    return one.is_plain and other.is_plain and first == second
-
-
-def _check_same(move: _Move, value: Any, have: Any, contents: Contents) -> None:
+def _check_same(move: Move, value: Any, have: Any, contents: Contents) -> None:
     if isinstance(value, Tracer) or isinstance(have, Tracer):
         return
     alias = contents.aliases.get(move.leaf)

@@ -1,0 +1,100 @@
+"""What comes to each array of a model from arrays by name, and what does not fit."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from .._structure import Spec
+from .._text import describe, first_few, in_short
+from ._arrays import array_spec
+from ._contents import Contents
+from ._names import Names
+from ._rename import Rename, Route, Transforms, routes
+
+
+class Move(NamedTuple):
+    """One of the results of a route, and the leaf of the model that it is for."""
+
+    route: Route
+    number: int
+    leaf: int
+
+
+class Fit(NamedTuple):
+    """What comes to each array, ties once, and what does not fit."""
+
+    comes: dict[int, Move]  # to each leaf that is stored
+    also: list[Move]  # what comes to a tie besides, and is to be the same
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    disagrees: tuple[str, ...]
+
+
+def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
+    """Finds what comes to each array of a model."""
+    leaves = {name: i for i, name in contents.names.items()}
+    found, used = routes(source.specs, rename, transform, leaves)
+    offers: dict[int, list[Move]] = {}  # by the leaf that is stored of a tie
+    goes_to: dict[str, str] = {}
+    disagrees, refused = list[str](), set[int]()
+    for route in found:
+        targets = [(number, leaves[target]) for number, target in enumerate(route.targets) if target in leaves]
+        if not targets:
+            continue
+        used.update(route.sources)
+        made = _results(route, source.specs)
+        if len(made) != len(route.targets):
+            what = f"{len(made)} arrays for {len(route.targets)} paths, {first_few(route.targets)}"
+            disagrees.append(f"{first_few(route.sources)}: {route.how} gives {what}")
+            continue
+        for number, leaf in targets:
+            name, want, alias = contents.names[leaf], contents.structure.spec(leaf), contents.aliases.get(leaf)
+            root = leaf if alias is None or alias.transforms else alias.source
+            if name in goes_to:
+                raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
+            goes_to[name] = route.sources[0]
+            if made[number] == want:
+                offers.setdefault(root, []).append(Move(route, number, leaf))
+            else:
+                refused.add(root)
+                disagrees.append(_disagreement(name, want, made[number], route))
+    comes, also = dict[int, Move](), list[Move]()
+    for root, moves in offers.items():
+        if root in contents.aliases:  # it is computed, and what comes there is compared with that
+            also += moves
+            continue
+        first, *others = sorted(moves, key=lambda move: move.leaf != root)
+        comes[root] = first._replace(leaf=root)
+        also += [move for move in others if not _is_again(first.route, move.route, source.aliases)]
+    used.update([source.aliases[name] for name in used if name in source.aliases])
+    missing = [name for name, leaf in contents.stored.items() if leaf not in comes and leaf not in refused]
+    return Fit(comes, also, tuple(missing), tuple(name for name in source if name not in used), tuple(disagrees))
+
+
+def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
+    """What comes of a route, as shapes."""
+    if route.is_plain:
+        return [specs[route.sources[0]]]
+    try:
+        made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
+        return list(map(array_spec, made))
+    except Exception as error:
+        shapes = ", ".join(f"{name!r} ({describe(specs[name])})" for name in route.sources[:4])
+        raise ValueError(f"{route.how} of {shapes} fails: {in_short(error)}") from error
+
+
+def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
+    hint = ""
+    if want.shape == got.shape:
+        hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
+    elif want.shape == got.shape[::-1]:
+        hint = "; transform={...: jnp.transpose} turns it"
+    by = f" by {route.how}" if route.how else ""
+    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {first_few(route.sources)}{by}{hint}"
+
+
+def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
+    """Whether two routes take one array that the source has under two names."""
+    first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
+    return one.is_plain and other.is_plain and first == second
