@@ -11,22 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-# Each part of a name in the checkpoint, and of the path in the model; the longer ones first.
+from treeparams import saving
+
+# From the names of the checkpoint to paths in the model; what is dropped is 0, 1, 2 ..., and another head.
 NAMES = {
-    "embeddings.LayerNorm": "norm",
-    "embeddings.word_embeddings": "words",
-    "embeddings.position_embeddings": "positions",
-    "embeddings.token_type_embeddings": "types",
-    "encoder.layer": "layers",
-    "attention.self": "attention",
-    "attention.output.dense": "attention.output",
-    "attention.output.LayerNorm": "attention.norm",
-    "intermediate.dense": "inner",
-    "output.dense": "outer",
-    "output.LayerNorm": "norm",
+    "embeddings.word_embeddings.*": "words.*",
+    "embeddings.position_embeddings.*": "positions.*",
+    "embeddings.token_type_embeddings.*": "types.*",
+    "embeddings.LayerNorm.*": "norm.*",
+    "encoder.layer.*.attention.self.**": "layers.*.attention.**",
+    "encoder.layer.*.attention.output.dense.*": "layers.*.attention.output.*",
+    "encoder.layer.*.attention.output.LayerNorm.*": "layers.*.attention.norm.*",
+    "encoder.layer.*.intermediate.dense.*": "layers.*.inner.*",
+    "encoder.layer.*.output.dense.*": "layers.*.outer.*",
+    "encoder.layer.*.output.LayerNorm.*": "layers.*.norm.*",
+    "embeddings.position_ids": None,
+    "pooler.**": None,
 }
 
 
@@ -125,20 +127,8 @@ def load(folder: Path) -> Encoder:
     config = json.loads((folder / "config.json").read_text())
     # Only shapes are computed: no random number is drawn for what the checkpoint replaces.
     shapes = eqx.filter_eval_shape(lambda key: Encoder(config, key=key), jax.random.key(0))
-    weights = load_file(folder / "model.safetensors")
-    for unused in ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"):
-        del weights[unused]  # 0, 1, 2 ..., and another head
-    for theirs, ours in NAMES.items():
-        weights = {name.replace(theirs, ours): weight for name, weight in weights.items()}
-
-    def filled(path: Any, shape: Any) -> Array:
-        weight = weights.pop(jax.tree_util.keystr(path, simple=True, separator="."))
-        assert (weight.shape, weight.dtype) == (shape.shape, shape.dtype), path
-        return jnp.asarray(weight)
-
-    model = jax.tree_util.tree_map_with_path(filled, shapes)
-    assert not weights, f"in the checkpoint, but not in the model: {list(weights)}"
-    return model
+    weights = folder / "model.safetensors"
+    return saving.plan(weights, shapes, rename=NAMES)(weights)
 
 
 def tokens(folder: Path, texts: Sequence[str], length: int) -> Tokens:

@@ -235,7 +235,6 @@ def test_sharding():
     one = jnp.asarray(np.arange(8.0, dtype=np.float32))
     assert not tp.diff(put("d"), put("d"))
     assert not tp.diff(put(), put(None))  # the same in other words
-    assert not tp.diff(one, jax.device_put(one, jax.devices()[0]))
     assert not tp.diff(np.asarray(one), put("d"))
     turned = NamedSharding(Mesh(np.array(jax.devices()[::-1]), ("d",)), PartitionSpec("d"))
     first, second = map(repr, jax.devices()[:2])
@@ -243,6 +242,7 @@ def test_sharding():
         (one, put(), (first, "() over d=4")),
         (put(), put("d"), ("() over d=4", "('d',) over d=4")),
         (one, jax.device_put(one, jax.devices()[1]), (first, second)),
+        (one, jax.device_put(one, jax.devices()[0]), (first, f"{first}, committed")),
         (put("d"), jax.device_put(one, turned), ("('d',) over d=4", "('d',) over d=4, other devices")),
     ):
         assert seen([here], [there]) == [("0", "sharding", *words)]

@@ -71,8 +71,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
           differ. `value`: the same of a leaf that is no array, such as a function or a Python number.
         - `type`: an array in one, in the other none. `shape`, `dtype`: as JAX sees them, so a NumPy array is no other
           than a JAX array. `weak type`: as that of `jnp.asarray(1.0)`.
-        - `sharding`: another device, or parts of another, of two JAX arrays. Whether an array is committed to the
-          device that it would be on anyway is not compared, though `jax.jit` compiles once for each.
+        - `sharding`: another device, or parts of another, of two JAX arrays; also one that is committed to its device,
+          as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
         - `tie`: with which others the array at a path is one, as objects; of ties that are declared or given, and of
           what trains, `tp.diff` of two layouts tells.
         - `elements`: NaN equals NaN, `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite
@@ -123,6 +123,9 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         if len(shardings) == 2 and not shardings[0].is_equivalent_to(shardings[1], here.ndim):
             first, second = map(_placed, shardings)
             yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
+        elif len(shardings) == 2 and here.committed != there.committed:
+            texts = [_placed(each.sharding) + ", committed" * each.committed for each in (here, there)]
+            yield Difference(path, "sharding", *texts)
         elements.extend(_elements(path, here, there, tolerance))
 
     def is_shared(path: str) -> bool:

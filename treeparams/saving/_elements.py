@@ -44,9 +44,9 @@ class Movers:
         if all(array.shape == first.shape and bool(jnp.array_equal(array, first)) for array in arrays):
             return first
         raise ValueError(
-            f"{path!r} is made of {list(route.sources)} by {route.how}, and beside these there are arrays of the "
-            f"shapes {[array.shape for array in arrays]}, which are not of the parameters' shapes and not alike; start this "
-            "parameter afresh: leave it out of the plan's source, or drop the state"
+            f"{path!r} is made of {list(route.sources)} by {route.how}, and of these the state has arrays of "
+            f"{[array.shape for array in arrays]}, which are not of the parameters' shapes, and not all alike; "
+            "begin with a fresh state"
         )
 
     def _map(self, route: Route, number: int) -> np.ndarray:

@@ -147,7 +147,8 @@ def names(
 
     Returns:
         Of a file the arrays by name, as a mapping. Else, or with `rename`, a dictionary of NumPy arrays: keys as their
-        words, all else in its dtype.
+        words, all else in its dtype. Of what has no values - a `Layout`, what Orbax says of a checkpoint - the values
+        are `jax.ShapeDtypeStruct`s.
 
     Raises:
         OSError: there is no such file.
@@ -161,11 +162,13 @@ def names(
     found, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
     made: dict[str, Any] = {}
     for route in found:
-        arrays = route(*(known[name] for name in route.sources))
+        arrays = [known[name] for name in route.sources]
+        is_abstract = any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
+        arrays = jax.eval_shape(route, *arrays) if is_abstract else route(*arrays)
         if len(arrays) != len(route.targets):
             raise ValueError(f"{route.how} gives {len(arrays)} arrays for {len(route.targets)} names, {route.targets}")
         for name, array in zip(route.targets, arrays, strict=True):
             if name in made:
                 raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")
-            made[name] = in_numpy(array)
+            made[name] = array if is_abstract else in_numpy(array)
     return made

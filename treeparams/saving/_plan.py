@@ -1,5 +1,7 @@
 """plan: what goes where, before anything is loaded."""
 
+import operator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -74,10 +76,11 @@ class Plan(Generic[M]):
                 nothing comes to an array without a value; the file is damaged.
         """
         contents, given = self._contents, self._checked(names_of(arrays))
-        empty = [contents.names[i] for i in contents.stored.values() if i in contents.abstract - self._fit.comes.keys()]
+        empty = sorted(contents.abstract - self._fit.comes.keys() - contents.aliases.keys())
         if empty:
             raise ValueError(
-                f"nothing comes to {first_few(empty)}, without a value in the model either; make the model"
+                f"nothing comes to {first_few([contents.names[i] for i in empty])}, which has no value in the model "
+                "either; make the model"
             )
         wanted: dict[int, list[Move]] = {}
         for move in (*self._fit.comes.values(), *self._fit.also):
@@ -181,6 +184,9 @@ class Plan(Generic[M]):
         ]
 
 
+_contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")
+
+
 def plan(
     source: Any,
     model: M,
@@ -264,7 +270,7 @@ def plan(
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
     contents = Contents(model, trainable)
-    known = names_of_contents(source._contents) if isinstance(source, Plan) else names_of(source)
+    known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
     made = Plan(contents, known, fit(contents, known, rename, transform))
     problems = made.problems()
     if strict and problems:
