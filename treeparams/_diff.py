@@ -11,13 +11,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ._difference import Diff, Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
+from ._difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._index import is_complex
 from ._layout import Layout
 from ._recognise import name_deleted, structure_of
 from ._static_keys import identical, static_key
 from ._structure import flatten, is_inexact, same_treedef
-from ._text import describe
+from ._text import both_in_text, describe
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 

@@ -19,10 +19,9 @@ import numpy as np
 from ._declare import is_box
 from ._paths import join_path, quote, sibling_entries
 from ._static_keys import contents, static_key
-from ._structure import Structure, is_array, keys_of
-from ._text import describe, first_few, in_columns
+from ._structure import Structure, keys_of
+from ._text import both_in_text, cut, describe, first_few, in_columns, in_text
 
-_LONGEST = 40  # characters of a value in a table
 _DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
@@ -162,7 +161,7 @@ def compare(
         ours, theirs = ([key for key in each.statics if key[0] is not type(None)] for each in (these, those))
         for node, here, there in zip(these.nodes, ours, theirs, strict=False):
             if here != there:
-                yield Difference(node.path, "static", _cut(in_text(node.static)), "the same, changed in place since")
+                yield Difference(node.path, "static", cut(in_text(node.static)), "the same, changed in place since")
 
 
 def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Difference]:
@@ -226,7 +225,7 @@ class _Pair:
         if jtu.default_registry.flatten_one_level(tree) is None:
             spec = self.structures[side].specs[tree]
             if spec is None and self.leaves is not None:
-                return _cut(in_text(self.leaves[side][tree]))
+                return cut(in_text(self.leaves[side][tree]))
             return describe(spec) if spec else "no array"
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
@@ -279,43 +278,6 @@ def _places(value: Any) -> list[tuple[Any, tuple[str, ...], Any]]:
     if kind is dict:
         return [((type(key), key), (quote(str(key)),), each) for key, each in value.items()]
     return []
-
-
-# -- In words ----------------------------------------------------------------------------------------------------------
-
-
-def in_text(value: Any) -> str:
-    """A value and its type; of an array dtype and shape, of a function or class the name.
-
-    >>> in_text(2.0), in_text(len), in_text(dict)
-    ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
-    """
-    if is_array(value):
-        return describe(value)
-    name, kind = getattr(value, "__qualname__", None), type(value)
-    if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
-        return name or f"a {kind.__qualname__}"
-    text = name or (str(value) if isinstance(value, np.generic) else repr(value))
-    return f"{text} ({kind.__name__})"
-
-
-def both_in_text(here: Any, there: Any) -> tuple[str, str]:
-    """Two values that differ, so that the texts do too; of long ones the part from where they differ."""
-    one, other = in_text(here), in_text(there)
-    if one == other and hasattr(here, "__qualname__"):
-        longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
-        one, other = longer if longer[0] != longer[1] else (one, other)
-    if one == other:
-        return _cut(one), _cut(f"another {other}")
-    start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
-    if start <= 0 or max(len(one), len(other)) <= _LONGEST:
-        start = 0
-    return _cut(one, start), _cut(other, start)
-
-
-def _cut(text: str, start: int = 0) -> str:
-    text = f"...{text[start:]}" if start else text
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 # -- Ties --------------------------------------------------------------------------------------------------------------

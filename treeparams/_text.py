@@ -4,8 +4,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 _ROWS = 40
 _NAMES = 6
+_LONGEST = 40  # characters of a value in a table
 
 
 def describe(value: Any) -> str:
@@ -18,6 +21,41 @@ def describe(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__name__
+
+
+def in_text(value: Any) -> str:
+    """A value and its type; of an array dtype and shape, of a function or class the name.
+
+    >>> in_text(2.0), in_text(len), in_text(dict)
+    ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        return describe(value)
+    name, kind = getattr(value, "__qualname__", None), type(value)
+    if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
+        return name or f"a {kind.__qualname__}"
+    text = name or (str(value) if isinstance(value, np.generic) else repr(value))
+    return f"{text} ({kind.__name__})"
+
+
+def both_in_text(here: Any, there: Any) -> tuple[str, str]:
+    """Two values that differ, so that the texts do too; of long ones the part from where they differ."""
+    one, other = in_text(here), in_text(there)
+    if one == other and hasattr(here, "__qualname__"):
+        longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
+        one, other = longer if longer[0] != longer[1] else (one, other)
+    if one == other:
+        return cut(one), cut(f"another {other}")
+    start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - _LONGEST // 4
+    if start <= 0 or max(len(one), len(other)) <= _LONGEST:
+        start = 0
+    return cut(one, start), cut(other, start)
+
+
+def cut(text: str, start: int = 0) -> str:
+    """A text from some place on, no longer than fits into a table."""
+    text = f"...{text[start:]}" if start else text
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
