@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
-import numpy as np
 
 from ._declare import is_box
 from ._paths import join_path, quote, sibling_entries

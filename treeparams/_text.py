@@ -29,7 +29,9 @@ def in_text(value: Any) -> str:
     >>> in_text(2.0), in_text(len), in_text(dict)
     ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
     """
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+    # Arrays of texts, objects or times are none to JAX, and their elements are what differs.
+    is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
+    if is_array and getattr(value.dtype, "kind", "V") not in "OSUMm":
         return describe(value)
     name, kind = getattr(value, "__qualname__", None), type(value)
     if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):

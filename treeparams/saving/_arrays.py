@@ -70,7 +70,7 @@ def pieces_of(leaf: Any) -> Iterator[memoryview]:
 
 def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
     """The array of bytes in a file: of NumPy, or typed keys."""
-    shape, dtype = _of(stored, mark)
+    shape, dtype = decoded_kind(stored, mark)
     if "key" in mark:
         words = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
         return jax.random.wrap_key_data(jnp.asarray(words), impl=mark["key"])
@@ -79,14 +79,15 @@ def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
 
 def spec_of(stored: Stored, mark: Mapping[str, str]) -> Spec:
     """The shape of a stored array and its dtype in JAX."""
-    shape, dtype = _of(stored, mark)
+    shape, dtype = decoded_kind(stored, mark)
     if not isinstance(dtype, np.dtype):
         return Spec(shape, dtype, False)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     return Spec(shape, dtype, is_inexact(dtype))
 
 
-def _of(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
+def decoded_kind(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype of a stored array as it was saved."""
     if "key" in mark:
         dtype, words = key_kind(mark["key"])
         if stored.dtype != "U32" or stored.shape[len(stored.shape) - len(words) :] != words:
@@ -112,19 +113,38 @@ def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
     return key.dtype, jax.eval_shape(jax.random.key_data, key).shape
 
 
-def placed(array: Any, like: Any) -> Any:
+def placed(name: str, array: Any, like: Any) -> Any:
     """An array where another one lies: in NumPy, on its devices, by its sharding."""
     if isinstance(array, Tracer):
         return array
     if isinstance(like, np.ndarray):
-        return np.asarray(array)
+        return _narrowed(name, np.asarray(array), like.dtype)
+    if isinstance(array, np.ndarray):
+        array = _narrowed(name, array, jax.dtypes.canonicalize_dtype(array.dtype))
     sharding = getattr(like, "sharding", None)
-    if isinstance(array, jax.Array) or sharding is None or isinstance(sharding, SingleDeviceSharding):
-        is_anywhere = sharding is None or not getattr(like, "committed", True)
-        return jax.device_put(array, None if is_anywhere else sharding)
+    if sharding is None:
+        return jax.device_put(array)
+    if not getattr(like, "committed", True):
+        with jax.default_device(*sharding.device_set):
+            return jax.device_put(array)
+    if isinstance(array, jax.Array) or isinstance(sharding, SingleDeviceSharding):
+        return jax.device_put(array, sharding)
     # Each device, of this process or of another one, takes its own part.
-    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda part: np.array(array[part]))
+
+
+def _narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """An array in a dtype that may have fewer bits, as all of JAX's have without x64; digits are lost, no values."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        new = array.astype(dtype)
+    is_lost = np.isinf(new) & ~np.isinf(array) if dtype.kind in "fc" else new != array
+    if is_lost.any():
+        raise ValueError(
+            f"{name!r} is {array.dtype}, and has values that {dtype} cannot hold; switch on jax_enable_x64"
+        )
+    return new
 
 
 def array_spec(array: Any) -> Spec:

@@ -17,7 +17,7 @@ from .._paths import join_path, key_text, nearest, quote
 from .._recognise import structure_of
 from .._text import describe, first_few
 from ..optim import GroupsState, PerLeafState, TrainableState
-from ..optim._state import Roles, nodes_of
+from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import placed
 from ._divided import History
 from ._elements import Movers
@@ -75,7 +75,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     running = tuple(tuple(leaves[path] for path in paths) for *_, paths in made)
     roles = Roles(like.layout, running, (), tuple(origin for origin, *_ in made))
     counts = tuple(jnp.asarray(count, jnp.int32) for _, _, count, _ in made)
-    return TrainableState(tuple(state for _, state, _, _ in made), (), counts, roles)
+    return in_own_buffers(TrainableState(tuple(state for _, state, _, _ in made), (), counts, roles))
 
 
 _SIDES = {"runs": "running", "held": "held"}
@@ -189,7 +189,7 @@ def carried_average(movers: Movers, source: Names, like: Ema[Any]) -> Ema[Any]:
         new = movers.move(path, old.shape, [average_of(name) for name in movers.sources[path]])
         if new.shape != old.shape:
             raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(old)}")
-        return placed(new if new.dtype == old.dtype else jnp.asarray(new).astype(old.dtype), old)
+        return placed(path, new if new.dtype == old.dtype else jnp.asarray(new).astype(old.dtype), old)
 
     shadows, treedef = jtu.tree_flatten(like.shadow)
     shadow = [moved(path, old) for path, old in zip(like.rest.layout.paths, shadows, strict=True)]

@@ -5,16 +5,18 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
 from .._layout import Trainable, index_of
 from .._recognise import structure_of
 from .._resolve import look_up
+from .._structure import Spec
 from .._ties import Alias, find_ties
 from .._where import declared_frozen
 from ..optim import TrainableState
 from ..optim._state import nodes_of
-from ._arrays import pieces_of
+from ._arrays import pieces_of, placed
 
 
 class Contents:
@@ -50,27 +52,31 @@ class Contents:
 
     def store_what_differs(self) -> None:
         """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""
+        first = self.structure.first
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
             if alias.transforms or have is not source:
                 want = alias.value_from(source, self.structure.spec(alias.source))
                 if not _are_same(have, want):
                     del self.aliases[i]
+                    if first[i] != i and first[i] not in self.aliases:
+                        self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
         """The leaves with these arrays where they are stored, and what follows from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:
-                leaves[i] = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
+                value = alias.value_from(leaves[alias.source], self.structure.spec(alias.source))
+                leaves[i] = placed(self.names[i], value, self.leaves[i]) if alias.transforms else value
         return leaves
 
     @property
-    def states(self) -> dict[str, dict[str, Any]]:
-        """The states of `optim.trainable` and the like in words, by path."""
+    def states(self) -> dict[str, TrainableState]:
+        """The states of `optim.trainable` and the like, by path."""
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
         states = nodes_of(TrainableState, jtu.tree_unflatten(self.treedef, self.leaves))
-        return {path: state_in_words(state) for path, state in zip(paths, states, strict=True)}
+        return dict(zip(paths, states, strict=True))
 
     @property
     def abstract(self) -> frozenset[int]:
@@ -97,6 +103,11 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
     names = lambda histories: [[paths[i] for i in positions] for positions in histories]
     origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
     return {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
+
+
+def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
+    """The shapes and dtypes of the parameters that a state is said to be of."""
+    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, shape, dtype in words["slots"]}
 
 
 def _are_same(one: Any, other: Any) -> bool:

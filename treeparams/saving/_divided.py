@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from .._paths import quote, split_path
 from .._structure import Spec
 from .._text import describe
+from ._contents import specs_in
 from ._names import Names
 
 Entries = tuple[str, ...]
@@ -39,7 +40,7 @@ class History:
     """
 
     def __init__(self, names: Names, start: str, words: Mapping[str, Any], paths: Sequence[str]) -> None:
-        known = {path: Spec(tuple(shape), dtype, True) for path, shape, dtype in words["slots"]}
+        known = specs_in(words)
         self.specs = {path: known[path] for path in paths}
         self._names = {split_path(name)[2:]: name for name in names.specs if name.startswith(f"{start}.")}
         self._arrays = names
@@ -84,15 +85,20 @@ def _other_rule(entries: Sequence[str]) -> ValueError:
 
 
 def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
+    if "" in slots:  # the model is one array, whose path is in every name
+        like_it = [entries for entries, spec in specs.items() if spec.parameter and spec.shape == slots[""].shape]
+        return {entries: Part("tree", (entries, ()), ("",)) for entries in like_it}
     by_entries = {split_path(path): path for path in slots}
     lengths = {len(entries) for entries in by_entries}
-    # How many names are below a node, and how many of them are those of a parameter, or begin with one.
-    below, exact, begun = (collections.Counter[Entries]() for _ in range(3))
-    for entries in specs:
+    # How many names are below a node; how many of them are those of a parameter, or begin with one; and of how many the
+    # array has the parameter's shape.
+    below, exact, begun, alike = (collections.Counter[Entries]() for _ in range(4))
+    for entries, spec in specs.items():
         for start in range(len(entries) + 1):
             node, rest = entries[:start], entries[start:]
             below[node] += 1
             exact[node] += rest in by_entries
+            alike[node] += rest in by_entries and spec.parameter and spec.shape == slots[by_entries[rest]].shape
             begun[node] += any(rest[:length] in by_entries for length in lengths)
     found: dict[Entries, Part] = {}
     for entries in specs:
@@ -100,7 +106,8 @@ def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[E
             node, rest = entries[:start], entries[start:]
             # A part of the parameters is that of a group or a mask.
             is_whole = exact[node] == len(slots) or "inner_state" in node or "inner_states" in node
-            if rest in by_entries and exact[node] == below[node] and is_whole:
+            is_alike = len(slots) > 1 or alike[node] > 0  # of one parameter the name may be that of anything
+            if rest in by_entries and exact[node] == below[node] and is_whole and is_alike:
                 found[entries] = Part("tree", (node, ()), (by_entries[rest],))
                 break
             if start and node[-1] == "states" and begun[node] == below[node]:

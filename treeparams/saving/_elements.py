@@ -37,6 +37,8 @@ class Movers:
         if route.is_plain:
             return arrays[0]
         specs = [self._specs[name] for name in route.sources]
+        if not all(spec.parameter for spec in specs):
+            return route(*arrays)[number]
         if all(array.shape == spec.shape for array, spec in zip(arrays, specs, strict=True)):
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
             return jnp.reshape(elements[self._map(route, number)], shape)
@@ -65,9 +67,9 @@ class Movers:
 def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
     """As `_map`, of each result of a route; found by running it on numbers that tell the elements apart."""
     count = sum(math.prod(spec.shape) for spec in specs)
-    # Three numberings: what adds, scales or sorts gives other places in one of them.
+    # What adds, scales, sorts, rounds or drops signs gives other places by one of these numberings.
     numberings = [np.arange(count) + 1, 3 * np.arange(count) + 5, count + 11 - np.arange(count)]
-    found = [_run(route, specs, numbers) for numbers in numberings]
+    found = [_run(route, specs, numbers, unit) for numbers, unit in zip(numberings, (1.0, -0.125, 1.0), strict=True)]
     places = [numbers - 1 for numbers in found[0]]
     together = np.concatenate([each.ravel() for each in places]) if places else np.zeros(0, int)
     is_moved = bool(np.all((together >= 0) & (together < count))) and len(np.unique(together)) == len(together)
@@ -82,10 +84,10 @@ def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
     return [each.ravel() for each in places]
 
 
-def _run(route: Route, specs: Sequence[Spec], numbers: np.ndarray) -> list[np.ndarray]:
+def _run(route: Route, specs: Sequence[Spec], numbers: np.ndarray, unit: float) -> list[np.ndarray]:
     """What a route makes of whole numbers, -1 for what comes out as none.
 
-    They go through it in digits that the narrowest of its dtypes holds exactly.
+    They go through it in digits that the narrowest of its dtypes holds exactly, times a unit.
     """
     ends = np.cumsum([math.prod(spec.shape) for spec in specs])[:-1]
 
@@ -98,7 +100,7 @@ def _run(route: Route, specs: Sequence[Spec], numbers: np.ndarray) -> list[np.nd
     base = 2 ** min(jnp.finfo(dtype).nmant + 1 if jnp.issubdtype(dtype, jnp.inexact) else 1 for dtype in dtypes)
     total, power = [np.zeros(made.shape, np.int64) for made in at_zero], 1
     while power <= numbers.max(initial=1):
-        digits = [_read(made, base) for made in run(numbers // power % base)]
+        digits = [_read(made, base, unit) for made in run(numbers // power % base * unit)]
         total = [np.where((t < 0) | (d < 0), -1, t + d * power) for t, d in zip(total, digits, strict=True)]
         power *= base
     return total
@@ -111,8 +113,8 @@ def _as(part: np.ndarray, spec: Spec) -> Any:
     return jnp.asarray(values.astype(spec.dtype))
 
 
-def _read(made: np.ndarray, base: int) -> np.ndarray:
-    wide = made.astype(np.complex128 if made.dtype.kind == "c" else np.float64)
+def _read(made: np.ndarray, base: int, unit: float) -> np.ndarray:
+    wide = made.astype(np.complex128 if made.dtype.kind == "c" else np.float64) / unit
     is_digit = (wide.real == np.floor(wide.real)) & (wide.real >= 0) & (wide.real < base)
     if made.dtype.kind == "c":
         is_digit &= wide.imag == wide.real

@@ -1,16 +1,19 @@
 """A file of arrays by name: written whole or not at all, and read one array at a time."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ._arrays import PIECE, decode, kind_of, pieces_of, spec_of
-from ._format import header_text, prefixed, read_bytes, read_header, wrong
+from .._text import in_short
+from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
+from ._contents import specs_in
+from ._format import Header, header_text, prefixed, read_bytes, read_header, wrong
 
 try:
     import fcntl
@@ -37,26 +40,38 @@ class File:
     """
 
     def __init__(self, path: Any) -> None:
-        self.path = os.fspath(path)
-        if self.path.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl")):
-            raise ValueError(
-                f"{self.path!r} looks like a pickle, which may run any code when it is read, and is not read here. "
-                "Where you trust it, convert it once with PyTorch: safetensors.torch.save_file("
-                'torch.load(path, map_location="cpu", weights_only=True), "model.safetensors")'
-            )
+        self.path = os.fsdecode(path)
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is there
         weakref.finalize(self, self._file.close)
-        header = read_header(self.path, self._file)
+        try:
+            header = read_header(self.path, self._file)
+        except ValueError:
+            self._refuse_pickle()
+            raise
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "checksums": {}}
         if self.is_ours:
-            self.words = _words(self.path, header.text, header.metadata)
+            self.words = _words(self.path, header)
         self._arrays, marks = header.arrays, self.words["marks"]
         try:
             self.specs = {name: spec_of(its, marks.get(name, {})) for name, its in header.arrays.items()}
         except Exception as error:
             raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
+
+    def _refuse_pickle(self) -> None:
+        self._file.seek(0)
+        start = self._file.read(4)
+        if start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
+            raise ValueError(
+                f"{self.path!r} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
+                "read here. Where you trust it, convert it once with PyTorch: safetensors.torch.save_file("
+                'torch.load(path, map_location="cpu", weights_only=True), "model.safetensors")'
+            ) from None
+
+    def dtype(self, name: str) -> Any:
+        """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
+        return decoded_kind(self._arrays[name], self.words["marks"].get(name, {}))[1]
 
     def read(self, name: str) -> Any:
         """An array: of NumPy, in a buffer of its own, or typed keys."""
@@ -75,18 +90,41 @@ class File:
             raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
 
 
-def _words(path: str, text: bytes, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _words(path: str, header: Header) -> dict[str, Any]:
+    """What `save` has said, once the header's checksum is right and all that is said can be."""
     end = len(_START) + len(_BLANK)
-    blanked = text[: len(_START)] + _BLANK.encode() + text[end:]
-    if not text.startswith(_START) or text[len(_START) : end] != f"{zlib.crc32(blanked):08x}".encode():
+    blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
+    is_whole = header.text[len(_START) : end] == f"{zlib.crc32(blanked):08x}".encode()
+    if not header.text.startswith(_START) or not is_whole:
         raise wrong(path, "its header has another checksum than when it was saved")
-    words = json.loads(metadata[_WORDS])
-    if words["version"] != _VERSION:
+    try:
+        words = json.loads(header.metadata[_WORDS])
+        version = words["version"]
+        is_right = version != _VERSION or _are_right(words, header.arrays.keys())
+    except Exception as error:  # whatever comes of JSON of another kind
+        raise wrong(path, f"what it says of its arrays cannot be read: {in_short(error)}") from None
+    if version != _VERSION:
         raise ValueError(
-            f"{path!r} is of version {words['version']} of the files of treeparams.saving, and this one reads "
-            f"{_VERSION}; install a newer treeparams"
+            f"{path!r} is of version {version!r} of the files of treeparams.saving, and this one reads {_VERSION}; "
+            "install a newer treeparams"
         )
+    if not is_right:
+        raise wrong(path, "what it says of its arrays is not of these arrays")
     return words
+
+
+def _are_right(words: Any, names: Collection[str]) -> bool:
+    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
+    are_ties = all(
+        a not in names and len(tie) == 2 and tie[0] in names and type(tie[1]) is str for a, tie in ties.items()
+    )
+    are_marks = all(name in names and len(mark) == 1 and type(*mark.values()) is str for name, mark in marks.items())
+    for state in states.values():
+        known = specs_in(state)
+        histories = [*state["running"], *state["held"]]
+        if len(state["origins"]) != len(histories) or known.keys() != {path for its in histories for path in its}:
+            return False
+    return are_ties and are_marks and sums.keys() == set(names)
 
 
 # -- Writing -----------------------------------------------------------------------------------------------------------
@@ -105,7 +143,7 @@ def write(path: Any, leaves: Mapping[str, Any], words: Mapping[str, Any], metada
         return text.replace(_BLANK.encode(), f"{zlib.crc32(text):08x}".encode(), 1)
 
     before = header()
-    with _replacing(os.path.realpath(path)) as file:
+    with _replacing(os.path.realpath(os.fsdecode(path))) as file:
         file.write(prefixed(before))
         for name in kinds:
             value = 0
@@ -128,8 +166,9 @@ def _replacing(path: str) -> Iterator[Any]:
     unfinished = os.path.join(folder, f"{start}{secrets.token_hex(4)}{end}")
     try:
         with open(unfinished, "xb") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # not all file systems have locks
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -142,6 +181,9 @@ def _replacing(path: str) -> Iterator[Any]:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that do so by themselves
+                raise
         finally:
             os.close(descriptor)
 

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 
+from .._paths import nearest, split_path, unquote
 from .._structure import Spec
-from .._text import describe, first_few, in_short
+from .._text import describe, first_few
 from ._arrays import array_spec
 from ._contents import Contents
 from ._names import Names
@@ -27,21 +28,29 @@ class Fit(NamedTuple):
     comes: dict[int, Move]  # to each leaf that is stored
     also: list[Move]  # what comes to a tie besides, and is to be the same
     missing: tuple[str, ...]
-    unused: tuple[str, ...]
+    unused: dict[str, str]  # and where they would go
     disagrees: tuple[str, ...]
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
     """Finds what comes to each array of a model."""
     leaves = {name: i for i, name in contents.names.items()}
+    # A dictionary of arrays may itself be the model; then its keys are not written as paths are.
+    leaves = {
+        unquote(name): i for name, i in leaves.items() if name.startswith('"') and len(split_path(name)) == 1
+    } | leaves
     found, used = routes(source.specs, rename, transform, leaves)
     offers: dict[int, list[Move]] = {}  # by the leaf that is stored of a tie
     goes_to: dict[str, str] = {}
-    disagrees, refused = list[str](), set[int]()
+    disagrees, refused, nowhere = list[str](), set[int](), dict[str, str]()
     for route in found:
         targets = [(number, leaves[target]) for number, target in enumerate(route.targets) if target in leaves]
         if not targets:
+            nowhere |= dict.fromkeys(route.sources, first_few(route.targets))
             continue
+        for target in route.targets:
+            if target not in leaves:
+                disagrees.append(f"{first_few(route.sources)}: no array is at {target!r}{nearest(target, leaves)}")
         used.update(route.sources)
         made = _results(route, source.specs)
         if len(made) != len(route.targets):
@@ -69,19 +78,16 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         also += [move for move in others if not _is_again(first.route, move.route, source.aliases)]
     used.update([source.aliases[name] for name in used if name in source.aliases])
     missing = [name for name, leaf in contents.stored.items() if leaf not in comes and leaf not in refused]
-    return Fit(comes, also, tuple(missing), tuple(name for name in source if name not in used), tuple(disagrees))
+    unused = {name: nowhere.get(name, "") for name in source if name not in used}
+    return Fit(comes, also, tuple(missing), unused, tuple(disagrees))
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
     """What comes of a route, as shapes."""
     if route.is_plain:
         return [specs[route.sources[0]]]
-    try:
-        made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
-        return list(map(array_spec, made))
-    except Exception as error:
-        shapes = ", ".join(f"{name!r} ({describe(specs[name])})" for name in route.sources[:4])
-        raise ValueError(f"{route.how} of {shapes} fails: {in_short(error)}") from error
+    made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
+    return list(map(array_spec, made))
 
 
 def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:

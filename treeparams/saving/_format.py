@@ -54,9 +54,9 @@ class Header(NamedTuple):
     text: bytes  # as it stands in the file
 
 
-def wrong(path: Any, why: str) -> ValueError:
+def wrong(path: str, why: str) -> ValueError:
     """The error of a file that cannot be read."""
-    return ValueError(f"{os.fspath(path)!r} is no safetensors file, or damaged: {why}")
+    return ValueError(f"{path!r} is no safetensors file, or damaged: {why}")
 
 
 def read_header(path: Any, file: Any) -> Header:
@@ -96,14 +96,15 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(path: Any, name: str, entry: Any, start: int) -> Stored:
-    is_count = lambda value: type(value) is int and value >= 0
+    is_count = lambda value: type(value) is int and 0 <= value < 1 << 63
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong(path, f"its entry {name!r} is not of a dtype, a shape and two offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise wrong(path, f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > _MOST_AXES or not all(map(is_count, shape)):
-        raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes")
+    is_shape = isinstance(shape, list) and len(shape) <= _MOST_AXES and all(map(is_count, shape))
+    if not is_shape or not is_count(8 * math.prod(size or 1 for size in shape)):
+        raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise wrong(path, f"the offsets of {name!r} are not two numbers")
     if offsets[1] - offsets[0] != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
 from .._layout import Layout, index_of
@@ -12,7 +14,7 @@ from .._paths import nearest
 from .._structure import Spec, is_array
 from .._text import describe
 from ._arrays import array_spec, in_numpy
-from ._contents import Contents, name_of
+from ._contents import Contents, name_of, state_in_words
 from ._file import File
 from ._rename import Rename, Transforms, routes
 
@@ -85,7 +87,14 @@ def names_of(source: Any) -> Names:
 
 
 def _is_tree(value: Any) -> bool:
-    return not (hasattr(value, "shape") and hasattr(value, "dtype"))
+    return not (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, np.generic)
+
+
+def _checked(name: str, array: Any) -> Any:
+    """An array, refused where it is one of PyTorch, whose dtypes are none of NumPy."""
+    if type(array).__module__.partition(".")[0] == "torch":
+        raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
+    return array
 
 
 def _of_file(file: File) -> Names:
@@ -98,18 +107,21 @@ def _of_file(file: File) -> Names:
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
-    for name, value in arrays.items():
-        if type(value).__module__.partition(".")[0] == "torch":
-            raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
-    return Names({name: array_spec(value) for name, value in arrays.items()}, arrays.__getitem__)
+    return Names({name: array_spec(_checked(name, array)) for name, array in arrays.items()}, arrays.__getitem__)
 
 
 def _of_tree(tree: PyTree) -> Names:
     for attribute in ("item_metadata", "tree"):  # of what Orbax says of a checkpoint
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
-    abstract = lambda leaf: leaf if is_array(leaf) or _is_tree(leaf) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return names_of_contents(Contents(jax.tree.map(abstract, tree)))
+
+    def read(path: Any, leaf: Any) -> Any:
+        if is_array(leaf) or _is_tree(leaf):
+            return leaf
+        leaf = _checked(jtu.keystr(path), leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return names_of_contents(Contents(jtu.tree_map_with_path(read, tree)))
 
 
 def names_of_contents(contents: Contents) -> Names:
@@ -118,7 +130,8 @@ def names_of_contents(contents: Contents) -> Names:
     leaves = {name: i for i, name in contents.names.items()}
     plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
     aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
-    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, contents.states)
+    states = {path: state_in_words(state) for path, state in contents.states.items()}
+    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states)
 
 
 def names(

@@ -50,7 +50,7 @@ class Plan(Generic[M]):
         self._contents = contents
         self._source = source
         self._fit = found
-        self.missing, self.unused, self.disagrees = found.missing, found.unused, found.disagrees
+        self.missing, self.unused, self.disagrees = found.missing, tuple(found.unused), found.disagrees
         rows = []
         for leaf in contents.stored.values():
             spec, move = contents.structure.spec(leaf), found.comes.get(leaf)
@@ -90,7 +90,7 @@ class Plan(Generic[M]):
             made = moves[0].route(*(given[name] for name in moves[0].route.sources))
             for move in moves:
                 if self._fit.comes.get(move.leaf) is move:
-                    values[move.leaf] = placed(made[move.number], contents.leaves[move.leaf])
+                    values[move.leaf] = placed(contents.names[move.leaf], made[move.number], contents.leaves[move.leaf])
                 else:
                     besides.append((move, made[move.number]))
         leaves = contents.leaves_with(values)
@@ -140,7 +140,12 @@ class Plan(Generic[M]):
             TypeError: `like` is no `tp.Ema`.
         """
         self._movers.check()
-        return self(source) if like is None else carried_average(self._movers, names_of(source), like)
+        names = names_of(source)
+        if like is None and any(name == "shadow" or name.startswith("shadow.") for name in names):
+            raise TypeError(
+                "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
+            )
+        return self(names) if like is None else carried_average(self._movers, names, like)
 
     @property
     def _movers(self) -> Movers:
@@ -160,8 +165,9 @@ class Plan(Generic[M]):
         return given
 
     def __str__(self) -> str:
+        nothing = lambda path: "missing" if path in self.missing else "disagrees"
         rows = [
-            [row.path or '""', first_few(row.names) or "-", row.how if row.names else "missing", describe(row)]
+            [row.path or '""', first_few(row.names) or "-", row.how if row.names else nothing(row.path), describe(row)]
             for row in self.rows
         ]
         used = sum(1 for row in self.rows if row.names)
@@ -179,7 +185,10 @@ class Plan(Generic[M]):
         near = lambda name, known: nearest(name, known) if few and known else ""
         return [
             *(f"{path!r} is missing: nothing comes to it{near(path, self.unused)}" for path in self.missing),
-            *(f"{name!r} is unused: it goes nowhere{near(name, self.missing)}" for name in self.unused),
+            *(
+                f"{name!r} is unused: no array is at {to or name!r}{near(to or name, self.missing)}"
+                for name, to in self._fit.unused.items()
+            ),
             *self.disagrees,
         ]
 

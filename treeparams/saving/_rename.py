@@ -1,6 +1,7 @@
 """From names to names by patterns: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
 
 import dataclasses
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from .._paths import nearest
 from .._structure import Spec
-from .._text import describe
+from .._text import describe, in_short
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, a side a pattern or a tuple of them and the right one also `None`; or a function of a name."""
@@ -42,13 +43,24 @@ class Route:
     def __call__(self, *arrays: Any) -> list[Any]:
         """One array for each target, from one for each source."""
         if self.function is not None:
-            made = self.function(*arrays)
-            return list(made) if isinstance(made, (tuple, list)) else [made]
+            return self._made(arrays)
         if self.kind == "stack":
             return [jnp.stack([jnp.asarray(array) for array in arrays])]
         if self.kind == "unstack":
             return [arrays[0][row] for row in range(arrays[0].shape[0])]
         return list(arrays)
+
+    def _made(self, arrays: Sequence[Any]) -> list[Any]:
+        try:
+            made = self.function(*arrays) if self.function is not None else arrays
+            made = list(made) if isinstance(made, (tuple, list)) else [made]
+            reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
+        except Exception as error:
+            made, reason = [], in_short(error)
+        if reason is not None:
+            given = ", ".join(f"{name!r} ({describe(array)})" for name, array in zip(self.sources, arrays, strict=True))
+            raise ValueError(f"{self.how} of {given} fails: {reason}")
+        return made
 
 
 def routes(
@@ -215,43 +227,36 @@ class _Pattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._entries = text.split(".")
-        self.stars = sum(1 if entry == "**" else entry.count("*") for entry in self._entries)
-        self.ends_with_any_number = next((e == "**" for e in reversed(self._entries) if "*" in e), False)
-        *before, last = self._entries
-        parts = [r"((?:[^.]*\.)*)" if entry == "**" else _entry_regex(entry) + r"\." for entry in before]
-        start = "".join(parts)
-        if last != "**":
-            whole = start + _entry_regex(last)
-        elif not before:
-            whole = "(.*)"
-        else:
-            whole = start.removesuffix(r"\.") + r"((?:\.[^.]*)*)"
-        self._regex = re.compile(whole, re.DOTALL)
+        self._entries = [entry if entry == "**" else _tokens(entry) for entry in text.split(".")]
+        stars = [token for entry in self._entries for token in ([entry] if entry == "**" else entry) if token in _STARS]
+        self.stars = len(stars)
+        self.ends_with_any_number = stars[-1:] == ["**"]
+        # Each entry with a dot after it, and so is the name that is matched; `**` then needs no case of its own.
+        entry_regex = lambda entry: "((?:[^.]*[.])*)" if entry == "**" else "".join(map(_regex_of, entry)) + "[.]"
+        self._regex = re.compile("".join(map(entry_regex, self._entries)), re.DOTALL)
 
     def match(self, name: str) -> tuple[str, ...] | None:
         """What the stars stand for in a name."""
-        found = self._regex.fullmatch(name)
+        found = self._regex.fullmatch(f"{name}." if name else "") or (self._regex.fullmatch(".") if not name else None)
         if found is not None:
-            return tuple(star.strip(".") for star in found.groups())
+            return found.groups()
         return () if name == self.text and not self.stars else None
 
     def with_stars(self, stars: Sequence[str]) -> str:
         """The name with something in place of its stars."""
         left = iter(stars)
-        entries: list[str] = []
-        for entry in self._entries:
-            if entry == "**":
-                several = next(left)
-                entries += several.split(".") if several else []
-            else:
-                entries.append(re.sub(r"\*", lambda _: next(left), entry))
-        return ".".join(entries)
+        fill = lambda entry: "".join(next(left) if token == "*" else token for token in entry) + "."
+        return "".join(next(left) if entry == "**" else fill(entry) for entry in self._entries)[:-1]
 
 
-def _entry_regex(entry: str) -> str:
-    tokens = re.findall(r"\*|\?|\[!?[^\]]+\]|.", entry, re.DOTALL)
-    words = {"*": "([^.]*)", "?": "[^.]"}
-    of_class = lambda token: "[" + re.sub(r"^!", "^", token[1:-1]).replace("\\", r"\\") + "]"
-    is_class = lambda token: len(token) > 1
-    return "".join(words.get(t) or (of_class(t) if is_class(t) else re.escape(t)) for t in tokens)
+_STARS = ("*", "**")
+
+
+def _tokens(entry: str) -> list[str]:
+    return re.findall(r"\*|\[!?\]?[^\]]*\]|.", entry, re.DOTALL)
+
+
+def _regex_of(token: str) -> str:
+    if token == "*":
+        return "([^.]*)"
+    return "[^.]" if token == "?" else fnmatch.translate(token)[4:-3]  # without the `(?s:` and `)\\Z` around it

@@ -4,14 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import PyTree
 
+from .._layout import index_of
 from .._paths import nearest
 from .._recognise import name_deleted
 from .._text import describe, first_lines
 from .._ties import Alias
 from ._arrays import placed
-from ._contents import Contents
+from ._contents import Contents, specs_in, state_in_words
 from ._file import PREFIX, File, write
 
 M = TypeVar("M")
@@ -50,8 +52,8 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
             no place in a file; a name is no Unicode; `metadata` has a name that starts with `treeparams.`.
         TypeError: `metadata` is not text by text.
     """
-    said = dict(metadata or {})
-    if not all(isinstance(each, str) for pair in said.items() for each in pair):
+    said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
+    if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
         raise TypeError(f"metadata is text by text, {{str: str}}, got {said!r}")
     for name in said:
         if name.startswith(PREFIX):
@@ -67,7 +69,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         frozen = contents.frozen
         words = {
             "ties": contents.ties,
-            "states": contents.states,
+            "states": {path: state_in_words(state) for path, state in contents.states.items()},
             "frozen": [name for name, i in contents.stored.items() if i in frozen],
         }
         write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
@@ -152,7 +154,7 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
     if checksum:
         for name in file.specs:
             file.check(name)
-    values = {leaves[name]: placed(file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+    values = {leaves[name]: placed(name, file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
@@ -166,6 +168,9 @@ def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
         yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
     for name in leaves.keys() & file.specs.keys():
         here, there = contents.structure.spec(leaves[name]), file.specs[name]
+        leaf = contents.leaves[leaves[name]]
+        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name) and here == there:
+            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(name)} in the file"
         if here != there:
             yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
@@ -179,6 +184,8 @@ def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
         if alias not in leaves or source not in leaves:
             continue
         here, there = leaves[alias], leaves[source]
+        if not contents.structure.is_parameter(here):
+            continue
         if transforms:
             if here not in aliases or (source_of(here), str(aliases[here])) != (source_of(there), transforms):
                 yield (
@@ -189,17 +196,23 @@ def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
             yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
     for i, name in names.items():
         same = names[first[i]]
-        if same != name and {same, name} <= file.specs.keys():
+        if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
             yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
 
 
 def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
     """Says which states have other histories, and how to make one that fits."""
-    here, there = contents.states, file.words["states"]
-    for path in [path for path in there if path in here and here[path] != there[path]]:
+    for path, state in contents.states.items():
+        here, there = state_in_words(state), file.words["states"].get(path)
+        if there is None or here == there:
+            continue
+        structure = index_of(state.layout).structure
+        known = dict(zip(structure.paths, structure.specs, strict=True))
+        if not specs_in(there).items() <= known.items():  # the names and shapes of the parameters tell
+            continue
         yield (
-            f"the state at {path!r} has other histories than the tree's: {_histories(there[path])} in the file, "
-            f"{_histories(here[path])} in the tree. A state like the saved one is made by\n{calls_for(there[path])}"
+            f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
+            f"{_histories(here)} in the tree. A state like the saved one is made by\n{calls_for(there)}"
         )
 
 
@@ -221,5 +234,6 @@ def calls_for(words: Mapping[str, Any]) -> str:
         lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
     if words["held"]:
         running = [path for paths in words["running"] for path in paths]
-        lines.append(f"state = optim.set_trainable(tx, state, model, {running})")
+        nothing = "jax.tree.map(lambda _: False, model)"
+        lines.append(f"state = optim.set_trainable(tx, state, model, {running or nothing})")
     return "\n".join(lines)
