@@ -99,7 +99,9 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
     index, roles = index_of(state.layout), state.roles
     paths = index.structure.paths
     known = sorted({i for positions in (*roles.running, *roles.held) for i in positions})
-    slots = [[paths[i], list(index.structure.spec(i).shape), str(index.structure.spec(i).dtype)] for i in known]
+    aliases = lambda i: [paths[alias.leaf] for alias in index.aliases.get(i, ()) if not alias.transforms]
+    specs = {i: index.structure.spec(i) for i in known}
+    slots = [[paths[i], aliases(i), list(spec.shape), str(spec.dtype)] for i, spec in specs.items()]
     names = lambda histories: [[paths[i] for i in positions] for positions in histories]
     origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
     return {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
@@ -107,7 +109,7 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
     """The shapes and dtypes of the parameters that a state is said to be of."""
-    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, shape, dtype in words["slots"]}
+    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}
 
 
 def _are_same(one: Any, other: Any) -> bool:

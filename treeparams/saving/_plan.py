@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._average import Ema
+from .._average import Ema, copy_leaf
 from .._layout import Trainable
 from .._paths import nearest
 from .._text import describe, first_few, in_columns
@@ -93,6 +93,9 @@ class Plan(Generic[M]):
                     values[move.leaf] = placed(contents.names[move.leaf], made[move.number], contents.leaves[move.leaf])
                 else:
                     besides.append((move, made[move.number]))
+        first = {id(value): leaf for leaf, value in reversed(values.items())}
+        for leaf, value in values.items():  # a model that is not tied stays so, though the source be
+            values[leaf] = value if first[id(value)] == leaf else copy_leaf(value)
         leaves = contents.leaves_with(values)
         for move, value in besides:
             _check_same(move, value, leaves[move.leaf], contents)

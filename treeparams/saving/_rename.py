@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -128,7 +129,7 @@ class _Entry:
         self.left = left
         self.lefts = _side(left, "left")
         self.rights = None if right is None else _side(right, "right")
-        self.found: dict[tuple[str, ...], dict[int, str]] = {}
+        self.found: dict[tuple[Any, ...], dict[int, str]] = {}
         if self.rights is None:
             return
         counts = [{pattern.stars for pattern in side} for side in (self.lefts, self.rights)]
@@ -184,7 +185,7 @@ class _Entry:
                 f"transform={{{self.left!r}: ...}}"
             )
         if self.surplus > 0:
-            stacks: dict[tuple[str, ...], dict[str, str]] = {}
+            stacks: dict[tuple[Any, ...], dict[str, str]] = {}
             for stars, its in self.found.items():
                 stacks.setdefault(stars[:-1], {})[stars[-1]] = its[0]
             for stars, rows in stacks.items():
@@ -201,8 +202,9 @@ class _Entry:
                 rows = map(str, range(*specs[sources[0]].shape[:1]))
                 yield Route(sources, tuple(rights[0].with_stars((*stars, row)) for row in rows), "unstack", function)
             else:
-                matched = {target: rights[0].match(target) for target in targets}
-                rows = {m[-1]: target for target, m in matched.items() if m is not None and m[:-1] == stars}
+                matched = [(target, rights[0].match(target)) for target in targets]
+                found = [(target, its[-1]) for target, its in matched if its is not None]
+                rows = {row: target for target, row in found if rights[0].with_stars((*stars, row)) == target}
                 in_order = _in_numeric_order(self.left, rows)
                 yield Route(sources, tuple(rows[row] for row in in_order), "unstack", function)
 
@@ -230,23 +232,26 @@ class _Pattern:
         self._entries = [entry if entry == "**" else _tokens(entry) for entry in text.split(".")]
         stars = [token for entry in self._entries for token in ([entry] if entry == "**" else entry) if token in _STARS]
         self.stars = len(stars)
+        self._kinds = stars
         self.ends_with_any_number = stars[-1:] == ["**"]
         # Each entry with a dot after it, and so is the name that is matched; `**` then needs no case of its own.
         entry_regex = lambda entry: "((?:[^.]*[.])*)" if entry == "**" else "".join(map(_regex_of, entry)) + "[.]"
         self._regex = re.compile("".join(map(entry_regex, self._entries)), re.DOTALL)
 
-    def match(self, name: str) -> tuple[str, ...] | None:
-        """What the stars stand for in a name."""
+    def match(self, name: str) -> tuple[Any, ...] | None:
+        """What the stars stand for in a name: `*` for a text, `**` for a tuple of entries."""
         found = self._regex.fullmatch(f"{name}." if name else "") or (self._regex.fullmatch(".") if not name else None)
         if found is not None:
-            return found.groups()
+            groups = zip(self._kinds, found.groups(), strict=True)
+            return tuple(tuple(text.split(".")[:-1]) if kind == "**" else text for kind, text in groups)
         return () if name == self.text and not self.stars else None
 
-    def with_stars(self, stars: Sequence[str]) -> str:
-        """The name with something in place of its stars."""
-        left = iter(stars)
-        fill = lambda entry: "".join(next(left) if token == "*" else token for token in entry) + "."
-        return "".join(next(left) if entry == "**" else fill(entry) for entry in self._entries)[:-1]
+    def with_stars(self, stars: Sequence[Any]) -> str:
+        """The name with something in place of its stars, whichever kind of star that was."""
+        left = iter((star,) if isinstance(star, str) else star for star in stars)
+        fill = lambda entry: "".join(".".join(next(left)) if token == "*" else token for token in entry)
+        entries = [next(left) if entry == "**" else (fill(entry),) for entry in self._entries]
+        return ".".join(itertools.chain.from_iterable(entries))
 
 
 _STARS = ("*", "**")

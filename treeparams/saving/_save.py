@@ -223,17 +223,17 @@ def _histories(words: Mapping[str, Any]) -> str:
 
 def calls_for(words: Mapping[str, Any]) -> str:
     """The calls that make a state of these histories."""
-    every = [*words["running"], *words["held"]]
+    places = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
+    running, held = ([[at for p in paths for at in places[p]] for paths in words[side]] for side in ("running", "held"))
     together: dict[int, list[str]] = {}
-    for origin, paths in zip(words["origins"], every, strict=True):
+    for origin, paths in zip(words["origins"], [*running, *held], strict=True):
         together.setdefault(origin, []).extend(paths)
     lines, trained = ["state = tx.init(model)"], list[str]()
     for paths in together.values():
         trained += paths
         reset = ", reset=True" if len(lines) == 1 else ""
         lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
-    if words["held"]:
-        running = [path for paths in words["running"] for path in paths]
-        nothing = "jax.tree.map(lambda _: False, model)"
-        lines.append(f"state = optim.set_trainable(tx, state, model, {running or nothing})")
+    if held:
+        now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
+        lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
     return "\n".join(lines)
