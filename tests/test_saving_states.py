@@ -23,21 +23,29 @@ from .zoo import assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
-TXS = {"trainable": optim.trainable(RULE), "flat": optim.flat(RULE), "stacked": optim.stacked(RULE)}
-forms = pytest.mark.parametrize("form", TXS)
+TXS = {
+    "as begun": optim.trainable(RULE),
+    "trainable": optim.trainable(RULE),
+    "flat": optim.flat(RULE),
+    "stacked": optim.stacked(RULE),
+}
+forms = pytest.mark.parametrize("form", ["trainable", "flat", "stacked"])
 
 
-# -- A run in three forms of the optimiser, in one program -------------------------------------------------------------
+# -- Runs in all forms of the optimiser, in one program -----------------------------------------------------------------
 
 
 def begun(seed):
-    """A tied model, an optimiser, a key and an average, three times."""
+    """A tied model, an optimiser, a key and an average, for each form of the optimiser."""
     runs = {}
     for name, tx in TXS.items():
         shared = ramp(2, 3, start=seed)
         model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
         runs[name] = {
-            "model": model, "state": tx.init(model), "average": tp.Ema(model, 0.5), "key": jax.random.key(seed)
+            "model": model,
+            "state": tx.init(model),
+            "average": tp.Ema(model, 0.5),
+            "key": jax.random.key(seed),
         }
     return runs
 
@@ -55,9 +63,11 @@ def step(runs):
     return done
 
 
-def choose(runs, trainable):
-    choice = lambda name, run: optim.set_trainable(TXS[name], run["state"], run["model"], trainable)
-    return {name: run | {"state": choice(name, run)} for name, run in runs.items()}
+def later(state):
+    """The state after a step, made without one."""
+    after = lambda leaf: jnp.asarray(np.asarray(leaf) + 1)
+    counts = [after(count) if run < len(state.runs) else count for run, count in enumerate(state.counts)]
+    return dataclasses.replace(state, runs=jax.tree.map(after, state.runs), counts=tuple(counts))
 
 
 def state_of_calls(calls, tx, model):
@@ -67,39 +77,47 @@ def state_of_calls(calls, tx, model):
     return scope["state"]
 
 
-def go_on(folder, *names):
-    """In another process: each run as it was saved, one step, and saved again."""
-    for name in names:
-        runs = begun(5)
-        try:
-            runs = saving.load(f"{folder}/{name}", runs)
-        except ValueError as error:
-            found = re.findall(r"the state at '(\w+)\.state' .*\n((?:state = .*\n?)+)", str(error))
-            states = {form: state_of_calls(calls, TXS[form], runs[form]["model"]) for form, calls in found}
-            like = {form: runs[form] | {"state": state} for form, state in states.items()}
-            runs = saving.load(f"{folder}/{name}", like)
-        saving.save(f"{folder}/{name} later", step(runs))
+def go_on(folder):
+    """In another process: the runs as they were saved, one step, and saved again."""
+    runs = begun(5)
+    try:
+        runs = saving.load(f"{folder}/before", runs)
+    except ValueError as error:
+        found = re.findall(r"the state at '(\w+)\.state' .*\n((?:state = .*\n?)+)", str(error))
+        states = {form: state_of_calls(calls, TXS[form], runs[form]["model"]) for form, calls in found}
+        like = runs | {form: runs[form] | {"state": state} for form, state in states.items()}
+        runs = saving.load(f"{folder}/before", like)
+    saving.save(f"{folder}/after", step(runs))
 
 
 def test_training_goes_on_in_another_process_bit_for_bit(tmp_path):
-    runs = {"as begun": step(step(begun(3)))}
-    runs["thawed"] = choose(step(choose(runs["as begun"], "bias")), None)
-    assert [int(count) for count in runs["thawed"]["flat"]["state"].counts] == [3, 2]
-    for name, each in runs.items():
-        saving.save(tmp_path / name, each)
-    call = f"from tests.test_saving_states import go_on; go_on({str(tmp_path)!r}, *{[*runs]})"
+    runs = begun(3)
+    for form, tx in TXS.items():
+        run = runs[form]
+        state = later(later(run["state"]))
+        if form != "as begun":  # a part is frozen for a step, and thawed
+            for trainable in ("bias", None):
+                state = later(optim.set_trainable(tx, state, run["model"], trainable))
+        runs[form] = run | {"state": state}
+    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[2], *[[4, 3]] * 3]
+    saving.save(tmp_path / "before", runs)
+    call = f"from tests.test_saving_states import go_on; go_on({str(tmp_path)!r})"
     root = pathlib.Path(__file__).parents[1]
     child = subprocess.run([sys.executable, "-c", call], cwd=root, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    for name, each in runs.items():
-        want = step(each)
-        assert assert_bits(saving.load(tmp_path / f"{name} later", want), want) > 30
+    want = step(runs)
+    assert assert_bits(saving.load(tmp_path / "after", want), want) > 50
 
 
 # -- Histories ---------------------------------------------------------------------------------------------------------
 
 
-MODEL = {"a": ramp(2), "b": [ramp(2, 2), ramp(2, start=3)], "*.c": ramp(), "d": eqx.nn.Linear(2, 1, key=jax.random.key(0))}
+MODEL = {
+    "a": ramp(2),
+    "b": [ramp(2, 2), ramp(2, start=3)],
+    "*.c": ramp(),
+    "d": eqx.nn.Linear(2, 1, key=jax.random.key(0)),
+}
 MODEL["tied"] = MODEL["b"][1]
 SLOTS = tp.layout(MODEL).paths
 NONE = jax.tree.map(lambda _: False, MODEL)
@@ -110,19 +128,13 @@ def with_ties(paths):
     return sorted(paths | {"tied"}) if "b.1" in paths else sorted(paths)
 
 
-def later(state):
-    """The state after a step, made without one."""
-    after = lambda leaf: jnp.asarray(np.asarray(leaf) + 1)
-    counts = [after(count) if run < len(state.runs) else count for run, count in enumerate(state.counts)]
-    return dataclasses.replace(state, runs=jax.tree.map(after, state.runs), counts=tuple(counts))
-
-
 @forms
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
 @hypothesis.given(
     first=st.sets(st.sampled_from(SLOTS), min_size=1),
     then=st.lists(st.tuples(st.sets(st.sampled_from(SLOTS)), st.booleans()), max_size=4),
 )
+@hypothesis.example(first={"a", "b.0", '"*.c"'}, then=[({'"*.c"'}, False), ({"a"}, True)])
 @hypothesis.example(first={"a"}, then=[({"b.0"}, True), (set(SLOTS), False), (set(), False)])
 @hypothesis.example(first={"a", "b.1"}, then=[({"b.0", "a"}, True), ({"b.1", '"*.c"'}, True), ({"a"}, True)])
 def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, form, first, then):
@@ -136,8 +148,7 @@ def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, form, f
     try:
         got = saving.load(path, {"state": like})["state"]
     except ValueError as error:
-        assert "the state at 'state' has other histories than the tree's: of " in str(error)
-        like = state_of_calls(str(error)[str(error).index("state = ") :], tx, MODEL)
+        like = state_of_calls(str(error).partition("A state like the saved one is made by\n")[2], tx, MODEL)
         got = saving.load(path, {"state": like})["state"]
     else:
         assert like.roles == state.roles

@@ -43,20 +43,29 @@ def kind_of(path: str, leaf: Any) -> Kind:
             f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which takes "
             "params, stacks and states as they are"
         )
-    shape, dtype = tuple(leaf.shape), leaf.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    shape, stored = tuple(leaf.shape), _stored_as(leaf.dtype)
+    if stored is not None:
+        return stored._replace(shape=(*shape, *stored.shape))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
         return Kind("U32", (*shape, *key_kind(impl)[1]), 4, {"key": impl})
+    raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which a file has no place for")
+
+
+@functools.cache
+def _stored_as(dtype: Any) -> Kind | None:
+    """How a scalar of a dtype is stored; `None`: as nothing that the dtype tells."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    name = dtype.name
     if dtype.kind == "c":
         half = np.dtype(f"float{dtype.itemsize * 4}")
-        return Kind(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": dtype.name})
-    if dtype.name in _NAMES:
-        return Kind(_NAMES[dtype.name], shape, dtype.itemsize, {})
-    if dtype.itemsize != 1:
-        raise ValueError(f"{path!r} is of the dtype {dtype.name}, which a file has no place for")
-    return Kind("U8", shape, 1, {"dtype": dtype.name})
+        return Kind(_NAMES[half.name], (2,), half.itemsize, {"dtype": name})
+    if name in _NAMES:
+        return Kind(_NAMES[name], (), dtype.itemsize, {})
+    return Kind("U8", (), 1, {"dtype": name}) if dtype.itemsize == 1 else None
 
 
 def pieces_of(leaf: Any) -> Iterator[memoryview]:

@@ -16,7 +16,7 @@ from .._ties import Alias, find_ties
 from .._where import declared_frozen
 from ..optim import TrainableState
 from ..optim._state import nodes_of
-from ._arrays import pieces_of, placed
+from ._arrays import array_spec, pieces_of, placed
 
 
 class Contents:
@@ -49,6 +49,10 @@ class Contents:
     def ties(self) -> dict[str, tuple[str, str]]:
         """The ties in words: `{alias: (name, transforms)}`."""
         return {self.names[i]: (self.names[alias.source], str(alias)) for i, alias in self.aliases.items()}
+
+    def spec(self, i: int) -> Spec:
+        """Shape and dtype in JAX of an array."""
+        return array_spec(self.leaves[i])
 
     def store_what_differs(self) -> None:
         """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""

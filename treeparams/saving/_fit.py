@@ -58,7 +58,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
             disagrees.append(f"{first_few(route.sources)}: {route.how} gives {what}")
             continue
         for number, leaf in targets:
-            name, want, alias = contents.names[leaf], contents.structure.spec(leaf), contents.aliases.get(leaf)
+            name, want, alias = contents.names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
             root = leaf if alias is None or alias.transforms else alias.source
             if name in goes_to:
                 raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")

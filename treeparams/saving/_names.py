@@ -126,7 +126,7 @@ def _of_tree(tree: PyTree) -> Names:
 
 def names_of_contents(contents: Contents) -> Names:
     """The names of a tree that is taken apart."""
-    specs = {name: contents.structure.spec(i) for i, name in contents.names.items()}
+    specs = {name: contents.spec(i) for i, name in contents.names.items()}
     leaves = {name: i for i, name in contents.names.items()}
     plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
     aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}

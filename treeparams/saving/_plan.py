@@ -53,7 +53,7 @@ class Plan(Generic[M]):
         self.missing, self.unused, self.disagrees = found.missing, tuple(found.unused), found.disagrees
         rows = []
         for leaf in contents.stored.values():
-            spec, move = contents.structure.spec(leaf), found.comes.get(leaf)
+            spec, move = contents.spec(leaf), found.comes.get(leaf)
             several = (
                 f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
             )

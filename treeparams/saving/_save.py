@@ -129,7 +129,7 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
         checksum: whether to compare the arrays with their checksums, which takes about as long as reading them again.
 
     Returns:
-        The tree, in buffers of its own, with one array at all paths of a tie.
+        The tree, in buffers of its own, with one array at all paths of a tie. No array has a weak type.
 
     Raises:
         OSError: there is no such file.
@@ -167,7 +167,7 @@ def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
     for name in [name for name in there if name not in leaves]:
         yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
     for name in leaves.keys() & file.specs.keys():
-        here, there = contents.structure.spec(leaves[name]), file.specs[name]
+        here, there = contents.spec(leaves[name]), file.specs[name]
         leaf = contents.leaves[leaves[name]]
         if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name) and here == there:
             yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(name)} in the file"
