@@ -32,7 +32,7 @@ TXS = {
 forms = pytest.mark.parametrize("form", ["trainable", "flat", "stacked"])
 
 
-# -- Runs in all forms of the optimiser, in one program -----------------------------------------------------------------
+# -- Runs in all forms of the optimiser, in one program ---------------------------------------------------------------
 
 
 def begun(seed):
