@@ -1,0 +1,523 @@
+"""Files that are damaged, made up or half written: one clear error, nothing allocated, and the old file stays."""
+
+import errno
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tracemalloc
+import zlib
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import optax
+import pytest
+
+from treeparams import optim, saving
+from treeparams.saving import _file
+
+# -- Damaged -----------------------------------------------------------------------------------------------------------
+
+
+def tree_of(fill):
+    """All of NumPy, so that JAX stays at rest; one array is larger than what is written at once."""
+    weight = np.full((2, 3), fill, np.float32)
+    return {"weight": weight, "tied": weight, "z": np.full(2, fill, np.complex64), "low": np.full((3, 600), fill, "f2")}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults") / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def like():
+    tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
+    return tree_of(0) | {"key": np.zeros(2, "u4"), "state": tx.init({"a": np.ones(2, "f"), "b": np.ones((), "f")})}
+
+
+@pytest.fixture(scope="module")
+def good(path, like):
+    """The bytes of a good file, and where its arrays begin."""
+    saving.save(path, like | tree_of(1), metadata={"run": "7"})
+    data = path.read_bytes()
+    return data, 8 + int.from_bytes(data[:8], "little")
+
+
+def refused(path, read):
+    """The error of a file that cannot be read: a ValueError and nothing else, with the file's name."""
+    with pytest.raises(ValueError, match=re.escape(repr(str(path)))) as error:
+        read()
+    assert type(error.value) is ValueError
+    assert len(str(error.value)) < 2000
+    return str(error.value)
+
+
+def test_cut_anywhere(path, like, good):
+    data, start = good
+    path.write_bytes(data)
+    assert (saving.load(path, like)["weight"] == 1).all()
+    places = [*range(start), *np.linspace(start, len(data) - 1, 200).astype(int)]
+    for place in sorted(places, reverse=True):
+        os.truncate(path, place)
+        assert "is no safetensors file, or damaged: " in refused(path, lambda: saving.load(path, like))
+    path.write_bytes(data + b"\0")
+    assert f"its arrays end at byte {len(data):,}, and the file has {len(data) + 1:,}" in refused(
+        path, lambda: saving.metadata(path)
+    )
+
+
+def test_one_byte_flipped_anywhere(path, like, good):
+    data, start = good
+    path.write_bytes(data)
+    places = [*range(start), *np.linspace(start, len(data) - 1, 120).astype(int)]
+    with open(path, "r+b", buffering=0) as file:
+        for count, place in enumerate(places):
+            for flip in (1 << count % 8, 0xFF):
+                os.pwrite(file.fileno(), bytes([data[place] ^ flip]), place)
+                message = refused(path, lambda: saving.load(path, like))
+                assert "is no safetensors file, or damaged: " in message
+                assert place < start or "has another checksum than when it was saved" in message
+                assert place >= start or refused(path, lambda: saving.metadata(path))
+            os.pwrite(file.fileno(), data[place : place + 1], place)
+    assert saving.metadata(path) == {"run": "7"}
+    assert (saving.load(path, like)["low"] == 1).all()
+
+
+def test_it_becomes_shorter_while_it_is_read(path, good):
+    path.write_bytes(good[0])
+    names = saving.names(path)
+    np.testing.assert_array_equal(names["low"], np.ones((3, 600), "f2"))
+    os.truncate(path, good[1] + 10)
+    assert "it has become shorter while it was read" in refused(path, lambda: names["low"])
+
+
+def test_one_that_is_replaced_while_it_is_read_stays_what_it_was(path):
+    saving.save(path, tree_of(1))
+    names = saving.names(path)
+    saving.save(path, tree_of(2))
+    assert (names["weight"] == 1).all()
+    assert (saving.names(path)["weight"] == 2).all()
+
+
+# -- Made up -----------------------------------------------------------------------------------------------------------
+
+
+def write(path, header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+MANY = b"9" * 4299
+MADE_UP = {
+    "a length of 2^63": (b"{}", 1 << 63, "its header is said to have 9,223,372,036,854,775,808 bytes, and the file"),
+    "a length of 2^64 - 1": (b"{}", (1 << 64) - 1, "its header is said to have 18,446,744,073,709,551,615 bytes"),
+    "a length of a gigabyte": (b"{}", 1 << 30, "its header is said to have 1,073,741,824 bytes, and the file has 18"),
+    "no header": (b"", None, "its header is no JSON"),
+    "a list": (b"[]", None, "its header is no JSON object"),
+    "null": (b"null", None, "its header is no JSON object"),
+    "a number": (b"1e999", None, "its header is no JSON object"),
+    "not UTF-8": (b'{"\xff": 1}', None, "its header is no JSON"),
+    "two objects": (b"{}{}", None, "its header is no JSON"),
+    "deep lists": (b"[" * 200_000, None, "its header is no JSON"),
+    "deep objects": (b'{"a":' * 200_000, None, "its header is no JSON"),
+    "deep in an entry": (b'{"w":' + b"[" * 900 + b"]" * 900 + b"}", None, "its entry 'w' is not of a dtype, a shape"),
+    "one name twice": (b'{"w":{"dtype":"F32","dtype":"F32"}}', None, "a name stands twice"),
+    "metadata of a number": ({"__metadata__": {"a": 1}}, None, "its metadata are not text by text"),
+    "metadata null": ({"__metadata__": None}, None, "its metadata are not text by text"),
+    "an entry that is a number": ({"w": 1}, None, "its entry 'w' is not of a dtype, a shape and two offsets"),
+    "an entry without a shape": ({"w": {"dtype": "F32"}}, None, "its entry 'w' is not of a dtype, a shape and two"),
+    "an entry with more": ({"w": entry() | {"code": "x"}}, None, "its entry 'w' is not of a dtype, a shape and two"),
+    "an unknown dtype": ({"w": entry("F7")}, None, "'w' is of the dtype 'F7', which is none of BOOL, "),
+    "a dtype that is a list": ({"w": entry(["F32"])}, None, r"'w' is of the dtype \['F32'\], which is none of BOOL"),
+    "a shape that is a number": ({"w": entry(shape=1)}, None, "the shape of 'w' is no list of"),
+    "a shape of text": ({"w": entry(shape=["1"])}, None, "the shape of 'w' is no list of"),
+    "a shape of a float": ({"w": entry(shape=[1.0])}, None, "the shape of 'w' is no list of"),
+    "a shape of infinity": (b'{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}', None, "the shape of 'w' is"),
+    "a shape of true": ({"w": entry(shape=[True])}, None, "the shape of 'w' is no list of"),
+    "a negative shape": ({"w": entry(shape=[-1, -1])}, None, "the shape of 'w' is no list of"),
+    "too many axes": ({"w": entry(shape=[1] * 1000)}, None, "the shape of 'w' is no list of at most 32 sizes"),
+    "a product that is 0 in 64 bits": ({"w": entry(shape=[1 << 32, 1 << 32], offsets=(0, 0))}, None, "'w'"),
+    "a product that is 1 in 64 bits": ({"w": entry("U8", [(1 << 64) + 1], (0, 1))}, None, "'w'"),
+    "too large for NumPy, and empty": ({"w": entry(shape=[0, 1 << 63], offsets=(0, 0))}, None, "'w'"),
+    "too large, and empty": ({"w": entry(shape=[1 << 31, 0, 1 << 31], offsets=(0, 0))}, None, "'w'"),
+    "long numbers": (b'{"w":{"dtype":"U8","shape":[%b],"data_offsets":[0,4]}}' % MANY, None, "'w'"),
+    "longer numbers": (b'{"w":{"dtype":"U8","shape":[%b9],"data_offsets":[0,4]}}' % (MANY * 2), None, "is no JSON"),
+    "long offsets": (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[%b9,%b9]}}' % (MANY, MANY), None, "'w'"),
+    "offsets that are null": ({"w": entry(offsets=None)}, None, "the offsets of 'w' are not two numbers"),
+    "one offset": ({"w": entry(offsets=[0])}, None, "the offsets of 'w' are not two numbers"),
+    "negative offsets": ({"w": entry(offsets=[-4, 0])}, None, "the offsets of 'w' are not two numbers"),
+    "offsets that go back": ({"w": entry(offsets=[4, 0])}, None, r"'w' is F32 of shape \[1\] in -4 bytes"),
+    "another size": ({"w": entry(shape=[2])}, None, r"'w' is F32 of shape \[2\] in 4 bytes"),
+    "beyond the end": ({"w": entry(shape=[3], offsets=[0, 12])}, None, "its arrays end at byte .* and the file has"),
+    "a gigabyte": ({"w": entry(shape=[1 << 28], offsets=[0, 1 << 30])}, None, "its arrays end at byte 1,073,741"),
+    "a gap before": ({"w": entry(offsets=[4, 8])}, None, "the array 'w' begins at byte"),
+    "a gap between": ({"v": entry(), "w": entry(offsets=[8, 12])}, None, "the array 'w' begins at byte"),
+    "overlapping": ({"v": entry(shape=[2], offsets=[0, 8]), "w": entry(offsets=[4, 8])}, None, "the array 'w' begins"),
+    "one in another": ({"v": entry(), "w": entry()}, None, "the array 'w' begins at byte"),
+    "a long name": ({"x" * 100_000: 1}, None, "its entry"),
+}
+
+
+@pytest.mark.parametrize("case", MADE_UP)
+def test_headers_that_are_made_up(path, case):
+    header, length, message = MADE_UP[case]
+    write(path, header, bytes(8), length)
+    tracemalloc.start()
+    try:
+        for read in (saving.metadata, saving.names, lambda path: saving.load(path, {}), lambda p: saving.plan(p, {})):
+            refused(path, lambda read=read: read(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000 + 30 * path.stat().st_size  # the error and its traceback; the JSON
+    with pytest.raises(ValueError, match=message):
+        saving.metadata(path)
+
+
+@pytest.mark.parametrize("size", range(9))
+def test_hardly_a_file(path, size):
+    path.write_bytes(bytes(size))
+    assert "is no safetensors file, or damaged: its header is" in refused(path, lambda: saving.metadata(path))
+
+
+def lying(path, good, change):
+    """The good file with other words in its header, and the checksum that is right for them."""
+    header = json.loads(good[0][8 : good[1]])
+    said = header["__metadata__"]
+    words = json.loads(said["treeparams.header"])
+    changed = change(words)
+    said["treeparams.header"] = json.dumps(words) if changed is None else changed
+    if changed == "":
+        del said["treeparams.header"]
+    said["treeparams.checksum"] = "0" * 8
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.replace(b"0" * 8, b"%08x" % zlib.crc32(text), 1)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + good[0][good[1] :])
+
+
+STATE = {"slots": [], "running": [], "held": [], "origins": []}
+LIES = {
+    "no words": lambda words: "",
+    "no JSON": lambda words: "{",
+    "deep": lambda words: "[" * 100_000,
+    "a list": lambda words: "[]",
+    "null": lambda words: "null",
+    "a number": lambda words: "1e999",
+    "no version": lambda words: words.pop("version") and None,
+    "no ties": lambda words: words.pop("ties") and None,
+    "no states": lambda words: words.pop("states") and None,
+    "no marks": lambda words: words.pop("marks") and None,
+    "no checksums": lambda words: words.pop("checksums") and None,
+    "ties that are a list": lambda words: words.update(ties=["a"]),
+    "a tie to a number": lambda words: words["ties"].update(tied=5),
+    "a tie to nothing": lambda words: words["ties"].update(tied=["nothing", ""]),
+    "a tie to a tie": lambda words: words["ties"].update(more=["tied", ""]),
+    "a tie to itself": lambda words: words["ties"].update(tied=["tied", ""]),
+    "a tie of an array": lambda words: words["ties"].update(weight=["low", ""]),
+    "a tie of what is not there": lambda words: words["ties"].update(nothing=["weight", ""]),
+    "a tie to an array of another shape": lambda words: words["ties"].update(tied=["low", ""]),
+    "a transform that is a number": lambda words: words["ties"].update(tied=["weight", 5]),
+    "a transform that is made up": lambda words: words["ties"].update(tied=["weight", "os.system"]),
+    "a checksum too few": lambda words: words["checksums"].pop("low") and None,
+    "a checksum of a number": lambda words: words["checksums"].update(low=5),
+    "marks that are a list": lambda words: words.update(marks=[]),
+    "a mark that is a list": lambda words: words["marks"].update(z=[]),
+    "a mark of another word": lambda words: words["marks"].update(low={"pickle": "x"}),
+    "a key of nonsense": lambda words: words["marks"].update(key={"key": "nonsense"}),
+    "a key of a number": lambda words: words["marks"].update(key={"key": 5}),
+    "a key of floats": lambda words: words["marks"].update(low={"key": "threefry2x32"}),
+    "a key of other words": lambda words: words["marks"].update(key={"key": "rbg"}),
+    "objects": lambda words: words["marks"].update(z={"dtype": "O"}),
+    "objects in full": lambda words: words["marks"].update(z={"dtype": "object"}),
+    "fields": lambda words: words["marks"].update(z={"dtype": "f4,f4"}),
+    "text": lambda words: words["marks"].update(z={"dtype": "S8"}),
+    "times": lambda words: words["marks"].update({"state.counts.0": {"dtype": "datetime64"}}),
+    "no dtype": lambda words: words["marks"].update(z={"dtype": "complex65"}),
+    "a dtype that is null": lambda words: words["marks"].update(z={"dtype": None}),
+    "complex numbers of another size": lambda words: words["marks"].update(z={"dtype": "complex128"}),
+    "complex numbers of three": lambda words: words["marks"].update(low={"dtype": "complex64"}),
+    "complex numbers of no pairs": lambda words: words["marks"].update(weight={"dtype": "complex64"}),
+    "states that are a list": lambda words: words.update(states=[STATE]),
+    "a state that is a number": lambda words: words["states"].update(state=5),
+    "a state of nothing": lambda words: words["states"].update(state=STATE),
+    "a state without slots": lambda words: words["states"]["state"].pop("slots") and None,
+    "slots of a number": lambda words: words["states"]["state"].update(slots=[5]),
+    "origins too few": lambda words: words["states"]["state"].update(origins=[]),
+    "running of a number": lambda words: words["states"]["state"].update(running=[5]),
+    "running of lists": lambda words: words["states"]["state"].update(running=[[["a"]]]),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_words_that_lie(path, like, good, case):
+    lying(path, good, lambda words: None)
+    assert (saving.load(path, like)["weight"] == 1).all()
+    lying(path, good, LIES[case])
+    refused(path, lambda: saving.load(path, like))
+
+
+def test_a_newer_version_is_named(path, like, good):
+    lying(path, good, lambda words: words.update(version=2))
+    assert "is of version 2 of the files of treeparams.saving" in refused(path, lambda: saving.load(path, like))
+    # Whatever else it says: a newer version may say it otherwise.
+    lying(path, good, lambda words: json.dumps({"version": 3, "other": 1}))
+    assert "is of version 3" in refused(path, lambda: saving.load(path, like))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_SIZES = st.lists(st.sampled_from([0, 1, 2, 4, 8, 1 << 31, 1 << 62, 1 << 63, -1]), max_size=3)
+_ENTRIES = st.fixed_dictionaries({
+    "dtype": st.sampled_from(["F32", "U8", "BF16", "C64", "F8_E4M3", "BOOL"]) | _JSON,
+    "shape": _SIZES | _JSON,
+    "data_offsets": _SIZES | _JSON,
+})
+
+
+def read_all(path):
+    """Reads all that a file has, in each way."""
+    saving.metadata(path)
+    names = saving.names(path)
+    return [names[name] for name in names]
+
+
+def assert_read_or_refused(path, read):
+    try:
+        read()
+    except ValueError as error:
+        message = str(error) if type(error) is ValueError else ""
+    else:
+        return
+    assert repr(str(path)) in message
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    header=st.binary(max_size=40) | _JSON | st.dictionaries(st.sampled_from("vw"), _ENTRIES | _JSON),
+    data=st.binary(max_size=16),
+    length=st.none() | st.integers(0, (1 << 64) - 1),
+)
+def test_any_header_is_read_or_refused(path, header, data, length):
+    write(path, header, data, length)
+    assert_read_or_refused(path, lambda: read_all(path))
+    path.write_bytes(data)
+    assert_read_or_refused(path, lambda: read_all(path))
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(data=st.data())
+def test_any_words_are_read_or_refused(path, like, good, data):
+    def change(words):
+        """Another value somewhere in it."""
+        node = words
+        while True:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            key = data.draw(st.sampled_from(keys))
+            if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
+                node[key] = data.draw(_JSON | st.sampled_from(["weight", "a", "", "float32", "rbg", [], {}, 1]))
+                return
+            node = node[key]
+
+    lying(path, good, change)
+    assert_read_or_refused(path, lambda: [read_all(path), saving.load(path, like), saving.plan(path, like)(path)])
+
+
+# -- Half written ------------------------------------------------------------------------------------------------------
+
+
+def names_in(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, call):
+    path = tmp_path / "m"
+    saving.save(path, tree_of(1))
+
+    for error in (OSError(errno.ENOSPC, "full"), KeyboardInterrupt()):
+
+        def fail(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            with pytest.raises(type(error), match="full" if isinstance(error, OSError) else None):
+                saving.save(path, tree_of(2))
+        assert names_in(tmp_path) == ["m"]
+        assert (saving.load(path, tree_of(0))["weight"] == 1).all()
+
+
+def test_a_file_system_without_locks_or_without_fsync_of_folders(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    fsync = os.fsync
+
+    def no_folders(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(_file.fcntl, "flock", no_locks)
+    monkeypatch.setattr(os, "fsync", no_folders)
+    saving.save(tmp_path / "m", tree_of(1))
+    assert (saving.load(tmp_path / "m", tree_of(0))["weight"] == 1).all()
+    assert names_in(tmp_path) == ["m"]
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        saving.save(tmp_path / "none" / "m", tree_of(1))
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        saving.save(tmp_path / "file" / "m", tree_of(1))
+    with pytest.raises(IsADirectoryError):
+        saving.save(tmp_path, tree_of(1))
+    with pytest.raises(OSError, match="/proc/"):
+        saving.save("/proc/m", tree_of(1))
+    assert names_in(tmp_path) == ["file"]
+    for read in (saving.metadata, lambda path: saving.load(path, {})):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "none")
+        with pytest.raises(IsADirectoryError):
+            read(tmp_path)
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path, monkeypatch):
+    path, replaced = tmp_path / "m", []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda source, target: replaced.append(source))
+        saving.save(path, tree_of(1))  # the file lies there as if the process had been killed
+    unfinished = pathlib.Path(*replaced)
+    other = tmp_path / (unfinished.name[:3] + "0000000" + unfinished.name[10:])  # of a file of another name
+    other.write_bytes(b"")
+    with open(unfinished, "rb") as file:
+        _file.fcntl.flock(file, _file.fcntl.LOCK_EX)
+        saving.save(path, tree_of(1))
+        assert names_in(tmp_path) == sorted([other.name, unfinished.name, "m"])
+    saving.save(path, tree_of(1))
+    assert names_in(tmp_path) == sorted([other.name, "m"])
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / "m"
+    link.symlink_to("there/m")
+    for fill in (1, 2):  # of nothing yet, and of a file
+        saving.save(link, tree_of(fill))
+        assert link.is_symlink()
+        assert (saving.load(target, tree_of(0))["weight"] == fill).all()
+    assert (names_in(tmp_path), names_in(target.parent)) == (["link", "there"], ["m"])
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_others_may_read_it_as_any_new_file(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        saving.save(tmp_path / "m", tree_of(1))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "m").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_no_file_stays_open(path, like, good):
+    opened = lambda: len(os.listdir("/proc/self/fd"))
+    before = opened()
+    for data in (good[0], good[0][:-1], good[0][: good[1] - 1]):
+        path.write_bytes(data)
+        for read in (saving.metadata, lambda path: saving.load(path, like), read_all):
+            assert_read_or_refused(path, lambda read=read: read(path))
+    saving.save(path, like)
+    assert opened() == before
+
+
+# -- Killed ------------------------------------------------------------------------------------------------------------
+
+
+def saves_that_end_early(folder):
+    """In a process of its own: saves that are killed or find the disk full, and what they leave, as JSON."""
+    path = pathlib.Path(folder, "m")
+    found = {"killed": [], "full": []}
+    fill_of = lambda: float(saving.load(path, tree_of(0))["weight"][0, 0])
+
+    def report(kind, ending):
+        left = names_in(path.parent)
+        found[kind].append([ending, fill_of(), len(left)])
+        saving.save(path, tree_of(1))
+        assert names_in(path.parent) == ["m"]
+
+    def in_a_fork(prepare, argument):
+        child = os.fork()
+        if child == 0:
+            prepare(argument)
+            saving.save(path, tree_of(2))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "done"
+
+    def kill_at_line(count):
+        """Has the process kill itself before the n-th line of those that write a file."""
+        lines = iter(range(count))
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != _file.__file__:
+                return None
+            if event == "line" and next(lines, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+
+    def kill_at_byte(size):
+        """The kernel ends it in the middle of a write."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    saving.save(path, tree_of(1))
+    size, line, ending = path.stat().st_size, 0, ""
+    while ending != "done":
+        ending = in_a_fork(kill_at_line, line)
+        report("killed", ending)
+        line += 3
+    for at in np.linspace(0, size - 1, 8).astype(int).tolist():
+        report("killed", in_a_fork(kill_at_byte, at))
+    for at in np.linspace(0, size - 1, 8).astype(int).tolist():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at, resource.RLIM_INFINITY))
+        try:
+            saving.save(path, tree_of(2))
+        except OSError as error:
+            ending = errno.errorcode[error.errno]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        report("full", ending)
+    print(json.dumps(found))
+
+
+def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(tmp_path):
+    call = f"from tests.test_saving_faults import saves_that_end_early; saves_that_end_early({str(tmp_path)!r})"
+    root = pathlib.Path(__file__).parents[1]
+    child = subprocess.run([sys.executable, "-W", "ignore", "-c", call], cwd=root, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    *killed, done = [each for each in found["killed"] if each[0] != "SIGXFSZ"]
+    assert len(killed) >= 20
+    assert done == ["done", 2, 1]
+    assert {ending for ending, *_ in killed} == {"SIGKILL"}
+    assert [fill for _, fill, _ in killed] == sorted(fill for _, fill, _ in killed)  # the old one first, then the new
+    assert {fill for _, fill, _ in killed} == {1, 2}
+    assert {left for *_, left in killed} == {1, 2}  # what is left of some is gone after the next save
+    in_a_write = [each for each in found["killed"] if each[0] == "SIGXFSZ"]
+    assert in_a_write == [["SIGXFSZ", 1, 2]] * 8
+    assert found["full"] == [["EFBIG", 1, 1]] * 8
