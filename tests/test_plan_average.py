@@ -47,7 +47,7 @@ _LAST = [lambda x: x, lambda x: x[1:], lambda x: x.reshape(-1)[::3], lambda x: x
 
 
 @hypothesis.given(st.lists(st.sampled_from(_OPERATIONS), max_size=6), st.sampled_from(_LAST))
-@hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 def test_movers_move_averages_as_numpy_does(operations, last):
     def apply(xp, x):
         for operation in operations:
@@ -121,7 +121,7 @@ def test_what_is_no_mover_is_refused_for_averages_alone(function):
 
 def test_more_that_is_no_mover():
     pair = {"a": row(3), "b": row(3)}
-    for function in (jnp.add, lambda a, b: jnp.where(a > 1, a, b), lambda a, b: a * jnp.sum(b)):
+    for function in (jnp.add, lambda a, b: jnp.where(a > 1, a, b)):
         plan = saving.plan(pair, {"c": ramp(3)}, rename={("a", "b"): "c"}, transform={("a", "b"): function})
         with pytest.raises(ValueError, match="changes or repeats them"):
             plan.average(pair)
@@ -132,6 +132,9 @@ def test_more_that_is_no_mover():
     for harmless in (lambda z: z + 0, lambda z: z * 1, jnp.positive):
         assert_same(saving.plan(values, values, transform={"z": harmless}).average(values), values)
     ints = {"n": row(3, dtype=np.int32), "w": row(2)}  # integers are no parameters, and no average is taken of them
+    scaled = {"rename": {("n", "w"): "w"}, "transform": {("n", "w"): lambda n, w: w * n[:2]}}
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="changes or repeats them"):
+        saving.plan(ints, {"w": ramp(2)}, **scaled).average(ints)
     assert saving.plan(ints, ints, transform={"n": lambda n: 2 * n}).average(ints)["n"].tolist() == [0, 2, 4]
 
 
@@ -233,11 +236,11 @@ def test_errors_of_averages():
         TypeError, match=r"expected a fresh average of the new model, like=tp.Ema\(model, ...\), got dict"
     ):
         plan.average(ema, model)
-    with pytest.raises(ValueError, match="expected a tp.Ema, or the names of one, .*; got names such as w"):
+    with pytest.raises(ValueError, match=r"expected a tp\.Ema, or the names of one, .*; got names such as w"):
         plan.average(model, ema)
-    with pytest.raises(ValueError, match="the average has nothing of 'w'; nearest: 'shadow.v'"):
+    with pytest.raises(ValueError, match=r"the average has nothing of 'w'; nearest: 'shadow\.v'"):
         plan.average(tp.Ema({"v": ramp(2)}, 0.5), ema)
-    with pytest.raises(ValueError, match="the average of 'w' is .*, and of the model's shape float32"):
+    with pytest.raises(ValueError, match=r"the average of 'w' is .*, and of the model's shape float32"):
         plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
     with pytest.raises(
         TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\(model, ...\)"
