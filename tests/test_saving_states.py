@@ -29,7 +29,7 @@ TXS = {
     "flat": optim.flat(RULE),
     "stacked": optim.stacked(RULE),
 }
-forms = pytest.mark.parametrize("form", ["trainable", "flat", "stacked"])
+forms = pytest.mark.parametrize("form", TXS)
 
 
 # -- Runs in all forms of the optimiser, in one program ---------------------------------------------------------------
@@ -95,18 +95,17 @@ def test_training_goes_on_in_another_process_bit_for_bit(tmp_path):
     for form, tx in TXS.items():
         run = runs[form]
         state = later(later(run["state"]))
-        if form != "as begun":  # a part is frozen for a step, and thawed
-            for trainable in ("bias", None):
-                state = later(optim.set_trainable(tx, state, run["model"], trainable))
+        for trainable in ("bias", None):  # a part is frozen for a step, and thawed
+            state = later(optim.set_trainable(tx, state, run["model"], trainable))
         runs[form] = run | {"state": state}
-    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[2], *[[4, 3]] * 3]
+    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[4, 3]] * 3
     saving.save(tmp_path / "before", runs)
     call = f"from tests.test_saving_states import go_on; go_on({str(tmp_path)!r})"
     root = pathlib.Path(__file__).parents[1]
     child = subprocess.run([sys.executable, "-c", call], cwd=root, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     want = step(runs)
-    assert assert_bits(saving.load(tmp_path / "after", want), want) > 50
+    assert assert_bits(saving.load(tmp_path / "after", want), want) > 30
 
 
 # -- Histories ---------------------------------------------------------------------------------------------------------
@@ -134,6 +133,7 @@ def with_ties(paths):
     first=st.sets(st.sampled_from(SLOTS), min_size=1),
     then=st.lists(st.tuples(st.sets(st.sampled_from(SLOTS)), st.booleans()), max_size=4),
 )
+@hypothesis.example(first=set(SLOTS), then=[])
 @hypothesis.example(first={"a", "b.0", '"*.c"'}, then=[({'"*.c"'}, False), ({"a"}, True)])
 @hypothesis.example(first={"a"}, then=[({"b.0"}, True), (set(SLOTS), False), (set(), False)])
 @hypothesis.example(first={"a", "b.1"}, then=[({"b.0", "a"}, True), ({"b.1", '"*.c"'}, True), ({"a"}, True)])
