@@ -38,6 +38,7 @@ only from those above it:
     optim        Optax over models; a module of its own, imported by name
     nested       derivatives within losses, curvature, by sample; a module of its own, imported by name
     matrices     matrices made of parameters, constraints; a module of its own, imported by name
+    saving       files, and what goes where, by name; a module of its own, imported by name
     plot         pictures of layouts; a module of its own, imported by name
 """
 

@@ -1,6 +1,6 @@
 """States and averages of the model before, as those of the model after."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -50,6 +50,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
         for start, paths in zip(starts, [*words["running"], *words["held"]], strict=True)
     ]
     counts = [source[f"counts.{number}"] for number in range(len(olds))]
+    owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
     fresh_names = names_of(like)
     fresh = History(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
     if nodes_of(GroupsState, like) and not all(part.form == "tree" for part in fresh.parts.values()):
@@ -57,20 +58,29 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             "over stacks a state of optim.groups does not say which row is of which parameter, so it goes through no "
             "plan; take optim.trainable, whose states go by path"
         )
-    homes = _homes(movers, olds, counts, like.layout)
+    used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
+    lost = [name for old in olds for name in old.lost(fresh, used)]
+    if lost:
+        raise ValueError(
+            f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
+            "transformation"
+        )
+    # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
+    numbers = [(origin, int(count)) for origin, count in zip(words["origins"], counts, strict=True)]
+    homes = _homes(movers, {path: numbers[owner] for path, owner in owner_of.items()}, like.layout)
     made: list[tuple[int, PyTree, Any, list[str]]] = []
-    for number, old in enumerate(olds):
-        paths = [path for path, home in homes.items() if home == number]
+    for home in dict.fromkeys(numbers):
+        paths = [path for path, its in homes.items() if its == home]
         if paths:
-            of = lambda place, path, old=old: movers.move(
-                path, fresh.specs[path].shape, [old.of(place, name) for name in movers.sources[path]]
+            of = lambda place, path: movers.move(
+                path, fresh.specs[path].shape, [olds[owner_of[name]].of(place, name) for name in movers.sources[path]]
             )
-            made.append((words["origins"][number], _state(like, fresh, paths, of, old.shared), counts[number], paths))
+            shared = olds[numbers.index(home)].shared
+            made.append((home[0], _state(like, fresh, paths, of, shared), home[1], paths))
     new = [path for path, home in homes.items() if home is None]
     if new:
-        state = _state(like, fresh, new, fresh.of, fresh.shared)
-        made.append((len(olds), state, jnp.zeros((), jnp.int32), new))
-    made.sort(key=lambda each: -int(each[2]))  # stable; the oldest first, as after optim.set_trainable
+        made.append((len(olds), _state(like, fresh, new, fresh.of, fresh.shared), 0, new))
+    made.sort(key=lambda each: -each[2])  # stable; the oldest first, as after optim.set_trainable
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
     running = tuple(tuple(leaves[path] for path in paths) for *_, paths in made)
     roles = Roles(like.layout, running, (), tuple(origin for origin, *_ in made))
@@ -81,15 +91,14 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
 _SIDES = {"runs": "running", "held": "held"}
 
 
-def _homes(movers: Movers, olds: Sequence[History], counts: Sequence[Any], layout: Layout) -> dict[str, int | None]:
-    """The history that each parameter goes on with; `None`: one of its own."""
-    owners = {path: number for number, old in enumerate(olds) for path in old.specs}
-    homes: dict[str, int | None] = {}
+def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layout) -> dict[str, tuple[int, int] | None]:
+    """The history that each parameter goes on with, by origin and steps; `None`: one of its own."""
+    homes: dict[str, tuple[int, int] | None] = {}
     for path in layout.paths:
         sources = movers.sources.get(path, ())
-        found = list(dict.fromkeys(owners.get(name) for name in sources))
+        found = list(dict.fromkeys(numbers.get(name) for name in sources))
         if len(found) > 1:
-            steps = [f"{name!r} {int(counts[owners[name]]) if name in owners else 'no'}" for name in sources]
+            steps = [f"{name!r} {numbers[name][1] if name in numbers else 'no'}" for name in sources]
             raise ValueError(
                 f"{path!r} is made of parameters that have not taken their steps together ({', '.join(steps)} steps), "
                 "so there is no state for it; begin with a fresh one"
@@ -131,7 +140,9 @@ def _as(like: Any, array: Any, entries: Sequence[str], shape: tuple[int, ...]) -
             f"the state has {describe(array)} at {'.'.join(entries)!r}, and the fresh one {describe(like)}: it was "
             "made by another transformation"
         )
-    return array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+    return placed(
+        ".".join(entries), array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype), like
+    )
 
 
 def _of_these(state: PyTree, fresh: History, paths: Collection[str], layout: Layout) -> PyTree:

@@ -7,7 +7,7 @@ rates, all parameters of one history have one.
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -49,6 +49,16 @@ class History:
         self.parts = _in_tree(specs, self.specs) or _in_stacks(specs, self.specs) or _in_vector(specs, self.specs)
         self._at = {(part.place, path): entries for entries, part in self.parts.items() for path in part.paths}
 
+    def lost(self, other: "History", used: Set[str]) -> list[str]:
+        """The names of arrays, of all parameters or of used ones, for which another history has no place."""
+        places = {part.place for part in other.parts.values()}
+        shared = other._names.keys() - other.parts.keys()
+        parts = {entries: self.parts.get(entries) for entries in self._names}
+        is_lost = lambda entries, part: (
+            entries not in shared if part is None else (part.place not in places and not used.isdisjoint(part.paths))
+        )
+        return [self._names[entries] for entries, part in parts.items() if is_lost(entries, part)]
+
     def shared(self, entries: Entries) -> Any:
         """An array of all parameters."""
         name = self._names.get(entries)
@@ -86,8 +96,12 @@ def _other_rule(entries: Sequence[str]) -> ValueError:
 
 def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
     if "" in slots:  # the model is one array, whose path is in every name
-        like_it = [entries for entries, spec in specs.items() if spec.parameter and spec.shape == slots[""].shape]
-        return {entries: Part("tree", (entries, ()), ("",)) for entries in like_it}
+        found = {}
+        for entries, spec in specs.items():
+            end = entries.index("states") + 1 if "states" in entries else len(entries)
+            if end < len(entries) or (spec.parameter and spec.shape == slots[""].shape):
+                found[entries] = Part("tree", (entries[:end], entries[end:]), ("",))
+        return found
     by_entries = {split_path(path): path for path in slots}
     lengths = {len(entries) for entries in by_entries}
     # How many names are below a node; how many of them are those of a parameter, or begin with one; and of how many the

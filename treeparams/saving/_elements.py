@@ -43,7 +43,7 @@ class Movers:
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
             return jnp.reshape(elements[self._map(route, number)], shape)
         first = arrays[0]
-        if all(array.shape == first.shape and bool(jnp.array_equal(array, first)) for array in arrays):
+        if all(array.size == 1 and array.shape == first.shape and bool(array == first) for array in arrays):
             return first
         raise ValueError(
             f"{path!r} is made of {list(route.sources)} by {route.how}, and of these the state has arrays of "

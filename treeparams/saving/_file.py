@@ -65,8 +65,9 @@ class File:
         if start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
             raise ValueError(
                 f"{self.path!r} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
-                "read here. Where you trust it, convert it once with PyTorch: safetensors.torch.save_file("
-                'torch.load(path, map_location="cpu", weights_only=True), "model.safetensors")'
+                "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
+                'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
+                'for name, array in arrays.items()}, "model.safetensors")'
             ) from None
 
     def dtype(self, name: str) -> Any:

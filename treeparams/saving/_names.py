@@ -1,7 +1,7 @@
 """Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, what Orbax says of a checkpoint."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,8 +73,9 @@ def names_of(source: Any) -> Names:
     """The names of whatever has names."""
     if isinstance(source, Names):
         return source
-    if isinstance(source, (str, os.PathLike)):
-        return _of_file(File(source))
+    paths = _paths_in(source)
+    if paths:
+        return _of_several([_of_file(File(path)) for path in paths])
     if isinstance(source, Layout):
         index = index_of(source)
         paths, specs = index.structure.paths, index.structure.specs
@@ -104,6 +105,25 @@ def _of_file(file: File) -> Names:
     return Names(
         specs, lambda name: file.read(whole(name)), aliases, file.words["states"], lambda n: file.check(whole(n))
     )
+
+
+def _paths_in(source: Any) -> Sequence[Any]:
+    """The paths of files, where a source is one or several."""
+    several = source if isinstance(source, (list, tuple)) else [source]
+    return several if all(isinstance(each, (str, os.PathLike)) for each in several) else ()
+
+
+def _of_several(parts: Sequence[Names]) -> Names:
+    owners: dict[str, Names] = {}
+    for part in parts:
+        for name in part.specs:
+            if name in owners:
+                raise ValueError(f"{name!r} is in two of the files")
+            owners[name] = part
+    aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
+    states = {path: state for part in parts for path, state in part.states.items()}
+    specs = {name: part.specs[name] for name, part in owners.items()}
+    return Names(specs, lambda name: owners[name][name], aliases, states, lambda name: owners[name].check(name))
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
@@ -152,8 +172,8 @@ def names(
     (4, 2)
 
     Args:
-        source: a model or any pytree, a dictionary of arrays, or a safetensors file, of which each array is read when
-            it is asked for.
+        source: a model or any pytree, a dictionary of arrays, or a safetensors file or a list of several, of which each
+            array is read when it is asked for.
         below: the path of a node; only what is below it, by the names that follow.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
@@ -170,7 +190,7 @@ def names(
     """
     known = names_of(source)
     known = known if below is None else known.below(below)
-    if isinstance(source, (str, os.PathLike, Names)) and rename is None and transform is None:
+    if (isinstance(source, Names) or _paths_in(source)) and rename is None and transform is None:
         return known
     found, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
     made: dict[str, Any] = {}

@@ -112,16 +112,17 @@ class Plan(Generic[M]):
         Args:
             source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
                 `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from.
-            like: a fresh state of the model after, `tx.init(model)`, of the same rule in the same form. What state a
-                parameter begins with is known to the rule alone, so it is needed of every source.
+            like: a fresh state of the model after, `tx.init(model)`, of the same rule; its form (`trainable`, `flat`,
+                `stacked`) may be another. What state a parameter begins with only the rule knows, so it is always
+                needed.
 
         Returns:
             The state, for the same `tx`.
 
         Raises:
             ValueError: a function of the plan changes or repeats elements, in place of moving them; a parameter is made
-                of some that have not taken their steps together; the states are of different rules or forms; over
-                stacks there are groups.
+                of some that have not taken their steps together; the states are of different rules; over stacks there
+                are groups.
             TypeError: `like` is no such state.
         """
         return carried_state(self._movers, names_of(source), like)
@@ -242,11 +243,12 @@ def plan(
     ...     transform={("q", "k"): lambda *both: jnp.concatenate(both)},
     ... )
 
-    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart:
+    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart: the `*` that
+    stands for numbers alone, of several the last.
 
     >>> layers = {"layers": [{"w": jnp.zeros(2)} for _ in range(3)]}
-    >>> stack = saving.plan(layers, {"layers": {"w": jnp.zeros((3, 2))}}, rename={"layers.*.w": "layers.w"})
-    >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.w": "layers.*.w"})
+    >>> stack = saving.plan(layers, {"layers": {"w": jnp.zeros((3, 2))}}, rename={"layers.*.**": "layers.**"})
+    >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.**": "layers.*.**"})
     >>> for each in (split, merge, stack, unstack):
     ...     print(*(f"{row.path}: {', '.join(row.names)} ({row.how})" for row in each.rows[:2]), sep="; ")
     k: qkv (<lambda>, 2 of 3); q: qkv (<lambda>, 1 of 3)
@@ -260,8 +262,9 @@ def plan(
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read; what `saving.names` returns; what Orbax says of a checkpoint,
-            `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths.
+            file, of which the header is read, or a list of several; what `saving.names` returns; what Orbax says of a
+            checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths; another plan,
+            for the model that it makes.
         model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
         rename: as above, or a function of a name that returns the new one, or `None` to drop it.
         transform: `{left: function}`, by the left side as it is written in `rename`; or by a pattern over names, for

@@ -142,9 +142,10 @@ class _Entry:
                 f"{right!r} has {-self.surplus:+} of them; one more on the left stacks one pattern of arrays, one more "
                 "on the right unstacks one array"
             )
-        longer = self.lefts[0] if self.surplus > 0 else self.rights[0]
-        if self.surplus and longer.ends_with_any_number:
-            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is '*', the last one, and not '**'")
+        self._right = self.rights[0]
+        longer = self.lefts[0] if self.surplus > 0 else self._right
+        if self.surplus and not longer.single:
+            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is a '*', and not '**'")
 
     def takes(self, name: str) -> bool:
         """Whether the entry takes a name."""
@@ -185,35 +186,49 @@ class _Entry:
                 f"transform={{{self.left!r}: ...}}"
             )
         if self.surplus > 0:
-            stacks: dict[tuple[Any, ...], dict[str, str]] = {}
-            for stars, its in self.found.items():
-                stacks.setdefault(stars[:-1], {})[stars[-1]] = its[0]
-            for stars, rows in stacks.items():
-                in_order = _in_numeric_order(self.left, rows)
-                yield Route(tuple(rows[row] for row in in_order), (rights[0].with_stars(stars),), "stack", function)
+            yield from self._stacked(rights[0], function)
             return
         for stars, its in self.found.items():
             if len(its) < len(self.lefts):
                 continue
             sources = tuple(its[position] for position in range(len(self.lefts)))
             if self.surplus == 0:
-                yield Route(sources, tuple(right.with_stars(stars) for right in rights), "", function)
+                made = tuple(right.with_stars(stars) for right in rights)
             elif targets is None:
-                rows = map(str, range(*specs[sources[0]].shape[:1]))
-                yield Route(sources, tuple(rights[0].with_stars((*stars, row)) for row in rows), "unstack", function)
+                made = self._numbered(stars, *specs[sources[0]].shape[:1])
             else:
-                matched = [(target, rights[0].match(target)) for target in targets]
-                found = [(target, its[-1]) for target, its in matched if its is not None]
-                rows = {row: target for target, row in found if rights[0].with_stars((*stars, row)) == target}
-                in_order = _in_numeric_order(self.left, rows)
-                yield Route(sources, tuple(rows[row] for row in in_order), "unstack", function)
+                made = self._rows(stars, targets)
+            yield Route(sources, made, "unstack" if self.surplus else "", function)
 
+    def _stacked(self, right: "_Pattern", function: Callable[..., Any] | None) -> Iterator[Route]:
+        places = [i for i in self.lefts[0].single if all(stars[i].isdecimal() for stars in self.found)]
+        if not places:
+            raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
+        place = places[-1]
+        stacks: dict[tuple[Any, ...], dict[int, str]] = {}
+        for stars, its in self.found.items():
+            stacks.setdefault(stars[:place] + stars[place + 1 :], {})[int(stars[place])] = its[0]
+        for stars, rows in stacks.items():
+            yield Route(tuple(rows[row] for row in sorted(rows)), (right.with_stars(stars),), "stack", function)
 
-def _in_numeric_order(left: Any, rows: Collection[str]) -> Sequence[str]:
-    for row in rows:
-        if not row.isdecimal():
-            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is to be a number, and is {row!r}")
-    return sorted(rows, key=int)
+    def _rows(self, stars: tuple[Any, ...], targets: Collection[str]) -> tuple[str, ...]:
+        """The paths of an array's rows among these, in numeric order."""
+        right = self._right
+        matched = [(target, found) for target in targets if (found := right.match(target)) is not None]
+        for place in reversed(right.single):
+            with_row = lambda row, place=place: right.with_stars((*stars[:place], row, *stars[place:]))
+            rows = {int(m[place]): t for t, m in matched if m[place].isdecimal() and with_row(m[place]) == t}
+            if rows:
+                return tuple(rows[row] for row in sorted(rows))
+        return ()
+
+    def _numbered(self, stars: tuple[Any, ...], count: int) -> tuple[str, ...]:
+        """Names of an array's rows, where no paths of a model tell them."""
+        right = self._right
+        if len(right.single) > 1:
+            raise ValueError(f"rename, {self.left!r}: write one '*' in {right.text!r}, that of the rows, and no other")
+        place = right.single[0]
+        return tuple(right.with_stars((*stars[:place], str(row), *stars[place:])) for row in range(count))
 
 
 def _side(side: Any, which: str) -> tuple["_Pattern", ...]:
@@ -233,7 +248,7 @@ class _Pattern:
         stars = [token for entry in self._entries for token in ([entry] if entry == "**" else entry) if token in _STARS]
         self.stars = len(stars)
         self._kinds = stars
-        self.ends_with_any_number = stars[-1:] == ["**"]
+        self.single = [i for i, star in enumerate(stars) if star == "*"]
         # Each entry with a dot after it, and so is the name that is matched; `**` then needs no case of its own.
         entry_regex = lambda entry: "((?:[^.]*[.])*)" if entry == "**" else "".join(map(_regex_of, entry)) + "[.]"
         self._regex = re.compile("".join(map(entry_regex, self._entries)), re.DOTALL)
