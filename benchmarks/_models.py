@@ -11,14 +11,16 @@ import numpy as np
 try:
     import folx  # noqa: F401
     import lineax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
     import paramax
     import quax  # noqa: F401
+    import safetensors  # noqa: F401
     from flax import nnx
 except ImportError as error:
     raise ImportError("the benchmarks compare with other libraries: pip install 'treeparams[bench]'") from error
 
 
-PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "lineax", "paramax", "quax")
+PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "lineax", "orbax-checkpoint", "paramax", "quax", "safetensors")
 
 
 class Net(eqx.Module):
