@@ -82,7 +82,7 @@ def test_a_round_trip_keeps_every_bit_and_every_tie(path, name):
     assert list(differ.paths) == (["state.0"] if name == "batch norm" else [])
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(model=models(), key=st.text(max_size=20))
 @hypothesis.example(model=ramp(2), key="__metadata__")
 @hypothesis.example(model={"__metadata__": ramp(2), '"__metadata__"': ramp(1)}, key="treeparams.checksum")
@@ -247,7 +247,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     saving.save(path, {"w": ramp(2)})
     gone, key = ramp(3), jax.random.key(1)
     gone.delete()
-    jax.jit(lambda key: key, donate_argnums=0)(key)
+    key.delete()
     first = {"big": ramp(100, 1000)}  # it is written before what fails
     refused = [
         (
@@ -256,11 +256,10 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
             r"'abstract' is float32\[2\] without values",
         ),
         (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; keep a copy"),
+        (first | {"key": key}, RuntimeError, "'key' has been deleted"),
         (first | {"n\ud800": ramp(1)}, ValueError, r"'n\\ud800' is no Unicode text"),
         (first | {"times": np.zeros(2, ">f4")}, TypeError, "'times' is a NumPy array of >f4, which JAX does not have"),
     ]
-    if key.is_deleted():
-        refused.append((first | {"key": key}, RuntimeError, "'key' has been deleted"))
     for tree, error, message in refused:
         with pytest.raises(error, match=message):
             saving.save(path, tree)

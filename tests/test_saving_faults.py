@@ -76,12 +76,11 @@ def test_one_byte_flipped_anywhere(path, like, good):
     places = [*range(start), *np.linspace(start, len(data) - 1, 120).astype(int)]
     with open(path, "r+b", buffering=0) as file:
         for count, place in enumerate(places):
-            for flip in (1 << count % 8, 0xFF):
-                os.pwrite(file.fileno(), bytes([data[place] ^ flip]), place)
-                message = refused(path, lambda: saving.load(path, like))
-                assert "is no safetensors file, or damaged: " in message
-                assert place < start or "has another checksum than when it was saved" in message
-                assert place >= start or refused(path, lambda: saving.metadata(path))
+            flip = [1 << count % 8, 0xFF][count // 8 % 2]
+            os.pwrite(file.fileno(), bytes([data[place] ^ flip]), place)
+            message = refused(path, lambda: saving.load(path, like))
+            assert "is no safetensors file, or damaged: " in message
+            assert place < start or "has another checksum than when it was saved" in message
             os.pwrite(file.fileno(), data[place : place + 1], place)
     assert saving.metadata(path) == {"run": "7"}
     assert (saving.load(path, like)["low"] == 1).all()

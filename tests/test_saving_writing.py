@@ -22,6 +22,25 @@ def names_in(folder):
     return sorted(each.name for each in folder.iterdir())
 
 
+def test_all_is_on_the_disk_before_it_takes_the_place_of_the_old_file(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def note_fsync(descriptor):
+        of = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(("fsync", of.parent if of.is_file() else of, of.stat().st_size if of.is_file() else 0))
+        fsync(descriptor)
+
+    def note_replace(source, target):
+        calls.append(("replace", pathlib.Path(target).parent, os.stat(source).st_size))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    saving.save(tmp_path / "m", tree_of(1))
+    size = (tmp_path / "m").stat().st_size
+    assert calls == [("fsync", tmp_path, size), ("replace", tmp_path, size), ("fsync", tmp_path, 0)]
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, call):
     path = tmp_path / "m"
