@@ -112,18 +112,30 @@ def test_stars_stand_for_what_a_slow_matcher_finds(entries, pattern, spread):
     assert new in {".".join(["x", *fill(captures)]) for captures in found}
 
 
-def test_numeric_order_and_captures_of_stacks():
+def test_stacks_are_in_numeric_order():
     names = [f"h.{head}.layers.{n}.w" for head in "ba" for n in (10, 9, 0, 1)]
-    stacked = saving.names({n: np.array(i) for i, n in enumerate(names)}, rename={"h.*.layers.*.w": "*.w"})
+    arrays = {name: np.array(i) for i, name in enumerate(names)}
+    stacked = saving.names(arrays, rename={"h.*.layers.*.w": "*.w"})
     assert {name: its.tolist() for name, its in stacked.items()} == {"b.w": [2, 3, 1, 0], "a.w": [6, 7, 5, 4]}
-    back = saving.names(stacked, rename={"*.w": "h.*.layers.*.w"})
-    assert {name: float(its) for name, its in back.items() if name.startswith("h.b")} == {
-        f"h.b.layers.{n}.w": value for n, value in enumerate([2, 3, 1, 0])
-    }
-    # The paths of the model say which rows there are: between layers there may be others.
-    model = {"net": [{"w": ramp(2)}, {}, {"w": ramp(2)}]}
-    unstack = saving.plan({"w": row(2, 2)}, model, rename={"w": "net.*.w"})
-    assert_same(unstack({"w": row(2, 2)}), {"net": [{"w": jnp.array([0.0, 1])}, {}, {"w": jnp.array([2.0, 3])}]})
+    layers = lambda: {n: {"w": np.array(0)} for n in (0, 1, 9, 10)}
+    model = {"h": {head: {"layers": layers()} for head in "ab"}}
+    unstack = saving.plan(stacked, model, rename={"*.w": "h.*.layers.*.w"})
+    assert {name: its.tolist() for name, its in saving.names(unstack(stacked)).items()} == arrays
+    rows = saving.names({"w": row(3)}, rename={"w": "l.*.w"})  # without a model all that there are
+    assert {name: float(its) for name, its in rows.items()} == {"l.0.w": 0, "l.1.w": 1, "l.2.w": 2}
+
+
+def test_which_star_stacks():
+    """That of the numbers, of several the last one; which rows there are, the paths of the model say."""
+    ours = {"net": [{"w": row(2), "b": {"c": row(3)}}, {}, {"w": row(2) + 5, "b": {"c": row(3) + 5}}]}
+    stack = saving.names(ours, rename={"net.*.**": "net.**"})
+    assert {name: its[:, 0].tolist() for name, its in stack.items()} == {"net.w": [0, 5], "net.b.c": [0, 5]}
+    unstack = saving.plan(stack, ours, rename={"net.**": "net.*.**"})
+    assert_same(unstack(stack), ours)
+    heads = {f"l.{n}.h.{m}.w": np.array(10 * n + m) for n in (0, 1) for m in (0, 1)}
+    assert saving.names(heads, rename={"l.*.h.*.w": "l.*.w"})["l.1.w"].tolist() == [10, 11]
+    by_word = saving.names({"h.0.mlp.up": row(2), "h.1.mlp.up": row(2)}, rename={"h.*.mlp.*": "layers.mlp.*"})
+    assert {name: its.shape for name, its in by_word.items()} == {"layers.mlp.up": (2, 2)}
 
 
 def test_layers_are_split_and_merged_each_by_itself():
@@ -181,8 +193,8 @@ ERRORS = {
     "more on the right": ({"a": "x.*.*"}, None, r"'a': the stars .* has \+2 of them; one more on the left stacks"),
     "stack of several patterns": ({("a*", "b*"): "x"}, None, "one more on the left stacks one pattern of arrays"),
     "unequal on one side": ({("a", "b.*"): "x"}, None, "the patterns of one side have the same number of stars"),
-    "stack by any number": ({"**": "x"}, None, r"the star that stacks or unstacks is '\*', the last one, and not"),
-    "stack by words": ({"*": "x"}, None, "the star that stacks or unstacks is to be a number, and is '[ab]'"),
+    "stack by any number": ({"**": "x"}, None, r"the star that stacks or unstacks is a '\*', and not"),
+    "stack by words": ({"*": "x"}, None, r"'\*': no '\*' of it stands for numbers alone, so nothing can be stacked"),
     "one place": ({"?": "x"}, None, r"'\?': it takes 'a' and 'b', which would go to one place; write a '\*'"),
     "one path": ({"a": "x", "b": "x"}, None, "'a' and 'b' both go to 'x'; drop one by None"),
     "merge without function": (

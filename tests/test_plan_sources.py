@@ -29,6 +29,9 @@ def sources(tmp_path_factory):
     saving.save(ours, _NESTED)
     saving.save(whole, {"model": _NESTED, "average": ramp(2)})
     safetensors.numpy.save_file(_FLAT, theirs)
+    parts = [str(folder / f"part-{name}.safetensors") for name in _FLAT]
+    for part, (name, array) in zip(parts, _FLAT.items(), strict=True):
+        safetensors.numpy.save_file({name: array}, part)
     checkpointer = orbax.checkpoint.StandardCheckpointer()
     checkpointer.save(folder / "orbax", _NESTED)
     checkpointer.wait_until_finished()
@@ -40,6 +43,7 @@ def sources(tmp_path_factory):
         "our file": ours,
         "a path": pathlib.Path(ours),
         "their file": theirs,
+        "their files": parts,
         "Orbax": checkpointer.restore(folder / "orbax"),
         "JAX": jax.tree.map(jnp.asarray, _NESTED),
     }
