@@ -6,7 +6,9 @@ asked to report an ignore that nothing needs; such lines are not run.
 # mypy: warn-unused-ignores
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
+import pathlib
 import re
+import tempfile
 from typing import TYPE_CHECKING, Any, assert_type
 
 import equinox as eqx
@@ -16,7 +18,7 @@ import numpy as np
 import optax
 
 import treeparams as tp
-from treeparams import nested, optim
+from treeparams import nested, optim, saving
 
 
 class Codec(eqx.Module):
@@ -88,6 +90,24 @@ def layouts() -> None:
     assert_type(tp.summary(model, depth=1), tp.Summary)
     if TYPE_CHECKING:
         tp.layout(model, freeze=3)  # type: ignore
+
+
+def saved() -> None:
+    model, tx = tp.tie(make()), optim.trainable(optax.adam(1e-3))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.safetensors"
+        saving.save(path, model, metadata={"run": "7"})
+        assert_type(saving.load(path, model, checksum=False), Codec)
+        assert_type(saving.metadata(path), dict[str, str])
+        assert_type(saving.names(path)["encoder"], Any)
+        plan = assert_type(saving.plan(path, model, strict=False), saving.Plan[Codec])
+        assert_type(plan(path), Codec)
+    plan = saving.plan({"a": jnp.ones((3, 2))}, model, rename={"a": "encoder"}, transform={"a": jnp.flip}, strict=False)
+    assert_type(plan.missing, tuple[str, ...])
+    plan = saving.plan(model, model, rename=lambda name: name)
+    assert_type(plan.state(tx.init(model), tx.init(model)), optim.TrainableState)
+    assert_type(plan.average(model), Codec)
+    assert_type(plan.average(tp.Ema(model, 0.9), tp.Ema(model, 0.9)), tp.Ema[Codec])
 
 
 def models() -> None:
@@ -196,4 +216,4 @@ def steps() -> None:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
 
 
-PARTS = (declarations, layouts, models, forms, functions, derivatives, steps)
+PARTS = (declarations, layouts, saved, models, forms, functions, derivatives, steps)

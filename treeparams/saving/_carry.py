@@ -1,7 +1,7 @@
 """States and averages of the model before, as those of the model after."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,25 +23,12 @@ from ._divided import History
 from ._elements import Movers
 from ._names import Names, names_of
 
+M = TypeVar("M")
+
 
 def carried_state(movers: Movers, source: Names, like: TrainableState) -> TrainableState:
     """A state as one of the model after; see `Plan.state`."""
-    if not isinstance(like, TrainableState):
-        raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
-    words = source.states.get("")
-    if words is None:
-        raise ValueError(
-            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
-            f'"optimiser") of a file; got names such as {first_few(list(source)[:3])}'
-        )
-    if len(like.runs) + len(like.held) > 1:
-        raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
-    for path, *_ in words["slots"]:
-        if path not in movers.known:
-            raise ValueError(
-                f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.known)}; make "
-                "the plan from the model that the state is of"
-            )
+    words = _words_of(movers, source, like)
     if not like.runs:
         return like
     starts = [f"{side}.{n}" for side in ("runs", "held") for n in range(len(words[_SIDES[side]]))]
@@ -49,7 +36,6 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
         History(source, start, words, paths)
         for start, paths in zip(starts, [*words["running"], *words["held"]], strict=True)
     ]
-    counts = [source[f"counts.{number}"] for number in range(len(olds))]
     owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
     fresh_names = names_of(like)
     fresh = History(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
@@ -66,9 +52,10 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             "transformation"
         )
     # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
-    numbers = [(origin, int(count)) for origin, count in zip(words["origins"], counts, strict=True)]
+    counts = [int(source[f"counts.{number}"]) for number in range(len(olds))]
+    numbers = list(zip(words["origins"], counts, strict=True))
     homes = _homes(movers, {path: numbers[owner] for path, owner in owner_of.items()}, like.layout)
-    made: list[tuple[int, PyTree, Any, list[str]]] = []
+    made: list[tuple[int, PyTree, int, list[str]]] = []
     for home in dict.fromkeys(numbers):
         paths = [path for path, its in homes.items() if its == home]
         if paths:
@@ -89,6 +76,27 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
 
 
 _SIDES = {"runs": "running", "held": "held"}
+
+
+def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:
+    """What is said of the histories of a state, which must be of the plan's source, and `like` fresh."""
+    if not isinstance(like, TrainableState):
+        raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
+    words = source.states.get("")
+    if words is None:
+        raise ValueError(
+            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
+            f'"optimiser") of a file; got names such as {first_few(list(source)[:3])}'
+        )
+    if len(like.runs) + len(like.held) > 1:
+        raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
+    for path, *_ in words["slots"]:
+        if path not in movers.known:
+            raise ValueError(
+                f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.known)}; make "
+                "the plan from the model that the state is of"
+            )
+    return words
 
 
 def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layout) -> dict[str, tuple[int, int] | None]:
@@ -177,7 +185,7 @@ def _of_these(state: PyTree, fresh: History, paths: Collection[str], layout: Lay
     return jax.tree.map(visit, state, is_leaf=is_whole)
 
 
-def carried_average(movers: Movers, source: Names, like: Ema[Any]) -> Ema[Any]:
+def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
     """An average as one of the model after; see `Plan.average`."""
     if not isinstance(like, Ema):
         raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")

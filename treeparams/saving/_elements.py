@@ -37,7 +37,7 @@ class Movers:
         if route.is_plain:
             return arrays[0]
         specs = [self._specs[name] for name in route.sources]
-        if not all(spec.parameter for spec in specs):
+        if not any(spec.parameter for spec in specs):
             return route(*arrays)[number]
         if all(array.shape == spec.shape for array, spec in zip(arrays, specs, strict=True)):
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
@@ -60,7 +60,7 @@ class Movers:
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
         for route, number in self._comes.values():
-            if not route.is_plain and all(self._specs[name].parameter for name in route.sources):
+            if not route.is_plain and any(self._specs[name].parameter for name in route.sources):
                 self._map(route, number)
 
 

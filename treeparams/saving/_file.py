@@ -115,17 +115,27 @@ def _words(path: str, header: Header) -> dict[str, Any]:
 
 
 def _are_right(words: Any, names: Collection[str]) -> bool:
-    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
-    are_ties = all(
-        a not in names and len(tie) == 2 and tie[0] in names and type(tie[1]) is str for a, tie in ties.items()
-    )
-    are_marks = all(name in names and len(mark) == 1 and type(*mark.values()) is str for name, mark in marks.items())
-    for state in states.values():
-        known = specs_in(state)
+    """Whether what is said is of the kinds that `save` writes, and of these arrays."""
+    is_text, is_count = lambda x: type(x) is str, lambda x: type(x) is int and x >= 0
+    are = lambda is_one, several: type(several) is list and all(map(is_one, several))
+    is_tie = lambda tie: are(is_text, tie) and len(tie) == 2 and tie[0] in names
+    is_mark = lambda mark: len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(is_text, mark.values()))
+    is_slot = lambda slot: is_text(slot[0]) and are(is_text, slot[1]) and are(is_count, slot[2]) and is_text(slot[3])
+
+    def is_state(state: Any) -> bool:
         histories = [*state["running"], *state["held"]]
-        if len(state["origins"]) != len(histories) or known.keys() != {path for its in histories for path in its}:
+        are_histories = all(are(is_text, each) for each in histories) and are(is_count, state["origins"])
+        if not (are_histories and are(is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
             return False
-    return are_ties and are_marks and sums.keys() == set(names)
+        return specs_in(state).keys() == {path for each in histories for path in each}
+
+    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
+    return (
+        all(alias not in names and is_tie(tie) for alias, tie in ties.items())
+        and all(name in names and is_mark(mark) for name, mark in marks.items())
+        and all(map(is_state, states.values()))
+        and sums.keys() == set(names)
+    )
 
 
 # -- Writing -----------------------------------------------------------------------------------------------------------

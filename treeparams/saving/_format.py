@@ -33,6 +33,7 @@ DTYPES = {
 """The dtypes of the format and those of NumPy and JAX."""
 
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
+_LONGEST_REASON = 500  # characters; a name may have millions
 _PREFIX = 8  # bytes, the length of the header
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
 
@@ -56,6 +57,7 @@ class Header(NamedTuple):
 
 def wrong(path: str, why: str) -> ValueError:
     """The error of a file that cannot be read."""
+    why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
     return ValueError(f"{path!r} is no safetensors file, or damaged: {why}")
 
 

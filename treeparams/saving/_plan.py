@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -127,7 +127,13 @@ class Plan(Generic[M]):
         """
         return carried_state(self._movers, names_of(source), like)
 
-    def average(self, source: Any, like: Ema[Any] | None = None) -> Any:
+    @overload
+    def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...
+
+    @overload
+    def average(self, source: Any, like: None = None) -> M: ...
+
+    def average(self, source: Any, like: Ema[M] | None = None) -> Ema[M] | M:
         """An average of the model before, as one of the model after.
 
         Args:
