@@ -1,5 +1,6 @@
 """save and load: a tree in one file and back, bit for bit, in a format that others read."""
 
+import functools
 import pickle
 
 import hypothesis
@@ -80,6 +81,14 @@ def test_a_round_trip_keeps_every_bit_and_every_tie(path, name):
     assert weak <= {False}
     differ = tp.diff(got, model)  # Equinox's counter is weak
     assert list(differ.paths) == (["state.0"] if name == "batch norm" else [])
+
+
+@pytest.mark.parametrize("make", [tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)], ids=str)
+def test_what_is_made_of_a_model(path, make):
+    saved, like = (make({"a": ramp(2, start=start), "b": [ramp(2, 2, start=start), jnp.tanh]}) for start in (0, 1))
+    got = there_and_back(path, saved, like)
+    assert not tp.diff(got, saved)
+    assert tp.diff(got, like)
 
 
 @hypothesis.settings(max_examples=25, deadline=None)

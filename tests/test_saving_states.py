@@ -155,3 +155,16 @@ def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, form, f
     for change in (lambda state: state, lambda state: optim.set_trainable(tx, later(state), MODEL)):
         leaves = jax.tree.leaves(change(got))
         assert assert_same(leaves, jax.tree.leaves(change(state))) == len(leaves)
+
+
+def test_names_and_shapes_are_said_and_not_that_histories_differ(tmp_path):
+    tx = TXS["trainable"]
+    begin = lambda model: {"model": model, "state": tx.init(model)}
+    saving.save(tmp_path / "m", begin({"w": ramp(3), "b": ramp(1)}))
+    for model, line in (
+        ({"w": ramp(4), "b": ramp(1)}, "'model.w' is float32[4] in the tree, float32[3] in the file"),
+        ({"v": ramp(3), "b": ramp(1)}, "'model.v' is in the tree and not in the file; nearest: 'model.w'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(line)) as error:
+            saving.load(tmp_path / "m", begin(model))
+        assert "histories" not in str(error.value)
