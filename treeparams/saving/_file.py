@@ -61,8 +61,8 @@ class File:
 
     def _refuse_pickle(self) -> None:
         self._file.seek(0)
-        start = self._file.read(4)
-        if start == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
+        start = self._file.read(8)
+        if any(start[4:]) and (start[:4] == b"PK\3\4" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5")):
             raise ValueError(
                 f"{self.path!r} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
                 "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "

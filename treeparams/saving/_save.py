@@ -1,6 +1,6 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
@@ -229,11 +229,21 @@ def calls_for(words: Mapping[str, Any]) -> str:
     for origin, paths in zip(words["origins"], [*running, *held], strict=True):
         together.setdefault(origin, []).extend(paths)
     lines, trained = ["state = tx.init(model)"], list[str]()
-    for paths in together.values():
-        trained += paths
+    for origin in _in_both_orders(words["origins"][: len(running)], words["origins"][len(running) :]):
+        trained += together[origin]
         reset = ", reset=True" if len(lines) == 1 else ""
         lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
     if held:
         now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
         lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
     return "\n".join(lines)
+
+
+def _in_both_orders(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """All of both sequences, each once, in the order of either."""
+    found: list[int] = []
+    while one or other:
+        heads = [side[0] for side, rest in ((one, other), (other, one)) if side and side[0] not in rest[1:]]
+        found.append((heads or [*one, *other])[0])
+        one, other = ([each for each in side if each != found[-1]] for side in (one, other))
+    return found
