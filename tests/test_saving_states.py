@@ -134,6 +134,7 @@ def with_ties(paths):
 )
 @hypothesis.example(first=set(SLOTS), then=[])
 @hypothesis.example(first={"a", "b.0", '"*.c"'}, then=[({'"*.c"'}, False), ({"a"}, True)])
+@hypothesis.example(first={"b.1", "d.weight"}, then=[({"b.1", "a", "b.0"}, False), ({"a", "d.weight"}, False)])
 @hypothesis.example(first={"a"}, then=[({"b.0"}, True), (set(SLOTS), False), (set(), False)])
 @hypothesis.example(first={"a", "b.1"}, then=[({"b.0", "a"}, True), ({"b.1", '"*.c"'}, True), ({"a"}, True)])
 def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, form, first, then):
