@@ -12,7 +12,7 @@ import treeparams as tp
 from treeparams import saving
 
 from .test_plan import row
-from .zoo import assert_close, assert_same, ramp
+from .zoo import assert_same, ramp
 
 # -- Functions that move elements --------------------------------------------------------------------------------------
 
@@ -176,13 +176,9 @@ RENAME = {"low": ("one", "two"), "pair.2": "frozen", "pair.*": "three", "scale":
 def test_an_average_goes_along(tmp_path):
     """Split, stacked, thawed, frozen; count and weight as they were."""
     old, ema = _old(), tp.Ema(_old(), 0.5, debias=True)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     for factor in (2, 3):
-        ema = ema.update(
-            jax.tree.map(
-                lambda x, by=factor: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else (x * by).astype(x.dtype),
-                old,
-            )
-        )
+        ema = ema.update(jax.tree.map(lambda x, by=factor: x if is_key(x) else (x * by).astype(x.dtype), old))
     saving.save(tmp_path / "run.safetensors", {"model": old, "average": ema})
     plan = saving.plan(old, _new(), rename=RENAME, transform={"low": lambda low: (low[:2], low[2:])}, strict=False)
     assert (plan.missing, plan.unused, plan.disagrees) == (("new",), (), ())
@@ -199,9 +195,12 @@ def test_an_average_goes_along(tmp_path):
     np.testing.assert_array_equal(made.average.frozen, before.pair[2])
     assert_same(jax.random.key_data(made.average.keys), jnp.stack([jax.random.key_data(key) for key in average.keys]))
     assert int(made.average.steps) == 21
-    after, later = made.update(_new()), ema.update(old)
-    assert_close(after.average.three, 0.9 * made.average.three + 0.1 * _new().three, 1)
-    assert (int(after.count), int(later.count)) == (3, 3)
+    # Updated and moved is the same as moved and updated.
+    like = tp.Ema(_new(), 0.5, debias=True)
+    after, later = plan.average(ema.update(old), like), plan.average(ema, like).update(plan(old))
+    for name in ("one", "two", "three"):
+        np.testing.assert_array_equal(getattr(after.shadow, name), getattr(later.shadow, name))
+    assert_same((after.count, after.weight), (later.count, later.weight))
 
 
 def test_an_average_that_is_a_model(tmp_path):
@@ -232,9 +231,7 @@ def test_ties_and_bare_arrays():
 def test_errors_of_averages():
     model = {"w": ramp(2)}
     plan, ema = saving.plan(model, model), tp.Ema(model, 0.5)
-    with pytest.raises(
-        TypeError, match=r"expected a fresh average of the new model, like=tp.Ema\(model, ...\), got dict"
-    ):
+    with pytest.raises(TypeError, match=r"expected a fresh average of the new model, like=tp.Ema\(.*\), got dict"):
         plan.average(ema, model)
     with pytest.raises(ValueError, match=r"expected a tp\.Ema, or the names of one, .*; got names such as w"):
         plan.average(model, ema)
@@ -242,7 +239,5 @@ def test_errors_of_averages():
         plan.average(tp.Ema({"v": ramp(2)}, 0.5), ema)
     with pytest.raises(ValueError, match=r"the average of 'w' is .*, and of the model's shape float32"):
         plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
-    with pytest.raises(
-        TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\(model, ...\)"
-    ):
+    with pytest.raises(TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\("):
         plan.average(ema)
