@@ -187,7 +187,8 @@ def _loads(model: Any, paths: Mapping[str, str], scale: Scale) -> dict[str, floa
 
 def _medians(cases: Mapping[str, Case], model: Any, scale: Scale) -> dict[str, float]:
     crc = Case(lambda: [zlib.crc32(np.asarray(leaf)) for leaf in jax.tree.leaves(model)])
-    return {name: timing.median for name, timing in interleave({**cases, _CRC: crc}, scale).items()}
+    found = interleave({_SAFETENSORS: cases[_SAFETENSORS], _CRC: crc, **cases}, scale)  # both on a quiet disk
+    return {name: timing.median for name, timing in found.items()}
 
 
 def _check_same(loaded: Any, model: Any) -> None:
