@@ -91,7 +91,7 @@ def test_what_is_made_of_a_model(path, make):
     assert tp.diff(got, like)
 
 
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(model=models(), key=st.text(max_size=20))
 @hypothesis.example(model=ramp(2), key="__metadata__")
 @hypothesis.example(model={"__metadata__": ramp(2), '"__metadata__"': ramp(1)}, key="treeparams.checksum")
