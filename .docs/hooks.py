@@ -21,6 +21,8 @@ PACKAGES = {
     "treeparams": "treeparams",
     "optim": "treeparams.optim",
     "nested": "treeparams.nested",
+    "matrices": "treeparams.matrices",
+    "saving": "treeparams.saving",
     "plot": "treeparams.plot",
 }
 _NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested|plot)\.(\w+)(?:\([^`]*\))?`(?![\]`])")

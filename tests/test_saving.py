@@ -83,7 +83,11 @@ def test_a_round_trip_keeps_every_bit_and_every_tie(path, name):
     assert list(differ.paths) == (["state.0"] if name == "batch norm" else [])
 
 
-@pytest.mark.parametrize("make", [tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [tp.partition, tp.ravel, tp.stack, functools.partial(tp.Ema, decay=0.5)],
+    ids=["partition", "ravel", "stack", "Ema"],
+)
 def test_what_is_made_of_a_model(path, make):
     saved, like = (make({"a": ramp(2, start=start), "b": [ramp(2, 2, start=start), jnp.tanh]}) for start in (0, 1))
     got = there_and_back(path, saved, like)

@@ -128,8 +128,7 @@ def placed(name: str, array: Any, like: Any) -> Any:
         return array
     if isinstance(like, np.ndarray):
         return _narrowed(name, np.asarray(array), like.dtype)
-    if isinstance(array, np.ndarray):
-        array = _narrowed(name, array, jax.dtypes.canonicalize_dtype(array.dtype))
+    array = as_in_jax(name, array)
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return jax.device_put(array)
@@ -140,6 +139,12 @@ def placed(name: str, array: Any, like: Any) -> Any:
         return jax.device_put(array, sharding)
     # Each device, of this process or of another one, takes its own part.
     return jax.make_array_from_callback(array.shape, sharding, lambda part: np.array(array[part]))
+
+
+def as_in_jax(name: str, array: Any) -> Any:
+    """An array in the dtype that it has in JAX."""
+    is_numpy = isinstance(array, np.ndarray)
+    return _narrowed(name, array, jax.dtypes.canonicalize_dtype(array.dtype)) if is_numpy else array
 
 
 def _narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._average import Ema
@@ -17,6 +18,7 @@ from .._paths import join_path, key_text, nearest, quote
 from .._recognise import structure_of
 from .._text import describe, first_few
 from ..optim import GroupsState, PerLeafState, TrainableState
+from ..optim._groups import groups_in
 from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import placed
 from ._divided import History
@@ -39,20 +41,15 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
     fresh_names = names_of(like)
     fresh = History(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
-    if nodes_of(GroupsState, like) and not all(part.form == "tree" for part in fresh.parts.values()):
-        raise ValueError(
-            "over stacks a state of optim.groups does not say which row is of which parameter, so it goes through no "
-            "plan; take optim.trainable, whose states go by path"
-        )
     used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
     lost = [name for old in olds for name in old.lost(fresh, used)]
     if lost:
         raise ValueError(
             f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
-            "transformation"
+            "transformation, or by one that keeps lists of arrays for a parameter"
         )
     # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
-    counts = [int(source[f"counts.{number}"]) for number in range(len(olds))]
+    counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
     numbers = list(zip(words["origins"], counts, strict=True))
     homes = _homes(movers, {path: numbers[owner] for path, owner in owner_of.items()}, like.layout)
     made: list[tuple[int, PyTree, int, list[str]]] = []
@@ -66,7 +63,14 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             made.append((home[0], _state(like, fresh, paths, of, shared), home[1], paths))
     new = [path for path, home in homes.items() if home is None]
     if new:
-        made.append((len(olds), _state(like, fresh, new, fresh.of, fresh.shared), 0, new))
+        # They have the rates that were set since, as after optim.set_trainable.
+        shared = lambda entries: (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
+        made.append((len(olds), _state(like, fresh, new, fresh.of, shared), 0, new))
+    if nodes_of(optax.ScaleByLBFGSState, like) and (len(made) > 1 or not used.issuperset(owner_of)):
+        raise ValueError(
+            "L-BFGS remembers steps of all parameters together, so none can be added or left out; begin with a fresh "
+            "state"
+        )
     made.sort(key=lambda each: -each[2])  # stable; the oldest first, as after optim.set_trainable
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
     running = tuple(tuple(leaves[path] for path in paths) for *_, paths in made)
@@ -90,6 +94,11 @@ def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, 
         )
     if len(like.runs) + len(like.held) > 1:
         raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
+    if not {path for group in groups_in(like) for path in group.paths} <= set(like.layout.paths):
+        raise ValueError(
+            "over stacks a state of optim.groups does not say which row is of which parameter, so it goes through no "
+            "plan; take optim.trainable, whose states go by path"
+        )
     for path, *_ in words["slots"]:
         if path not in movers.known:
             raise ValueError(
@@ -97,6 +106,15 @@ def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, 
                 "the plan from the model that the state is of"
             )
     return words
+
+
+def _steps(count: Any) -> int:
+    """The number of steps that a history has taken."""
+    if isinstance(count, Tracer):
+        raise ValueError("plan.state is called between steps, outside of jax.jit: what it makes goes by their number")
+    if isinstance(count, jax.ShapeDtypeStruct):
+        raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
+    return int(count)
 
 
 def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layout) -> dict[str, tuple[int, int] | None]:
@@ -143,6 +161,8 @@ def _state(
 
 
 def _as(like: Any, array: Any, entries: Sequence[str], shape: tuple[int, ...]) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise ValueError(f"the fresh state is needed at {'.'.join(entries)!r}, and has no values there: tx.init(model)")
     if array.shape != shape:
         raise ValueError(
             f"the state has {describe(array)} at {'.'.join(entries)!r}, and the fresh one {describe(like)}: it was "
@@ -214,4 +234,4 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
     shadow = [moved(path, old) for path, old in zip(like.rest.layout.paths, shadows, strict=True)]
     rest = with_kept_arrays(like.rest, [moved(path, old) for path, old in kept_arrays(like.rest).items()])
     made = jtu.tree_unflatten(treedef, shadow), rest, *(jnp.asarray(source[name]) for name in ("count", "weight"))
-    return eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made)
+    return in_own_buffers(eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made))

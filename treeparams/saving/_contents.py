@@ -1,6 +1,7 @@
 """What of a tree is stored: each array once, under its path; ties and the histories of optimisers in words."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -59,6 +60,8 @@ class Contents:
         first = self.structure.first
         for i, alias in [*self.aliases.items()]:
             have, source = self.leaves[i], self.leaves[alias.source]
+            if isinstance(have, jax.ShapeDtypeStruct):
+                continue
             if alias.transforms or have is not source:
                 want = alias.value_from(source, self.structure.spec(alias.source))
                 if not _are_same(have, want):
@@ -82,7 +85,7 @@ class Contents:
         states = nodes_of(TrainableState, jtu.tree_unflatten(self.treedef, self.leaves))
         return dict(zip(paths, states, strict=True))
 
-    @property
+    @functools.cached_property
     def abstract(self) -> frozenset[int]:
         """The arrays without values."""
         return frozenset(i for i in self.names if isinstance(self.leaves[i], jax.ShapeDtypeStruct))
@@ -96,6 +99,12 @@ class Contents:
 def name_of(path: str) -> str:
     """A path as a name in the format, which has one of its own."""
     return '"__metadata__"' if path == "__metadata__" else path
+
+
+def head_of(names: Collection[str], among: Collection[str]) -> str | None:
+    """The node below which all of these names are, as the model in a file of several things; `None`: there is none."""
+    heads = dict.fromkeys(name.partition(".")[0] for name in among)
+    return next((head for head in heads if names and all(f"{head}.{name}" in among for name in names)), None)
 
 
 def state_in_words(state: TrainableState) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class History:
 def _other_rule(entries: Sequence[str]) -> ValueError:
     return ValueError(
         f"the state has nothing at {'.'.join(entries)!r}, which the fresh one has: it was made by another "
-        "transformation, or in another form (optim.trainable, flat, stacked), or a parameter is now in another group"
+        "transformation, or a parameter is now in another group"
     )
 
 
@@ -104,24 +104,33 @@ def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[E
         return found
     by_entries = {split_path(path): path for path in slots}
     lengths = {len(entries) for entries in by_entries}
-    # How many names are below a node; how many of them are those of a parameter, or begin with one; and of how many the
-    # array has the parameter's shape.
-    below, exact, begun, alike = (collections.Counter[Entries]() for _ in range(4))
+    # Which parameters have a name below a node that ends with their own; how many names are below it at all, or begin
+    # with one of a parameter there; and which nodes have an array of a parameter's shape.
+    covered: dict[Entries, set[str]] = collections.defaultdict(set)
+    below, begun, alike = collections.Counter[Entries](), collections.Counter[Entries](), set[Entries]()
     for entries, spec in specs.items():
         for start in range(len(entries) + 1):
             node, rest = entries[:start], entries[start:]
             below[node] += 1
-            exact[node] += rest in by_entries
-            alike[node] += rest in by_entries and spec.parameter and spec.shape == slots[by_entries[rest]].shape
             begun[node] += any(rest[:length] in by_entries for length in lengths)
+            if rest in by_entries:
+                covered[node].add(by_entries[rest])
+                if spec.parameter and spec.shape == slots[by_entries[rest]].shape:
+                    alike.add(node)
+    # A step count may be called as a parameter is. So something has to speak for a node: an array of the right shape,
+    # all of several parameters, or another node beside it with the same ones, as in a factorised state.
+    whole = [node for node, its in covered.items() if len(its) == below[node]]
+    beside = collections.Counter((node[:-1], frozenset(covered[node])) for node in whole)
+    trees = {
+        node
+        for node in whole
+        if node in alike or len(covered[node]) == len(slots) > 1 or beside[node[:-1], frozenset(covered[node])] > 1
+    }
     found: dict[Entries, Part] = {}
     for entries in specs:
         for start in range(len(entries) + 1):
             node, rest = entries[:start], entries[start:]
-            # A part of the parameters is that of a group or a mask.
-            is_whole = exact[node] == len(slots) or "inner_state" in node or "inner_states" in node
-            is_alike = len(slots) > 1 or alike[node] > 0  # of one parameter the name may be that of anything
-            if rest in by_entries and exact[node] == below[node] and is_whole and is_alike:
+            if rest in by_entries and node in trees:
                 found[entries] = Part("tree", (node, ()), (by_entries[rest],))
                 break
             if start and node[-1] == "states" and begun[node] == below[node]:
@@ -136,14 +145,32 @@ def _in_stacks(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict
     for path, spec in slots.items():
         rows.setdefault(quote(describe(spec)), []).append(path)
     found: dict[Entries, Part] = {}
-    for entries in specs:
+    for entries, spec in specs.items():
         start = next((at for at, entry in enumerate(entries) if entry in rows), None)
-        if start is not None:
-            found[entries] = Part("stack", (entries[:start], entries[start + 1 :]), tuple(rows[entries[start]]))
+        if start is None:
+            continue
+        paths = rows[entries[start]]
+        # What is not kept row by row, by optim.per_leaf, has to have the shape of the stack.
+        whole = (len(paths), *slots[paths[0]].shape)
+        if spec.shape != (whole[:1] + spec.shape[1:] if "states" in entries[:start] else whole):
+            raise _undivided(entries, spec)
+        found[entries] = Part("stack", (entries[:start], entries[start + 1 :]), tuple(paths))
     return found
 
 
 def _in_vector(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[Entries, Part]:
     size = sum(math.prod(spec.shape) for spec in slots.values())
-    vectors = [entries for entries, spec in specs.items() if spec.shape == (size,)]
-    return {entries: Part("vector", (entries, ()), tuple(slots)) for entries in vectors}
+    found: dict[Entries, Part] = {}
+    for entries, spec in specs.items():
+        if spec.shape == (size,):
+            found[entries] = Part("vector", (entries, ()), tuple(slots))
+        elif size > 1 and size in spec.shape:
+            raise _undivided(entries, spec)
+    return found
+
+
+def _undivided(entries: Sequence[str], spec: Spec) -> ValueError:
+    return ValueError(
+        f"the state has {describe(spec)} at {'.'.join(entries)!r}, which is of several parameters and cannot be "
+        "divided among them, as the memory of L-BFGS; begin with a fresh one"
+    )

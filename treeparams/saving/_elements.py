@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._structure import Spec
+from .._index import is_complex
+from .._structure import Spec, is_inexact
 from ._names import Names
 from ._rename import Route
 
@@ -39,7 +40,10 @@ class Movers:
         specs = [self._specs[name] for name in route.sources]
         if not any(spec.parameter for spec in specs):
             return route(*arrays)[number]
-        if all(array.shape == spec.shape for array, spec in zip(arrays, specs, strict=True)):
+        is_alike = lambda array, spec: array.shape == spec.shape and is_inexact(array.dtype)
+        if all(map(is_alike, arrays, specs)):
+            if route.function is None:
+                return jnp.stack(list(map(jnp.asarray, arrays))) if route.kind == "stack" else arrays[0][number]
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
             return jnp.reshape(elements[self._map(route, number)], shape)
         first = arrays[0]
@@ -60,7 +64,7 @@ class Movers:
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
         for route, number in self._comes.values():
-            if not route.is_plain and any(self._specs[name].parameter for name in route.sources):
+            if route.function is not None and any(self._specs[name].parameter for name in route.sources):
                 self._map(route, number)
 
 
@@ -97,6 +101,8 @@ def _run(route: Route, specs: Sequence[Spec], numbers: np.ndarray, unit: float) 
 
     at_zero = run(np.zeros(len(numbers)))
     dtypes = [each.dtype for each in (*specs, *at_zero)]
+    if len(set(map(is_complex, dtypes))) > 1:
+        return [np.full(made.shape, -1) for made in at_zero]
     base = 2 ** min(jnp.finfo(dtype).nmant + 1 if jnp.issubdtype(dtype, jnp.inexact) else 1 for dtype in dtypes)
     total, power = [np.zeros(made.shape, np.int64) for made in at_zero], 1
     while power <= numbers.max(initial=1):

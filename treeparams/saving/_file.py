@@ -61,8 +61,10 @@ class File:
 
     def _refuse_pickle(self) -> None:
         self._file.seek(0)
-        start = self._file.read(8)
-        if any(start[4:]) and (start[:4] == b"PK\3\4" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5")):
+        start = self._file.read(4)
+        # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
+        is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
+        if is_pickle or start[:4] == b"PK\3\4":
             raise ValueError(
                 f"{self.path!r} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
                 "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
@@ -131,7 +133,8 @@ def _are_right(words: Any, names: Collection[str]) -> bool:
 
     ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
     return (
-        all(alias not in names and is_tie(tie) for alias, tie in ties.items())
+        are(is_text, words["frozen"])
+        and all(alias not in names and is_tie(tie) for alias, tie in ties.items())
         and all(name in names and is_mark(mark) for name, mark in marks.items())
         and all(map(is_state, states.values()))
         and sums.keys() == set(names)

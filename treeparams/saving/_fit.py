@@ -30,6 +30,7 @@ class Fit(NamedTuple):
     missing: tuple[str, ...]
     unused: dict[str, str]  # and where they would go
     disagrees: tuple[str, ...]
+    kept: set[str]  # to what nothing comes on purpose
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
@@ -39,7 +40,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     leaves = {
         unquote(name): i for name, i in leaves.items() if name.startswith('"') and len(split_path(name)) == 1
     } | leaves
-    found, used = routes(source.specs, rename, transform, leaves)
+    found, used, kept = routes(source.specs, rename, transform, leaves)
     offers: dict[int, list[Move]] = {}  # by the leaf that is stored of a tie
     goes_to: dict[str, str] = {}
     disagrees, refused, nowhere = list[str](), set[int](), dict[str, str]()
@@ -77,9 +78,12 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         comes[root] = first._replace(leaf=root)
         also += [move for move in others if not _is_again(first.route, move.route, source.aliases)]
     used.update([source.aliases[name] for name in used if name in source.aliases])
-    missing = [name for name, leaf in contents.stored.items() if leaf not in comes and leaf not in refused]
+    for name in kept & goes_to.keys():
+        raise ValueError(f"rename, None: nothing is to come to {name!r}, and {goes_to[name]!r} does")
+    here = {*comes, *refused, *(leaves[name] for name in kept)}
+    missing = [name for name, leaf in contents.stored.items() if leaf not in here]
     unused = {name: nowhere.get(name, "") for name in source if name not in used}
-    return Fit(comes, also, tuple(missing), unused, tuple(disagrees))
+    return Fit(comes, also, tuple(missing), unused, tuple(disagrees), kept)
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._layout import Layout, index_of
-from .._paths import nearest
+from .._paths import nearest, split_path
 from .._structure import Spec, is_array
-from .._text import describe
+from .._text import describe, first_few
 from ._arrays import array_spec, in_numpy
 from ._contents import Contents, name_of, state_in_words
 from ._file import File
@@ -27,6 +27,7 @@ class Names(Mapping[str, Any]):
         aliases: the further names that only say again what another name says, and that one.
         states: what is said of the states of optimisers, by path.
         check: compares an array with its checksum, where there is one.
+        is_file: whether each array is read into a buffer of its own.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Names(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
         check: Callable[[str], None] = lambda name: None,
+        is_file: bool = False,
     ) -> None:
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
         self.check = check
+        self.is_file = is_file
         self._read = read
 
     def __getitem__(self, name: str) -> Any:
@@ -61,12 +64,14 @@ class Names(Mapping[str, Any]):
         """Those below a node, by what follows its path."""
         short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
         if not short:
-            raise ValueError(f"nothing lies below {path!r}{nearest(path, {name.split('.')[0] for name in self.specs})}")
+            heads = dict.fromkeys(".".join(split_path(name)[:1]) for name in self.specs)
+            raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
         states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
         specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(specs, lambda name: self[whole[name]], aliases, states, lambda name: self.check(whole[name]))
+        read, check = lambda name: self[whole[name]], lambda name: self.check(whole[name])
+        return Names(specs, read, aliases, states, check, self.is_file)
 
 
 def names_of(source: Any) -> Names:
@@ -82,12 +87,17 @@ def names_of(source: Any) -> Names:
         names = {name_of(paths[i]): spec for i, spec in enumerate(specs) if spec is not None}
         aliases = {name_of(paths[a.leaf]): name_of(paths[a.source]) for a in index.ties if not a.transforms}
         return Names(names, lambda name: jax.ShapeDtypeStruct(*names[name][:2]), aliases)
-    if isinstance(source, Mapping) and all(isinstance(n, str) and not _is_tree(array) for n, array in source.items()):
-        return _of_arrays(source)
+    # What is no array, such as a number among the values, has no name.
+    if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
+        return _of_arrays({name: array for name, array in source.items() if not _is_no_array(array)})
     return _of_tree(source)
 
 
-def _is_tree(value: Any) -> bool:
+def _is_leaf(value: Any) -> bool:
+    return value is None or jtu.all_leaves([value])
+
+
+def _is_no_array(value: Any) -> bool:
     return not (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, np.generic)
 
 
@@ -123,11 +133,15 @@ def _of_several(parts: Sequence[Names]) -> Names:
     aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
     states = {path: state for part in parts for path, state in part.states.items()}
     specs = {name: part.specs[name] for name, part in owners.items()}
-    return Names(specs, lambda name: owners[name][name], aliases, states, lambda name: owners[name].check(name))
+    check = lambda name: owners[name].check(name)
+    return Names(specs, lambda name: owners[name][name], aliases, states, check, is_file=True)
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
-    return Names({name: array_spec(_checked(name, array)) for name, array in arrays.items()}, arrays.__getitem__)
+    specs = {name: array_spec(_checked(name, array)) for name, array in arrays.items()}
+    first: dict[int, str] = {}
+    aliases = {name: first.setdefault(id(array), name) for name, array in arrays.items()}
+    return Names(specs, arrays.__getitem__, {alias: name for alias, name in aliases.items() if alias != name})
 
 
 def _of_tree(tree: PyTree) -> Names:
@@ -136,7 +150,7 @@ def _of_tree(tree: PyTree) -> Names:
             tree = getattr(tree, attribute, tree)
 
     def read(path: Any, leaf: Any) -> Any:
-        if is_array(leaf) or _is_tree(leaf):
+        if is_array(leaf) or _is_no_array(leaf):
             return leaf
         leaf = _checked(jtu.keystr(path), leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -192,7 +206,11 @@ def names(
     known = known if below is None else known.below(below)
     if (isinstance(source, Names) or _paths_in(source)) and rename is None and transform is None:
         return known
-    found, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
+    found, used, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
+    used.update(name for route in found for name in route.sources)
+    if len(used) < len(known):
+        lost = [name for name in known if name not in used]
+        raise ValueError(f"{first_few(lost)} would be merged with others by rename, which are not there; drop by None")
     made: dict[str, Any] = {}
     for route in found:
         arrays = [known[name] for name in route.sources]

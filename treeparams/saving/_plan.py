@@ -14,9 +14,9 @@ from .._layout import Trainable
 from .._paths import nearest
 from .._text import describe, first_few, in_columns
 from ..optim import TrainableState
-from ._arrays import in_numpy, placed
+from ._arrays import as_in_jax, in_numpy, placed
 from ._carry import carried_average, carried_state
-from ._contents import Contents
+from ._contents import Contents, head_of
 from ._elements import Movers
 from ._fit import Fit, Move, fit
 from ._names import Names, names_of, names_of_contents
@@ -69,7 +69,8 @@ class Plan(Generic[M]):
 
         Returns:
             The model. What is no array is that of the model that the plan was made for, and so are, with
-            `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do.
+            `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do, if these are
+            committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
 
         Raises:
             ValueError: an array is not there, or another one than the plan is for; several that go to one tie differ;
@@ -85,17 +86,21 @@ class Plan(Generic[M]):
         wanted: dict[int, list[Move]] = {}
         for move in (*self._fit.comes.values(), *self._fit.also):
             wanted.setdefault(id(move.route), []).append(move)
-        values, besides = dict[int, Any](), list[tuple[Move, Any]]()
+        values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
         for moves in wanted.values():
-            made = moves[0].route(*(given[name] for name in moves[0].route.sources))
+            route = moves[0].route
+            arrays = [given[name] for name in route.sources]
+            made = arrays if route.is_plain else route(*map(as_in_jax, route.sources, arrays))
             for move in moves:
                 if self._fit.comes.get(move.leaf) is move:
-                    values[move.leaf] = placed(contents.names[move.leaf], made[move.number], contents.leaves[move.leaf])
+                    array = made[move.number]
+                    # NumPy arrays may change; and a model that is not tied stays so, though the source be.
+                    is_shared = id(array) in taken or (isinstance(array, np.ndarray) and not given.is_file)
+                    taken.add(id(array))
+                    array = copy_leaf(array) if is_shared else array
+                    values[move.leaf] = placed(contents.names[move.leaf], array, contents.leaves[move.leaf])
                 else:
                     besides.append((move, made[move.number]))
-        first = {id(value): leaf for leaf, value in reversed(values.items())}
-        for leaf, value in values.items():  # a model that is not tied stays so, though the source be
-            values[leaf] = value if first[id(value)] == leaf else copy_leaf(value)
         leaves = contents.leaves_with(values)
         for move, value in besides:
             _check_same(move, value, leaves[move.leaf], contents)
@@ -104,10 +109,10 @@ class Plan(Generic[M]):
     def state(self, source: Any, like: TrainableState) -> TrainableState:
         """The state of an optimiser of the model before, as one of the model after.
 
-        Moments go where their parameters go: renamed, split, merged, stacked. What all parameters of one history have,
-        such as step counts and rates, stays. A parameter to which nothing comes begins a history of its own, with the
-        state and the rates it has in `like` and count 0, as after `optim.set_trainable`; one that `like` does not train
-        is left out.
+        Moments go where their parameters go: renamed, split, merged, stacked; where several go to one tie, those of the
+        first. What all parameters of one history have, such as step counts and rates, stays. A parameter to which
+        nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in `like`,
+        the rates of the others and count 0. One that `like` does not train is left out.
 
         Args:
             source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
@@ -151,7 +156,8 @@ class Plan(Generic[M]):
         """
         self._movers.check()
         names = names_of(source)
-        if like is None and any(name == "shadow" or name.startswith("shadow.") for name in names):
+        heads = {name.partition(".")[0] for name in names}
+        if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
             raise TypeError(
                 "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
             )
@@ -175,9 +181,14 @@ class Plan(Generic[M]):
         return given
 
     def __str__(self) -> str:
-        nothing = lambda path: "missing" if path in self.missing else "disagrees"
+        why = dict.fromkeys(self.missing, "missing") | dict.fromkeys(self._fit.kept, "stays")
         rows = [
-            [row.path or '""', first_few(row.names) or "-", row.how if row.names else nothing(row.path), describe(row)]
+            [
+                row.path or '""',
+                first_few(row.names) or "-",
+                row.how if row.names else why.get(row.path, "disagrees"),
+                describe(row),
+            ]
             for row in self.rows
         ]
         used = sum(1 for row in self.rows if row.names)
@@ -191,6 +202,12 @@ class Plan(Generic[M]):
 
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
+        below = head_of(self.missing, self._source.specs)
+        if below is not None:
+            call = f"saving.names(path, {below!r})"
+            return [
+                f"the source holds such a model below {below!r}: take that alone, saving.plan({call}, model)({call})"
+            ]
         few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
         near = lambda name, known: nearest(name, known) if few and known else ""
         return [
@@ -233,7 +250,9 @@ def plan(
     **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
     takes stay as they are. `*` stands for any text between two dots, `**` for any number of entries, also none, and
     those of the right side are what those of the left side stood for, in order; `?` and `[...]` are as in globs. `None`
-    on the right drops on purpose. Several arrays to one, or one to several, go through a function:
+    on the right drops on purpose, and under `None` on the left stands what is to stay as it is in the model, so that
+    strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to several, go through a
+    function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     >>> split = saving.plan(
@@ -249,8 +268,8 @@ def plan(
     ...     transform={("q", "k"): lambda *both: jnp.concatenate(both)},
     ... )
 
-    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart: the `*` that
-    stands for numbers alone, of several the last.
+    One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart. If there are
+    several, it is the last `*` that stands for numbers only.
 
     >>> layers = {"layers": [{"w": jnp.zeros(2)} for _ in range(3)]}
     >>> stack = saving.plan(layers, {"layers": {"w": jnp.zeros((3, 2))}}, rename={"layers.*.**": "layers.**"})

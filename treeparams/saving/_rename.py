@@ -6,8 +6,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._paths import nearest
@@ -56,6 +57,8 @@ class Route:
             made = self.function(*arrays) if self.function is not None else arrays
             made = list(made) if isinstance(made, (tuple, list)) else [made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
+        except jax.errors.TracerArrayConversionError:
+            made, reason = [], "it is written with NumPy, and has to be with jax.numpy"
         except Exception as error:
             made, reason = [], in_short(error)
         if reason is not None:
@@ -64,22 +67,33 @@ class Route:
         return made
 
 
+class Routes(NamedTuple):
+    """What `rename` and `transform` say of arrays by name."""
+
+    found: list[Route]
+    dropped: set[str]  # names, on purpose
+    kept: set[str]  # targets to which nothing comes, on purpose
+
+
 def routes(
     specs: Mapping[str, Spec], rename: Rename | None, transform: Transforms | None, targets: Collection[str] | None
-) -> tuple[list[Route], set[str]]:
-    """The routes of arrays by name, and the names that are dropped on purpose.
+) -> Routes:
+    """Reads `rename` and `transform`.
 
     The targets say into how many an array is unstacked; where there are none, its leading axis does.
     """
     functions = _checked(transform)
-    if rename is not None and not isinstance(rename, Mapping):
+    if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
+        raise TypeError(f"rename is a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
+    if callable(rename):
         renamed = {name: rename(name) for name in specs}
         for name, new in renamed.items():
             if not (new is None or isinstance(new, str)):
                 raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
         found = [Route((name,), (new,)) for name, new in renamed.items() if new is not None]
-        return _with_functions(found, functions), {name for name, new in renamed.items() if new is None}
-    entries = [_Entry(left, right) for left, right in (rename or {}).items()]
+        return Routes(_with_functions(found, functions), {name for name, new in renamed.items() if new is None}, set())
+    kept = _kept(dict(rename or {}).pop(None, ()), targets or ())
+    entries = [_Entry(left, right) for left, right in (rename or {}).items() if left is not None]
     rest = [name for name in specs if not any(entry.takes(name) for entry in entries)]
     found, dropped = [Route((name,), (name,)) for name in rest], set[str]()
     for entry in entries:
@@ -89,7 +103,20 @@ def routes(
             dropped |= {name for names in entry.found.values() for name in names.values()}
         else:
             found += entry.routes(specs, function, targets)
-    return _with_functions(found, functions), dropped
+    return Routes(_with_functions(found, functions), dropped, kept)
+
+
+def _kept(side: Any, targets: Collection[str]) -> set[str]:
+    """The targets that patterns under `None` name."""
+    kept = set[str]()
+    for pattern in _side(side, "right") if side != () else ():
+        found = {target for target in targets if pattern.match(target) is not None}
+        if not found:
+            raise ValueError(
+                f"rename, None: no array of the model is at {pattern.text!r}{nearest(pattern.text, targets)}"
+            )
+        kept |= found
+    return kept
 
 
 def _checked(transform: Transforms | None) -> dict[Any, Callable[..., Any]]:
@@ -109,7 +136,9 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
         pattern = _Pattern(key)
         hits = [i for i, route in enumerate(found) if any(pattern.match(name) is not None for name in route.sources)]
         if not hits:
-            raise ValueError(f"transform has {key!r}, which matches no name{nearest(key, known)}")
+            at = [route.sources[0] for route in found if any(pattern.match(name) is not None for name in route.targets)]
+            hint = f"; it is where {at[0]!r} goes, so write that" if at else nearest(key, known)
+            raise ValueError(f"transform has {key!r}, which matches no name{hint}")
         for i in hits:
             route = found[i]
             if route.kind or len(route.sources) + len(route.targets) > 2:
@@ -171,7 +200,11 @@ class _Entry:
             taken = [name for name in names if pattern.match(name) is not None]
             if taken:
                 raise ValueError(f"rename has {pattern.text!r}, but entries before it take {taken[0]!r}; put it first")
-            raise ValueError(f"rename has {pattern.text!r}, which matches no name{nearest(pattern.text, names)}")
+            below = next((name for name in names if _Pattern(f"{pattern.text}.**").match(name) is not None), None)
+            hint = (
+                f"; {pattern.text}.** takes what is below it, as {below!r}" if below else nearest(pattern.text, names)
+            )
+            raise ValueError(f"rename has {pattern.text!r}, which matches no name{hint}")
 
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
@@ -207,7 +240,10 @@ class _Entry:
         place = places[-1]
         stacks: dict[tuple[Any, ...], dict[int, str]] = {}
         for stars, its in self.found.items():
-            stacks.setdefault(stars[:place] + stars[place + 1 :], {})[int(stars[place])] = its[0]
+            rows = stacks.setdefault(stars[:place] + stars[place + 1 :], {})
+            if int(stars[place]) in rows:
+                raise ValueError(f"rename, {self.left!r}: {rows[int(stars[place])]!r} and {its[0]!r} are one row")
+            rows[int(stars[place])] = its[0]
         for stars, rows in stacks.items():
             yield Route(tuple(rows[row] for row in sorted(rows)), (right.with_stars(stars),), "stack", function)
 

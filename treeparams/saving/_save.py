@@ -1,6 +1,6 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
@@ -13,7 +13,7 @@ from .._recognise import name_deleted
 from .._text import describe, first_lines
 from .._ties import Alias
 from ._arrays import placed
-from ._contents import Contents, specs_in, state_in_words
+from ._contents import Contents, head_of, specs_in, state_in_words
 from ._file import PREFIX, File, write
 
 M = TypeVar("M")
@@ -50,7 +50,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that has
             no place in a file; a name is no Unicode; `metadata` has a name that starts with `treeparams.`.
-        TypeError: `metadata` is not text by text.
+        TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
@@ -59,6 +59,9 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
     contents = Contents(model)
+    for at, leaf in zip(contents.structure.paths, contents.leaves, strict=True):
+        if isinstance(leaf, Mapping):
+            raise TypeError(f"{at!r} is a mapping and no pytree, so none of its arrays would be saved; write dict(...)")
     for name in [*contents.names.values(), *said, *said.values()]:
         try:
             name.encode()
@@ -142,10 +145,11 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
             "saving.plan(path, model)(path), which says what goes where"
         )
     contents = Contents(like)
-    wrong = list(_unlike_states(contents, file)) or [*_unlike_arrays(contents, file), *_unlike_ties(contents, file)]
+    leaves = _leaves_in(contents, file)
+    wrong = list(_unlike_states(contents, file))
+    wrong = wrong or [*_unlike_arrays(contents, leaves, file), *_unlike_ties(contents, leaves, file)]
     if wrong:
         raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
-    leaves = {name: i for i, name in contents.names.items()}
     known = contents.aliases
     contents.aliases = {}
     for alias, (source, transforms) in file.words["ties"].items():
@@ -158,27 +162,69 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
-def _unlike_arrays(contents: Contents, file: File) -> Iterator[str]:
+def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
+    """The leaves by their names in the file, where the histories of a state may stand in another order."""
+    places: dict[str, str] = {}
+    for path, state in contents.states.items():
+        here, there = (_places_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
+        for paths, ours in here.items():
+            places |= dict(zip(ours, there.get(paths, ours), strict=True))
+    names = {}
+    for i, name in contents.names.items():
+        start = next((ours for ours in places if name == ours or name.startswith(f"{ours}.")), "")
+        names[places.get(start, "") + name[len(start) :]] = i
+    return names
+
+
+def _places_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[str, str]]:
+    """Where the state and the count of each history are, by whether it runs and by its parameters."""
+    if words is None:
+        return {}
+    start, running = f"{path}." if path else "", words["running"]
+    places = [("runs", i, paths) for i, paths in enumerate(running)]
+    places += [("held", i, paths) for i, paths in enumerate(words["held"])]
+    return {
+        (side, *paths): (f"{start}{side}.{i}", f"{start}counts.{number}")
+        for number, (side, i, paths) in enumerate(places)
+    }
+
+
+def _unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says which arrays are in one only, or are others."""
-    leaves = {name: i for i, name in contents.names.items()}
-    there = [*file.specs, *file.words["ties"]]
-    for name in leaves.keys() - there:
+    there = dict.fromkeys([*file.specs, *file.words["ties"]])
+    below = head_of(leaves, there)
+    if below is not None:
+        yield (
+            f"the file holds such a tree below {below!r}: load into {{{below!r}: tree, ...}}, with all else that is in "
+            f"the file, or take this alone, names = saving.names(path, {below!r}), saving.plan(names, tree)(names)"
+        )
+        return
+    for name in [name for name in leaves if name not in there]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    for name in [name for name in there if name not in leaves]:
+    head = lambda name: name.partition(".")[0]
+    heads, lacking = set(map(head, leaves)), [name for name in there if name not in leaves]
+    for name in [name for name in lacking if head(name) in heads]:
         yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
-    for name in leaves.keys() & file.specs.keys():
-        here, there = contents.spec(leaves[name]), file.specs[name]
+    for part in dict.fromkeys(head(name) for name in lacking if head(name) not in heads):
+        yield (
+            f"the file also holds {part!r}, which the tree has not; to take a part of a file, as 'model', write "
+            "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
+        )
+    plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
+    for name in [name for name in there if name in leaves and (name in plain or name in file.specs)]:
+        stored = plain.get(name, name)
+        here, there = contents.spec(leaves[name]), file.specs[stored]
         leaf = contents.leaves[leaves[name]]
-        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(name) and here == there:
-            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(name)} in the file"
+        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
+            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
         if here != there:
             yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
 
-def _unlike_ties(contents: Contents, file: File) -> Iterator[str]:
+def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says what is one array in the tree or in the file only."""
     aliases, first = contents.aliases, contents.structure.first
-    names, leaves = contents.names, {name: i for i, name in contents.names.items()}
+    names = {i: name for name, i in leaves.items()}
     source_of = lambda i: aliases[i].source if i in aliases else i
     for alias, (source, transforms) in file.words["ties"].items():
         if alias not in leaves or source not in leaves:
@@ -204,7 +250,7 @@ def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
     """Says which states have other histories, and how to make one that fits."""
     for path, state in contents.states.items():
         here, there = state_in_words(state), file.words["states"].get(path)
-        if there is None or here == there:
+        if there is None or _parts_in(here) == _parts_in(there):
             continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
@@ -214,6 +260,16 @@ def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
             f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
             f"{_histories(here)} in the tree. A state like the saved one is made by\n{calls_for(there)}"
         )
+
+
+def _parts_in(words: Mapping[str, Any]) -> Any:
+    """What a state is said to be of, whatever the order of its histories."""
+    together: dict[int, list[str]] = {}
+    histories = [*(("runs", *paths) for paths in words["running"]), *(("held", *paths) for paths in words["held"])]
+    for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
+        together.setdefault(origin, []).extend(paths)
+    parts = zip(histories, words["origins"], strict=True)
+    return specs_in(words), {history: frozenset(together[origin]) for history, origin in parts}
 
 
 def _histories(words: Mapping[str, Any]) -> str:
@@ -229,21 +285,11 @@ def calls_for(words: Mapping[str, Any]) -> str:
     for origin, paths in zip(words["origins"], [*running, *held], strict=True):
         together.setdefault(origin, []).extend(paths)
     lines, trained = ["state = tx.init(model)"], list[str]()
-    for origin in _in_both_orders(words["origins"][: len(running)], words["origins"][len(running) :]):
-        trained += together[origin]
+    for paths in together.values():
+        trained += paths
         reset = ", reset=True" if len(lines) == 1 else ""
         lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
     if held:
         now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
         lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
     return "\n".join(lines)
-
-
-def _in_both_orders(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """All of both sequences, each once, in the order of either."""
-    found: list[int] = []
-    while one or other:
-        heads = [side[0] for side, rest in ((one, other), (other, one)) if side and side[0] not in rest[1:]]
-        found.append((heads or [*one, *other])[0])
-        one, other = ([each for each in side if each != found[-1]] for side in (one, other))
-    return found
