@@ -303,7 +303,7 @@ def test_arrays_without_values_need_something():
 def test_a_function_that_gives_another_number_of_arrays():
     two = {"rename": {"a": ("x", "y")}, "transform": {"a": lambda a: [a, a, a]}}
     plan = saving.plan({"a": row(2)}, _TO, strict=False, **two)
-    assert plan.disagrees == ("a: <lambda> gives 3 arrays for 2 paths, x, y",)
+    assert plan.disagrees == ("a: <lambda> gives 3 arrays, and the paths are x, y",)
     unstack = saving.plan({"a": row(3, 2)}, {"l": [ramp(2), ramp(2)]}, rename={"a": "l.*"}, strict=False)
     assert unstack.disagrees == ("a: unstack gives 3 arrays for 2 paths, l.0, l.1",)
 

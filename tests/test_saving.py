@@ -230,7 +230,7 @@ def test_metadata_is_text_by_text(path, tmp_path):
     assert_same(saving.load(path, {"w": ramp(2)}), {"w": ramp(2)})
     with pytest.raises(ValueError, match=r"metadata 'treeparams.x': names that start with 'treeparams.' are this lib"):
         saving.save(path, {"w": ramp(2)}, metadata={"treeparams.x": "1"})
-    with pytest.raises(ValueError, match=r"'\\ud800' is no Unicode text"):
+    with pytest.raises(ValueError, match=r"'\\ud800' is not Unicode text"):
         saving.save(path, {"w": ramp(2)}, metadata={"x": "\ud800"})
     assert saving.metadata(path) == said
     with pytest.raises(FileNotFoundError):
@@ -270,7 +270,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
         ),
         (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; keep a copy"),
         (first | {"key": key}, RuntimeError, "'key' has been deleted"),
-        (first | {"n\ud800": ramp(1)}, ValueError, r"'n\\ud800' is no Unicode text"),
+        (first | {"n\ud800": ramp(1)}, ValueError, r"'n\\ud800' is not Unicode text"),
         (first | {"times": np.zeros(2, ">f4")}, TypeError, "'times' is a NumPy array of >f4, which JAX does not have"),
     ]
     for tree, error, message in refused:

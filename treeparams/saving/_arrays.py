@@ -51,7 +51,7 @@ def kind_of(path: str, leaf: Any) -> Kind:
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
         return Kind("U32", (*shape, *key_kind(impl)[1]), 4, {"key": impl})
-    raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which a file has no place for")
+    raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from ..optim import GroupsState, PerLeafState, TrainableState
 from ..optim._groups import groups_in
 from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import placed
-from ._divided import History
+from ._divided import NamedHistory
 from ._elements import Movers
 from ._names import Names, names_of
 
@@ -35,12 +35,12 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
         return like
     starts = [f"{side}.{n}" for side in ("runs", "held") for n in range(len(words[_SIDES[side]]))]
     olds = [
-        History(source, start, words, paths)
+        NamedHistory(source, start, words, paths)
         for start, paths in zip(starts, [*words["running"], *words["held"]], strict=True)
     ]
     owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
     fresh_names = names_of(like)
-    fresh = History(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
+    fresh = NamedHistory(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
     used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
     lost = [name for old in olds for name in old.lost(fresh, used)]
     if lost:
@@ -135,7 +135,7 @@ def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layou
 
 def _state(
     like: TrainableState,
-    fresh: History,
+    fresh: NamedHistory,
     paths: Collection[str],
     of: Callable[[Any, str], Any],
     shared: Callable[[Any], Any],
@@ -173,7 +173,7 @@ def _as(like: Any, array: Any, entries: Sequence[str], shape: tuple[int, ...]) -
     )
 
 
-def _of_these(state: PyTree, fresh: History, paths: Collection[str], layout: Layout) -> PyTree:
+def _of_these(state: PyTree, fresh: NamedHistory, paths: Collection[str], layout: Layout) -> PyTree:
     """The state in the structure that it has for these parameters alone; what is of others is `None` in it."""
     forms = {part.form for part in fresh.parts.values()}
     stacks, left = ({describe(fresh.specs[path]) for path in each} for each in (fresh.specs, paths))

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     paths: tuple[str, ...]
 
 
-class History:
+class NamedHistory:
     """The state of the parameters that took their steps together, by names.
 
     Attributes:
@@ -49,7 +49,7 @@ class History:
         self.parts = _in_tree(specs, self.specs) or _in_stacks(specs, self.specs) or _in_vector(specs, self.specs)
         self._at = {(part.place, path): entries for entries, part in self.parts.items() for path in part.paths}
 
-    def lost(self, other: "History", used: Set[str]) -> list[str]:
+    def lost(self, other: "NamedHistory", used: Set[str]) -> list[str]:
         """The names of arrays, of all parameters or of used ones, for which another history has no place."""
         places = {part.place for part in other.parts.values()}
         shared = other._names.keys() - other.parts.keys()
@@ -119,7 +119,7 @@ def _in_tree(specs: Mapping[Entries, Spec], slots: Mapping[str, Spec]) -> dict[E
                     alike.add(node)
     # A step count may be called as a parameter is. So something has to speak for a node: an array of the right shape,
     # all of several parameters, or another node beside it with the same ones, as in a factorised state.
-    whole = [node for node, its in covered.items() if len(its) == below[node]]
+    whole = [node for node, its in covered.items() if len(its) == below[node] and node[-1:] != ("hyperparams",)]
     beside = collections.Counter((node[:-1], frozenset(covered[node])) for node in whole)
     trees = {
         node

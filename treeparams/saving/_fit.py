@@ -55,8 +55,8 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         used.update(route.sources)
         made = _results(route, source.specs)
         if len(made) != len(route.targets):
-            what = f"{len(made)} arrays for {len(route.targets)} paths, {first_few(route.targets)}"
-            disagrees.append(f"{first_few(route.sources)}: {route.how} gives {what}")
+            what = f"gives {len(made)} arrays, and the paths are {first_few(route.targets)}"
+            disagrees.append(f"{first_few(route.sources)}: {route.how} {what}")
             continue
         for number, leaf in targets:
             name, want, alias = contents.names[leaf], contents.spec(leaf), contents.aliases.get(leaf)

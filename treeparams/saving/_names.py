@@ -171,7 +171,9 @@ def names_of_contents(contents: Contents) -> Names:
 def names(
     source: Any, below: str | None = None, *, rename: Rename | None = None, transform: Transforms | None = None
 ) -> Mapping[str, Any]:
-    """The arrays of a model or a file by name, each tie once: what other programs read, and plans.
+    """The arrays of a model or a file by name, each tie once: for other programs, and for plans.
+
+    `safetensors.numpy.save_file` writes them; `saving.save` is for trees.
 
     >>> import os, tempfile, equinox as eqx, jax
     >>> from treeparams import saving
@@ -210,14 +212,16 @@ def names(
     used.update(name for route in found for name in route.sources)
     if len(used) < len(known):
         lost = [name for name in known if name not in used]
-        raise ValueError(f"{first_few(lost)} would be merged with others by rename, which are not there; drop by None")
+        raise ValueError(
+            f"rename merges {first_few(lost)} with arrays that are not there; drop them: rename={{...: None}}"
+        )
     made: dict[str, Any] = {}
     for route in found:
         arrays = [known[name] for name in route.sources]
         is_abstract = any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
         arrays = jax.eval_shape(route, *arrays) if is_abstract else route(*arrays)
         if len(arrays) != len(route.targets):
-            raise ValueError(f"{route.how} gives {len(arrays)} arrays for {len(route.targets)} names, {route.targets}")
+            raise ValueError(f"{route.how} gives {len(arrays)} arrays, and the names are {', '.join(route.targets)}")
         for name, array in zip(route.targets, arrays, strict=True):
             if name in made:
                 raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")

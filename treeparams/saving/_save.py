@@ -35,7 +35,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
     Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
     functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
     says which paths are one array, what each array's checksum is, and which parameters a state of an optimiser is of.
-    Anything that reads safetensors reads it; complex numbers are there as pairs, dtypes that the format has not as
+    Anything that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as
     bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
@@ -49,7 +49,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
     Raises:
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that has
-            no place in a file; a name is no Unicode; `metadata` has a name that starts with `treeparams.`.
+            no place in a file; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`.
         TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
@@ -66,7 +66,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{name!r} is no Unicode text, so it cannot be a name in a file") from None
+            raise ValueError(f"{name!r} is not Unicode text, so it cannot be a name in a file") from None
     try:
         contents.store_what_differs()
         frozen = contents.frozen
