@@ -305,7 +305,7 @@ def test_a_function_that_gives_another_number_of_arrays():
     plan = saving.plan({"a": row(2)}, _TO, strict=False, **two)
     assert plan.disagrees == ("a: <lambda> gives 3 arrays, and the paths are x, y",)
     unstack = saving.plan({"a": row(3, 2)}, {"l": [ramp(2), ramp(2)]}, rename={"a": "l.*"}, strict=False)
-    assert unstack.disagrees == ("a: unstack gives 3 arrays for 2 paths, l.0, l.1",)
+    assert unstack.disagrees == ("a: unstack gives 3 arrays, and the paths are l.0, l.1",)
 
 
 def test_part_of_a_split_that_goes_nowhere():
@@ -329,3 +329,18 @@ def test_how_is_the_name_of_what_is_done():
     stacked = saving.plan(layers, {"l": ramp(2)}, rename={"l.*": "l"}, transform={"l.*": lambda a, b: a - b})
     assert stacked.rows[0][1:3] == (("l.0", "l.1"), "<lambda>")
     np.testing.assert_array_equal(stacked(layers)["l"], [5, 5])
+
+
+def test_what_stays_as_it_is_is_named_under_none():
+    model = {"a": ramp(2), "new": {"w": ramp(2), "b": ramp(1)}, "other": ramp(3)}
+    source = {"a": np.ones(2, np.float32)}
+    plan = saving.plan(source, model, rename={None: ("new.**", "other")})
+    assert (plan.missing, plan.unused, plan.disagrees) == ((), (), ())
+    assert [line.split()[2] for line in str(plan).splitlines() if " - " in line] == ["stays"] * 3
+    assert_same(plan(source), model | {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"'other' is missing"):
+        saving.plan(source, model, rename={None: "new.**"})
+    with pytest.raises(ValueError, match=r"rename, None: no array of the model is at 'knew'; nearest: 'new.w'"):
+        saving.plan(source, model, rename={None: "knew"})
+    with pytest.raises(ValueError, match=r"rename, None: nothing is to come to 'a', and 'a' does"):
+        saving.plan(source, model, rename={None: "**"})

@@ -241,3 +241,11 @@ def test_errors_of_averages():
         plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
     with pytest.raises(TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\("):
         plan.average(ema)
+
+
+def test_an_average_can_be_donated():
+    """Of a tied model as that of an untied one, it holds no array twice."""
+    shared = ramp(2)
+    tied, untied = {"a": shared, "b": shared}, {"a": ramp(2), "b": ramp(2)}
+    made = saving.plan(tied, untied).average(tp.Ema(tied, 0.5), like=tp.Ema(untied, 0.5))
+    assert len({id(leaf) for leaf in jax.tree.leaves(made.shadow)}) == 2

@@ -295,3 +295,30 @@ def test_errors_of_names():
     for function in (lambda a: a @ np.ones((3, 3)), lambda a: {"a": a}):
         with pytest.raises(ValueError, match=r"<lambda> of 'a' \(float32\[2\]\) fails"):
             saving.names(arrays, transform={"a": function})
+
+
+def test_a_dictionary_of_arrays_is_names_whatever_else_is_in_it():
+    source = {"fc.weight": np.ones(2, np.float32), "steps": 3, "scale": np.float32(1), "nothing": None}
+    assert list(saving.names(source)) == ["fc.weight"]
+    assert_same(saving.plan(source, {"weight": ramp(2)}, rename={"fc.*": "*"})(source), {"weight": jnp.ones(2)})
+
+
+def test_a_model_owns_what_came_from_numpy():
+    source = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
+    made = saving.plan(source, {"a": ramp(2), "b": source["b"] + 1})(source)
+    source["a"][:] = source["b"][:] = 7
+    assert_same(made, {"a": jnp.ones(2), "b": np.ones(2, np.float32)})
+
+
+def test_hints():
+    source, model = {"h.0.w": ramp(2)}, {"blocks": [{"w": ramp(2)}]}
+    with pytest.raises(
+        ValueError, match=r"'h.\*', which matches no name; h.\*.\*\* takes what is below it, as 'h.0.w'"
+    ):
+        saving.plan(source, model, rename={"h.*": "blocks.*"})
+    with pytest.raises(ValueError, match="it is where 'h.0.w' goes, so write that"):
+        saving.plan(source, model, rename={"h.**": "blocks.**"}, transform={"blocks.*.w": jnp.flip})
+    with pytest.raises(ValueError, match="fails: it is written with NumPy, and has to be with jax.numpy"):
+        saving.plan(source, model, rename={"h.**": "blocks.**"}, transform={"h.*.w": np.asarray})
+    with pytest.raises(ValueError, match="rename, '\\*': '01' and '1' are one row"):
+        saving.plan({"1": ramp(2), "01": ramp(2)}, {"w": ramp(2, 2)}, rename={"*": "w"})

@@ -186,3 +186,23 @@ def test_loaded_arrays_hang_on_nothing(path):
     np.testing.assert_array_equal(twice["jax"], 2 * tree["jax"])
     assert arrays["jax"].is_deleted()
     np.testing.assert_array_equal(again["jax"], tree["jax"])
+
+
+def test_an_abstract_alias_has_to_fit_too(path):
+    shared = ramp(3, 2)
+    saving.save(path, {"embed": shared, "head": shared})
+    like = {"embed": jax.ShapeDtypeStruct((3, 2), jnp.float32), "head": jax.ShapeDtypeStruct((5, 2), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"'head' is bfloat16\[5,2\] in the tree, float32\[3,2\] in the file"):
+        saving.load(path, like)
+
+
+def test_a_part_of_a_file(path):
+    saving.save(path, {"model": {"w": ramp(2)}, "average": {"w": ramp(2)}})
+    with pytest.raises(ValueError, match="the file holds such a tree below 'model': load into"):
+        saving.load(path, {"w": ramp(2)})
+    with pytest.raises(ValueError, match="the file also holds 'average', which the tree has not; to take a part"):
+        saving.load(path, {"model": {"w": ramp(2)}})
+    with pytest.raises(ValueError, match="the source holds such a model below 'model': take that alone"):
+        saving.plan(path, {"w": ramp(2)})
+    with pytest.raises(TypeError, match="'' is a mapping and no pytree, so none of its arrays would be saved"):
+        saving.save(path, saving.names(path))

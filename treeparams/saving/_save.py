@@ -48,8 +48,8 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that has
-            no place in a file; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`.
+        ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
+            the format cannot hold; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`.
         TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
