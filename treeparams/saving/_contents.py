@@ -101,10 +101,10 @@ def name_of(path: str) -> str:
     return '"__metadata__"' if path == "__metadata__" else path
 
 
-def head_of(names: Collection[str], among: Collection[str]) -> str | None:
-    """The node below which all of these names are, as the model in a file of several things; `None`: there is none."""
+def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
+    """The nodes below which all of these names are, as the model in a file of several things."""
     heads = dict.fromkeys(name.partition(".")[0] for name in among)
-    return next((head for head in heads if names and all(f"{head}.{name}" in among for name in names)), None)
+    return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
 
 
 def state_in_words(state: TrainableState) -> dict[str, Any]:

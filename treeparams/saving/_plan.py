@@ -12,11 +12,11 @@ from jax.core import Tracer
 from .._average import Ema, copy_leaf
 from .._layout import Trainable
 from .._paths import nearest
-from .._text import describe, first_few, in_columns
+from .._text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
 from ._arrays import as_in_jax, in_numpy, placed
 from ._carry import carried_average, carried_state
-from ._contents import Contents, head_of
+from ._contents import Contents, heads_of
 from ._elements import Movers
 from ._fit import Fit, Move, fit
 from ._names import Names, names_of, names_of_contents
@@ -202,12 +202,10 @@ class Plan(Generic[M]):
 
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
-        below = head_of(self.missing, self._source.specs)
-        if below is not None:
-            call = f"saving.names(path, {below!r})"
-            return [
-                f"the source holds such a model below {below!r}: take that alone, saving.plan({call}, model)({call})"
-            ]
+        heads = heads_of(self.missing, self._source.specs)
+        if heads:
+            call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
+            return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
         few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
         near = lambda name, known: nearest(name, known) if few and known else ""
         return [

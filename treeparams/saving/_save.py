@@ -10,10 +10,10 @@ from jaxtyping import PyTree
 from .._layout import index_of
 from .._paths import nearest
 from .._recognise import name_deleted
-from .._text import describe, first_lines
+from .._text import describe, first_lines, quoted
 from .._ties import Alias
 from ._arrays import placed
-from ._contents import Contents, head_of, specs_in, state_in_words
+from ._contents import Contents, heads_of, specs_in, state_in_words
 from ._file import PREFIX, File, write
 
 M = TypeVar("M")
@@ -192,11 +192,11 @@ def _places_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[st
 def _unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says which arrays are in one only, or are others."""
     there = dict.fromkeys([*file.specs, *file.words["ties"]])
-    below = head_of(leaves, there)
-    if below is not None:
+    heads = heads_of(leaves, there)
+    if heads:
         yield (
-            f"the file holds such a tree below {below!r}: load into {{{below!r}: tree, ...}}, with all else that is in "
-            f"the file, or take this alone, names = saving.names(path, {below!r}), saving.plan(names, tree)(names)"
+            f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
+            f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in leaves if name not in there]:
