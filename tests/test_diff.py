@@ -72,7 +72,7 @@ def _moved(leaf: Any) -> tuple[Any, str]:
     return np.array(np.asarray(leaf) + np.ones((), leaf.dtype)), "elements"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(models(), st.data())
 def test_one_change_is_found_at_its_path(model, data):
     model = jax.tree.map(lambda leaf: np.array(leaf) if hasattr(leaf, "dtype") else leaf, model)  # no ties

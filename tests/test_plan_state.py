@@ -142,7 +142,7 @@ def test_there_and_back_it_is_what_it_was(form, rule):
     assert_same(back(there(old)), old)
 
 
-@pytest.mark.parametrize("name", ["clip", "per leaf", "stacks per leaf"])
+@pytest.mark.parametrize("name", ["clip", "stacks per leaf"])
 def test_it_goes_on(name, tmp_path):
     """Bit for bit after renames, up to rounding after others, from a file too."""
     tx, old = made(*ELEMENTWISE[name]), _before()
@@ -219,9 +219,7 @@ def history(form, *choices, steps=2):
     return state
 
 
-@pytest.mark.parametrize(
-    ("form", "steps"), [(optim.trainable, 2), (optim.trainable, 0), (optim.flat, 2), (optim.stacked, 0)]
-)
+@pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (optim.trainable, 0), (optim.stacked, 0)])
 def test_a_plan_that_changes_nothing_is_as_thawing(form, steps):
     tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
     for choices in ((None, ("a", "b"), "c"), ("c", "a", ("a", "b"))):

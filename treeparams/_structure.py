@@ -47,6 +47,7 @@ class Node(NamedTuple):
 
 
 _CLS = operator.attrgetter("cls")
+_KEY = operator.itemgetter(0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,7 +221,7 @@ def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The keys of a node's children, of its children with their keys as JAX gives them."""
-    names = [key for key, _ in children]
+    names = list(map(_KEY, children))
     if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
         return list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
     return names
