@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ._difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._index import is_complex
 from ._layout import Layout
-from ._recognise import name_deleted, structure_of
+from ._recognise import name_deleted, static_values, structure_of
 from ._static_keys import identical, static_key
 from ._structure import flatten, is_inexact, same_treedef
 from ._text import both_in_text, describe
@@ -164,20 +164,9 @@ def _is_one(a: Any, b: Any) -> bool:
     (ours, these), (theirs, those) = flatten(a), flatten(b)
     if not identical(ours, theirs) or not same_treedef(these, those):
         return False
-    return all(map(_are_static_equal, _statics(these), _statics(those)))
-
-
-def _statics(treedef: Any) -> list[Any]:
-    found: list[Any] = []
-    treedef.walk(lambda _, data: found.append(data), bool, range(treedef.num_leaves))
-    return found
-
-
-def _are_static_equal(here: Any, there: Any) -> bool:
-    # A tuple is made anew at each flattening, around values that are not.
-    if here is there or (type(here) is type(there) and type(here) in (tuple, list) and identical(here, there)):
-        return True
-    return static_key(here, strict=True) == static_key(there, strict=True)
+    ours, theirs = static_values(these), static_values(those)
+    is_same = lambda here, there: here is there or static_key(here, strict=True) == static_key(there, strict=True)
+    return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
 
 
 def _is_concrete(leaf: Any) -> bool:

@@ -109,7 +109,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     leaves, treedef = flatten(tree)
     kinds = list(map(type, leaves))
     context = (registry.version, jax.dtypes.canonicalize_dtype(np.float64))
-    statics = _static_values(treedef)
+    statics = static_values(treedef)
     hashed = hash(treedef)
     bucket = _known.get(hashed, [])
     for i, known in enumerate(bucket):
@@ -251,7 +251,8 @@ def name_deleted(error: Exception, tree: Any) -> None:
 # -- What is looked at -------------------------------------------------------------------------------------------------
 
 
-def _static_values(treedef: Any) -> list[Any]:
+def static_values(treedef: Any) -> list[Any]:
+    """The static values of all nodes."""
     values: list[Any] = []
 
     def visit(_: Any, data: Any) -> None:

@@ -21,6 +21,7 @@ from ..optim import GroupsState, PerLeafState, TrainableState
 from ..optim._groups import groups_in
 from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import placed
+from ._contents import histories_in
 from ._divided import NamedHistory
 from ._elements import Movers
 from ._names import Names, names_of
@@ -33,11 +34,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     words = _words_of(movers, source, like)
     if not like.runs:
         return like
-    starts = [f"{side}.{n}" for side in ("runs", "held") for n in range(len(words[_SIDES[side]]))]
-    olds = [
-        NamedHistory(source, start, words, paths)
-        for start, paths in zip(starts, [*words["running"], *words["held"]], strict=True)
-    ]
+    olds = [NamedHistory(source, place, words, paths) for place, paths in histories_in(words)]
     owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
     fresh_names = names_of(like)
     fresh = NamedHistory(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
@@ -77,9 +74,6 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     roles = Roles(like.layout, running, (), tuple(origin for origin, *_ in made))
     counts = tuple(jnp.asarray(count, jnp.int32) for _, _, count, _ in made)
     return in_own_buffers(TrainableState(tuple(state for _, state, _, _ in made), (), counts, roles))
-
-
-_SIDES = {"runs": "running", "held": "held"}
 
 
 def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:

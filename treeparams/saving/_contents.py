@@ -78,7 +78,7 @@ class Contents:
                 leaves[i] = placed(self.names[i], value, self.leaves[i]) if alias.transforms else value
         return leaves
 
-    @property
+    @functools.cached_property
     def states(self) -> dict[str, TrainableState]:
         """The states of `optim.trainable` and the like, by path."""
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
@@ -118,6 +118,12 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
     names = lambda histories: [[paths[i] for i in positions] for positions in histories]
     origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
     return {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
+
+
+def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Where in a state each history is, and its parameters, in the order of the counts."""
+    sides = (("runs", words["running"]), ("held", words["held"]))
+    return [(f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
 
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:

@@ -1,5 +1,6 @@
 """plan: what goes where, before anything is loaded."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -163,7 +164,7 @@ class Plan(Generic[M]):
             )
         return self(names) if like is None else carried_average(self._movers, names, like)
 
-    @property
+    @functools.cached_property
     def _movers(self) -> Movers:
         names = self._contents.names
         return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._fit.comes.items()}, self._source)

@@ -45,16 +45,16 @@ class Route:
     def __call__(self, *arrays: Any) -> list[Any]:
         """One array for each target, from one for each source."""
         if self.function is not None:
-            return self._made(arrays)
+            return self._made(self.function, arrays)
         if self.kind == "stack":
             return [jnp.stack([jnp.asarray(array) for array in arrays])]
         if self.kind == "unstack":
             return [arrays[0][row] for row in range(arrays[0].shape[0])]
         return list(arrays)
 
-    def _made(self, arrays: Sequence[Any]) -> list[Any]:
+    def _made(self, function: Callable[..., Any], arrays: Sequence[Any]) -> list[Any]:
         try:
-            made = self.function(*arrays) if self.function is not None else arrays
+            made = function(*arrays)
             made = list(made) if isinstance(made, (tuple, list)) else [made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
         except jax.errors.TracerArrayConversionError:

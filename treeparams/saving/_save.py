@@ -13,7 +13,7 @@ from .._recognise import name_deleted
 from .._text import describe, first_lines, quoted
 from .._ties import Alias
 from ._arrays import placed
-from ._contents import Contents, heads_of, specs_in, state_in_words
+from ._contents import Contents, heads_of, histories_in, specs_in, state_in_words
 from ._file import PREFIX, File, write
 
 M = TypeVar("M")
@@ -180,12 +180,10 @@ def _places_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[st
     """Where the state and the count of each history are, by whether it runs and by its parameters."""
     if words is None:
         return {}
-    start, running = f"{path}." if path else "", words["running"]
-    places = [("runs", i, paths) for i, paths in enumerate(running)]
-    places += [("held", i, paths) for i, paths in enumerate(words["held"])]
+    start = f"{path}." if path else ""
     return {
-        (side, *paths): (f"{start}{side}.{i}", f"{start}counts.{number}")
-        for number, (side, i, paths) in enumerate(places)
+        (place.partition(".")[0], *paths): (f"{start}{place}", f"{start}counts.{number}")
+        for number, (place, paths) in enumerate(histories_in(words))
     }
 
 
@@ -265,7 +263,7 @@ def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
 def _parts_in(words: Mapping[str, Any]) -> Any:
     """What a state is said to be of, whatever the order of its histories."""
     together: dict[int, list[str]] = {}
-    histories = [*(("runs", *paths) for paths in words["running"]), *(("held", *paths) for paths in words["held"])]
+    histories = [(place.partition(".")[0], *paths) for place, paths in histories_in(words)]
     for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
         together.setdefault(origin, []).extend(paths)
     parts = zip(histories, words["origins"], strict=True)
