@@ -195,6 +195,12 @@ scattered {
   ROOT rs = f32[16,32]{1,0} reduce-scatter(param), replica_groups=[1,4]<=[4], dimensions={0}, to_apply=add
 }, execution_thread="async"
 
+%all-reduce-scatter.3 {
+  input = f32[128,32]{1,0:T(8,128)} parameter(0)
+  sum = f32[128,32]{1,0:T(8,128)} all-reduce(input), replica_groups={{0,1,2,3}}, to_apply=add
+  ROOT part = f32[32,32]{1,0:T(8,128)} dynamic-slice(sum, at, at)
+}
+
 ENTRY main {
   x = f32[16,32]{1,0:T(8,128)S(1)} parameter(0)
   y = bf16[16,32]{1,0:T(8,128)(2,1)} parameter(1)
@@ -214,6 +220,8 @@ ENTRY main {
   half = f32[8,32] slice(x), slice={[0:8], [0:32]}
   to_itself = f32[16,32] collective-permute(x), source_target_pairs={{0,0},{1,1},{12,12}}
   alone = f32[16,32] all-reduce(x), replica_groups=[4,1]<=[4], to_apply=add
+  twice = f32[128,32] concatenate(whole, whole), dimensions={0}
+  summed = f32[32,32] fusion(twice), kind=kCustom, calls=%all-reduce-scatter.3
   cast = f32[16,32] collective-broadcast(x), replica_groups={{0,1},{2,3}}
   at = s64[4] constant({0, 4, 8, 12})
   ragged = f32[64,32] ragged-all-to-all(x, whole, at, at, at, at), replica_groups={{0,1,2,3}}
@@ -230,6 +238,7 @@ def test_a_pair_of_start_and_done_counts_once():
         Collective("all-gather", WHOLE + WHOLE // 2, 1),
         Collective("all-gather", WHOLE // 2, 1),
         Collective("reduce-scatter", WHOLE, 1),
+        Collective("reduce-scatter", 2 * WHOLE, 1),
         Collective("all-reduce", 2 * (PART + PART // 2), 1),
         Collective("all-to-all", PART, 1),
         Collective("collective-permute", PART, 2),

@@ -161,8 +161,10 @@ def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Col
 
         for operation in computations.get(name, {}).values():
             kind = operation.kind.removesuffix("-start")
+            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # as TPU writes it: a fusion of an all-reduce and a slice of its result
             if kind in _KINDS:
-                size = _counted(operation, computations[name])
+                size = _counted(kind, operation, computations[name])
                 if size > ignore and not _ALONE.search(operation.attributes):
                     add({(kind, size): 1}, 1)
             elif kind == "while":
@@ -239,9 +241,8 @@ def _names(pattern: re.Pattern[str], attributes: str) -> list[str]:
     return [name for found in pattern.findall(attributes) for name in re.findall(r"[\w.\-]+", found)]
 
 
-def _counted(operation: _Operation, beside: Mapping[str, _Operation]) -> int:
-    """How many bytes a collective counts for."""
-    kind = operation.kind.removesuffix("-start")
+def _counted(kind: str, operation: _Operation, beside: Mapping[str, _Operation]) -> int:
+    """For how many bytes a collective counts."""
     # The sliced permute and the ragged exchange also name where to write, and offsets.
     first = kind == "ragged-all-to-all" or "slice_sizes=" in operation.attributes
     names = operation.operands[:1] if first else operation.operands

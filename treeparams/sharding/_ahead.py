@@ -1,0 +1,104 @@
+"""ahead: what a step takes of each device, from a program that is compiled and never run."""
+
+import dataclasses
+import html
+import math
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .._summary import in_bytes
+from .._text import in_columns
+from ._collectives import Collectives, collectives
+
+_MEANING = {
+    "parameters": "",
+    "state": "of the optimiser",
+    "batch": "",
+    "temporaries": "gradients, activations, what is gathered",
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ahead:
+    """What a step takes of each device; made by `sharding.ahead`. Prints as a table.
+
+    Attributes:
+        devices: over how many the step runs.
+        parameters: bytes of what a device has of them; so `state` and `batch`.
+        state: of the optimiser.
+        batch: of all further arguments.
+        temporaries: bytes of what is made and dropped within the step: gradients, activations, what is gathered.
+        moved: what one step moves, as `sharding.collectives` counts it.
+    """
+
+    devices: int
+    parameters: int
+    state: int
+    batch: int
+    temporaries: int
+    moved: Collectives
+
+    @property
+    def total(self) -> int:
+        """Bytes of a device: arguments, whose buffers the results take where the step donates them, and temporaries."""
+        return self.parameters + self.state + self.batch + self.temporaries
+
+    def __repr__(self) -> str:
+        rows = [(name, in_bytes(getattr(self, name)), meaning) for name, meaning in _MEANING.items()]
+        lines = in_columns(
+            (f"each of {self.devices:,}", "bytes", ""), [*rows, ("total", in_bytes(self.total), "")], (1,)
+        )
+        return "\n".join([*lines, "", repr(self.moved)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
+    """Compiles a step and tells what it takes of each device: bytes at rest, temporary ones, and what is moved.
+
+    Nothing is run and no array is made, so the model may be larger than this machine, and the devices more: start
+    Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these.
+
+    Args:
+        step: of `sharding.step`; or any function of `jax.jit` with these arguments.
+        params: as `init` returned them; of a model of `jax.ShapeDtypeStruct`s these are shapes and places.
+        state: the same.
+        *batch: further arguments of the step: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        An `Ahead`, which prints as a table. The numbers are those of a program for the devices that are there; on
+        others XLA schedules and joins otherwise, so that temporaries differ first.
+
+    Raises:
+        TypeError: `step` is no function of `jax.jit`.
+        ValueError: the device's compiler does not tell how much memory its programs take.
+    """
+    if not hasattr(step, "lower"):
+        raise TypeError(f"expected a step of sharding.step, or what jax.jit returns, got a {type(step).__name__}")
+    compiled = step.lower(params, state, *batch).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ValueError("the compiler of this device does not tell how much memory a program takes; take that of CPU")
+    arguments = (params, state, *batch)
+    # An argument that the program does not read has no place in it, but lies on the device all the same.
+    places = jax.tree.map(
+        lambda leaf, place: getattr(leaf, "sharding", None) if place is None else place,
+        arguments,
+        compiled.input_shardings[0],
+    )
+    bytes_of = jax.tree.map(_bytes_of_each, arguments, places)
+    at_rest = [sum(jax.tree.leaves(each)) for each in (bytes_of[0], bytes_of[1], bytes_of[2:])]
+    devices = max((len(place.device_set) for place in jax.tree.leaves(places)), default=1)
+    return Ahead(devices, *at_rest, memory.temp_size_in_bytes, collectives(compiled))
+
+
+Ahead.__module__ = "treeparams.sharding"
+
+
+def _bytes_of_each(leaf: Any, place: Any) -> int:
+    """What one device has of an array."""
+    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
