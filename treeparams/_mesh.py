@@ -1,17 +1,24 @@
 """Arrays that lie over several devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 try:
-    from jax.sharding import reshard as _reshard
+    from jax.sharding import auto_axes as _auto_axes, reshard as _reshard
+
+    _OUT = "out_sharding"
 except ImportError:  # JAX 0.6
-    from jax.experimental.shard import reshard as _reshard  # pyright: ignore[reportMissingImports]
+    from jax.experimental.shard import (  # pyright: ignore[reportMissingImports]
+        auto_axes as _auto_axes,
+        reshard as _reshard,
+    )
+
+    _OUT = "out_shardings"
 
 
 def is_sharded(array: Any) -> bool:
@@ -104,3 +111,37 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, tuple(axes), to="varying")
     return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - JAX 0.6
+
+
+def over_devices(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axes: Collection[str]) -> Any:
+    """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell what varies over devices.
+
+    If they did, a loss could not start a scan with zeros, as they would not vary and what it makes of them would.
+    """
+    if hasattr(jax, "shard_map"):
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(f, mesh=mesh, **specs, axis_names=set(axes), check_vma=False)
+    from jax.experimental.shard_map import shard_map  # JAX 0.6
+
+    others = frozenset(mesh.axis_names) - frozenset(axes)
+    return shard_map(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Whether types say where arrays over the mesh lie."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def lay(tree: Any, shardings: Any) -> Any:
+    """Traced arrays, laid over a mesh; `shardings` is a tree like that of the arrays."""
+    one = lambda leaf, to: _reshard(leaf, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(leaf, to)
+    return jax.tree.map(one, tree, shardings)
+
+
+def automatic(f: Callable[..., Any], shardings: Any, mesh: Any) -> Callable[..., Any]:
+    """A function of traced arrays over a mesh in which XLA alone says where they lie, but for what it returns."""
+    if not is_explicit(mesh):
+        return lambda *args: lay(f(*args), shardings)
+    # JAX 0.6 takes no concrete mesh here.
+    types = jax.tree.map(lambda each: NamedSharding(each.mesh.abstract_mesh, each.spec), shardings)
+    return _auto_axes(f, **{_OUT: types})

@@ -64,9 +64,10 @@ class Source:
                 numbers.setdefault(place.block, set()).add(place.number)
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
         values: dict[Place, Any] = {}
-        for block, number, alias in dict.fromkeys(places):
-            array = self.singles[number] if block is None else self._value(block, number, alias, picked[block][number])
-            values[Place(block, number, alias)] = array
+        for place in dict.fromkeys(places):
+            is_single = place.block is None
+            array = self.singles[place.number] if is_single else picked[place.block][place.number]
+            values[place] = array if is_single else self.value(place, array)
         return [values[place] for place in places]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
@@ -75,14 +76,17 @@ class Source:
         pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
         return dict(zip(wanted, pieces[1::2], strict=False))
 
-    def _value(self, block: int, number: int, alias: Alias | None, array: jax.Array) -> Any:
-        """The value at a place, or of several that are stacked, from what is cut."""
-        dtypes = self.blocks[block].dtypes
+    def value(self, place: Place, array: jax.Array) -> Any:
+        """The value at a place in a joined array, or of several that are stacked, from what is cut out."""
+        block, number, alias = place
+        dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
     def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
         """The values of leaves, each of which has a place in each of some nodes, with an axis over the nodes."""
+        if not columns:
+            return []
         shape = lambda place: None if place.block is None else self.blocks[place.block].shapes[place.number]
         kind = lambda place: (place.block, shape(place), place.alias and place.alias.transforms)
         nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
@@ -108,11 +112,11 @@ class Source:
             else:
                 of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
         for block, its in of_block.items():
-            for array, users in zip(self._block(block, list(its)), its.values(), strict=True):
-                found |= {j: self._value(block, columns[j][0].number, columns[j][0].alias, array) for j in users}
+            for array, users in zip(self.block(block, list(its)), its.values(), strict=True):
+                found |= {j: self.value(columns[j][0], array) for j in users}
         return [found[j] for j in range(len(columns))]
 
-    def _block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers of a joined one, those of each column as one."""
         block, nodes = self.blocks[number], len(columns[0])
         shapes = [block.shapes[column[0]] for column in columns]
@@ -163,23 +167,23 @@ def part(source: Source, where: Where) -> Any:
     return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(places))
 
 
-class Repeated(NamedTuple):
-    """Several nodes as one."""
+class Alike(NamedTuple):
+    """Several nodes as one: where their leaves are."""
 
     treedef: Any
     nodes: int  # how many
-    along: list[Any]  # the arrays that have an axis over the nodes
-    same: list[Any]  # those that are the same in all
+    columns: list[tuple[Place, ...]]  # of the arrays that have an axis over the nodes: a place in each
+    places: list[Place]  # of those that are the same in all
     values: list[Any]  # what is no array
     order: list[int]  # where each leaf is in all of these
 
     def node(self, along: Sequence[Any], same: Sequence[Any]) -> Any:
-        """The node with these arrays."""
+        """The node with these arrays, one for each of `columns` and of `places`."""
         parts = [*along, *same, *self.values]
         return jtu.tree_unflatten(self.treedef, [parts[i] for i in self.order])
 
 
-def repeated(source: Source, where: Where) -> Repeated:
+def alike_nodes(source: Source, where: Where) -> Alike:
     """The nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
@@ -205,7 +209,5 @@ def repeated(source: Source, where: Where) -> Repeated:
     order = {j: columns.index(column) for j, column in several.items()}
     order |= {j: len(columns) + places.index(place) for j, place in same.items()}
     order |= {j: len(columns) + len(places) + i for i, j in enumerate(values)}
-    along = source.along(columns) if columns else []
     treedef = subtreedefs(structure)[spans[0].number]
-    shared = source.one_by_one(places)
-    return Repeated(treedef, len(spans), along, shared, list(values.values()), [order[j] for j in range(len(order))])
+    return Alike(treedef, len(spans), columns, places, list(values.values()), [order[j] for j in range(len(order))])

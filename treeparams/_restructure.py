@@ -14,7 +14,7 @@ from ._layout import Layout, slot_at
 from ._match import read_slots, slot_gradients
 from ._mesh import broadcast_as
 from ._parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
-from ._repeated import Source, part, repeated
+from ._repeated import Source, alike_nodes, part
 from ._stacks import NOTHING, held_of
 from ._text import first_few
 from ._view import View
@@ -68,7 +68,7 @@ class Restructure(Generic[M]):
             TypeError: an integer dtype, or complex where all is real.
         """
         slots = self._form.cut(form)
-        return put_together(_released(self), slots)
+        return put_together(released(self), slots)
 
     def ravel(self, model: PyTree) -> Any:
         """The form of a model's values, the inverse of calling.
@@ -173,7 +173,7 @@ class Restructure(Generic[M]):
             ValueError: `where` matches nothing, or several nodes; as for calling.
             TypeError: as for calling.
         """
-        return part(_source(self, form), where)
+        return part(self._source(form), where)
 
     def repeated(self, form: Resting, where: Where) -> Any:
         """Equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
@@ -203,8 +203,10 @@ class Restructure(Generic[M]):
                 structure, shape, dtype, static fields or in a leaf that is no array, with paths; as for calling.
             TypeError: as for calling.
         """
-        found = repeated(_source(self, form), where)
-        return found.node(found.along, [broadcast_as(array, found.nodes, None) for array in found.same])
+        source = self._source(form)
+        found = alike_nodes(source, where)
+        same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.places)]
+        return found.node(source.along(found.columns), same)
 
     def scan(
         self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
@@ -239,11 +241,13 @@ class Restructure(Generic[M]):
             ValueError: as for `repeated`.
             TypeError: as for calling.
         """
-        found = repeated(_source(self, form), where)
+        source = self._source(form)
+        found = alike_nodes(source, where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
+        same = source.one_by_one(found.places)
         further = () if xs is None else (xs,)
-        body = lambda carry, each: step(carry, found.node(each[0], found.same), *each[1:])
-        return jax.lax.scan(body, carry, (found.along, *further), found.nodes, **options)
+        body = lambda carry, each: step(carry, found.node(each[0], same), *each[1:])
+        return jax.lax.scan(body, carry, (source.along(found.columns), *further), found.nodes, **options)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
         """Takes the frozen leaves from another model.
@@ -259,6 +263,10 @@ class Restructure(Generic[M]):
         """
         rest = take_apart(model, self.layout).rest
         return Restructure(rest, self._form) if self._form.is_vector else over_stacks(rest, self._form)
+
+    def _source(self, form: Resting) -> Source:
+        own = self._form
+        return Source(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
 
     def __repr__(self) -> str:
         form, size = self._form, self.layout.size
@@ -292,7 +300,7 @@ def _unflatten(static: tuple[Form, Form], children: Any) -> Restructure[Any]:
 jtu.register_pytree_with_keys(Restructure, _flatten_with_keys, _unflatten, _flatten)
 
 
-def _released(restructure: Restructure[M]) -> Rest[M]:
+def released(restructure: Restructure[M]) -> Rest[M]:
     """The `Rest` with each frozen array by itself."""
     rest, stacks, _, held = _halves(restructure)
     if not held.blocks:
@@ -301,11 +309,6 @@ def _released(restructure: Restructure[M]) -> Rest[M]:
     for i, array in zip(held.slots, held.cut_leaves(stacks), strict=True):
         kept[i] = array
     return with_kept_arrays(rest, kept)
-
-
-def _source(restructure: Restructure[Any], form: Resting) -> Source:
-    rest, stacks, own, held = _halves(restructure)
-    return Source(rest, [(own, own.leaves(form)), (held, stacks)])
 
 
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:

@@ -55,13 +55,20 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
 
     def init(vector: Any) -> Any:
         if not tried:
-            has_masks = lambda state: bool(nodes_of(optax.MaskedState, state))
-            check_same(plain, _SHAPES, (_JOINED, _APART), has_masks, trial or {}, _WORDS)
+            check_over_vector(plain, trial or {}, ("optim.flat", "use optim.trainable"))
             tried.append(True)
         return plain.init(vector)
 
     rule.tx = plain._replace(init=init)
     return ModelTransformation(rule.init, rule.update)
+
+
+def check_over_vector(tx: Any, trial: Mapping[str, Any], words: tuple[str, str]) -> None:
+    """Checks that a rule is the same over a vector as over its leaves. `words`: who asks, and what to write instead."""
+    name, instead = words
+    has_masks = lambda state: bool(nodes_of(optax.MaskedState, state))
+    leaves = "three small leaves, apart and joined to one vector"
+    check_same(tx, _SHAPES, (_JOINED, _APART), has_masks, trial, (name, leaves, instead))
 
 
 # What rules look at: rank, the sizes of axes (128 is where adafactor begins to factorise), the norm of a leaf.
@@ -72,4 +79,3 @@ _JOINED = Way(
     lambda vector: [x.reshape(s) for x, s in zip(jnp.split(vector, _ENDS), _SHAPES, strict=True)],
 )
 _APART = Way(lambda leaves: leaves, lambda leaves: leaves)
-_WORDS = ("optim.flat", "three small leaves, apart and joined to one vector", "use optim.trainable")

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from .._joined import Form
 from .._layout import Layout, Trainable, slots_in, trained_at
 from .._parts import Parts
 from .._structure import is_array
@@ -74,12 +75,67 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
 
 # The shape of a small leaf of each rank: 128 is where adafactor begins to factorise.
 _SMALL = {0: (), 1: (3,), 2: (128, 128), 3: (2, 128, 128)}
-_WORDS = (
-    "optim.stacked",
-    "small leaves, apart and in stacks",
+_WITHIN = (
     "what looks at a leaf by itself stands within optim.per_leaf: "
-    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))",
+    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
+
+
+def check_over_stacks(
+    tx: Any,
+    form: Form,
+    trial: Mapping[str, Any],
+    name: str,
+    reads_leaves: Callable[[Any], bool],
+    grouped: type,
+    known: frozenset[Any] = frozenset(),
+) -> frozenset[Any]:
+    """Checks that a rule is the same over stacks as over their rows, on two small leaves of each rank and group.
+
+    Args:
+        tx: the rule.
+        form: the stacks.
+        trial: extra arguments that `tx` needs.
+        name: of the function that asks.
+        reads_leaves: whether a state tells that the rule looks at leaves.
+        grouped: of which class the dictionary of groups is.
+        known: the kinds of leaves on which it has been tried.
+
+    Returns:
+        The kinds on which it has been tried now.
+    """
+    ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
+    for keys, block in zip(form.keys, form.blocks, strict=True):
+        its = ranks.setdefault(keys[0] if len(keys) > 1 else "", {})
+        its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
+    kinds = frozenset((group, rank, count) for group, its in ranks.items() for rank, count in its.items())
+    if kinds <= known:
+        return known
+    small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
+    each = [(group, describe(small(rank)), small(rank).shape) for group, rank, count in kinds for _ in range(count)]
+    names, keys, shapes = zip(*sorted(each), strict=True)
+    ungrouped = len(form.keys[0]) == 1
+
+    def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
+        found: dict[str, dict[str, list[Any]]] = {}
+        for group, key, leaf in zip(names, keys, leaves, strict=True):
+            found.setdefault(group, {}).setdefault(key, []).append(leaf)
+        tree = grouped({group: {key: join(rows) for key, rows in its.items()} for group, its in found.items()})
+        return tree[""] if ungrouped else tree
+
+    def read(tree: PyTree) -> list[Any]:
+        stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
+        # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
+        counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
+        is_masked = lambda node: isinstance(node, optax.MaskedNode)
+        rows = [[s] * n if is_masked(s) else s for n, s in zip(counts, stacks, strict=True)]
+        found = [row for its in rows for row in its]
+        return [np.zeros(s, np.float32) if is_masked(row) else row for row, s in zip(found, shapes, strict=True)]
+
+    stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
+    words = (name, "small leaves, apart and in stacks", _WITHIN)
+    check_same(tx, shapes, (stacks, apart), reads_leaves, trial, words)
+    return known | kinds
 
 
 class _StackedRule(Rule):
@@ -91,43 +147,10 @@ class _StackedRule(Rule):
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """A fresh state of the rule itself, once it is known to be the same over stacks."""
-        self._try(parts.layout)
+        form = self.form.form_of(parts.layout)
+        args = (form, self.trial, "optim.stacked", _reads_leaves, Grouped, self._tried)
+        self._tried = check_over_stacks(self.tx, *args)
         return super().fresh(parts)
-
-    def _try(self, layout: Layout) -> None:
-        """Tries the rule on small leaves, at most two of each rank and group."""
-        form = self.form.form_of(layout)
-        ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
-        for keys, block in zip(form.keys, form.blocks, strict=True):
-            its = ranks.setdefault(keys[0] if len(keys) > 1 else "", {})
-            its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
-        kinds = frozenset((name, rank, count) for name, its in ranks.items() for rank, count in its.items())
-        if kinds <= self._tried:
-            return
-        small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
-        each = [(name, describe(small(rank)), small(rank).shape) for name, rank, count in kinds for _ in range(count)]
-        names, keys, shapes = zip(*sorted(each), strict=True)
-        ungrouped = len(form.keys[0]) == 1
-
-        def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
-            found: dict[str, dict[str, list[Any]]] = {}
-            for name, key, leaf in zip(names, keys, leaves, strict=True):
-                found.setdefault(name, {}).setdefault(key, []).append(leaf)
-            tree = Grouped({name: {key: join(rows) for key, rows in its.items()} for name, its in found.items()})
-            return tree[""] if ungrouped else tree
-
-        def read(tree: PyTree) -> list[Any]:
-            stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
-            # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
-            counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
-            is_masked = lambda node: isinstance(node, optax.MaskedNode)
-            rows = [[s] * n if is_masked(s) else s for n, s in zip(counts, stacks, strict=True)]
-            found = [row for its in rows for row in its]
-            return [np.zeros(s, np.float32) if is_masked(row) else row for row, s in zip(found, shapes, strict=True)]
-
-        stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
-        check_same(self.tx, shapes, (stacks, apart), _reads_leaves, self.trial, _WORDS)
-        self._tried |= kinds
 
     def steps(self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]) -> Steps:
         """The step of all rows, and of those that are not active the state and parameters from before."""

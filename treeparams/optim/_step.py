@@ -92,10 +92,11 @@ def apply_updates(model: M, updates: PyTree) -> M:
 def _moved(model: M, updates: PyTree, layout: Layout) -> M:
     parts = take_apart(model, layout)
     steps = per_slot(parts.index, updates, "first", exact_shapes=True)
-    return parts.model(list(map(_sum, layout.paths, parts.slots, steps)))
+    return parts.model(list(map(added, layout.paths, parts.slots, steps)))
 
 
-def _sum(path: str, leaf: Any, step: Any) -> Any:
+def added(path: str, leaf: Any, step: Any) -> Any:
+    """A parameter after its update, in its own dtype."""
     if step is None:
         return leaf
     if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):

@@ -1,9 +1,22 @@
-"""Where parameters lie: over many devices.
+"""Where parameters lie: placement by rules, one step over many devices and processes.
 
-_collectives  what a compiled program moves between devices
-_ahead        what a step takes of each device, compiled and never run
-__main__      the same of a transformer by its shapes: python -m treeparams.sharding
+`sharding.plan` says where each parameter of a model lies on a mesh, and in which form; `sharding.step` is the whole
+step of training over it. Over several processes `sharding.initialize` comes first. The files, from the ground up:
+
+    _collectives  collectives: what a compiled program moves between devices
+    _processes    initialize; whether all processes have the same plan
+    _specs        from rules over paths to where each parameter lies
+    _put          arrays put there, and the order of rows that devices own
+    _plan         plan, Plan
+    _gather       what devices have brought together, whole or a layer at a time
+    _check        whether a rule of Optax fits a plan
+    _step         step, StepState
+    _ahead        what a step takes of each device, compiled and never run
+    __main__      the same of a transformer by its shapes
 """
 
 from ._ahead import Ahead as Ahead, ahead as ahead
 from ._collectives import Collectives as Collectives, collectives as collectives
+from ._plan import Plan as Plan, plan as plan
+from ._processes import initialize as initialize
+from ._step import StepState as StepState, step as step

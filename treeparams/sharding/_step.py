@@ -1,0 +1,242 @@
+"""step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from .._grad import accumulate
+from .._mesh import automatic, lay, over_devices
+from .._parts import put_together, take_apart
+from .._restructure import Restructure, over_stacks
+from .._text import count_of
+from ..optim._shown import settled, steady
+from ..optim._step import added
+from ._check import check_rule
+from ._gather import PartRestructure, Spread, gather, gathered_again, scatter
+from ._plan import Average, Plan, ema_maker, plain
+from ._processes import agree
+from ._specs import names_in
+
+Split = Literal["state", "gradients", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepState:
+    """What `sharding.step` keeps beside the parameters, a pytree.
+
+    Attributes:
+        rule: the state of the rule, plain Optax.
+        average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
+            state)` is the averaged model.
+        rest: all of the model but its parameters.
+    """
+
+    rule: Any
+    average: Any
+    rest: Any
+
+
+StepState.__module__ = "treeparams.sharding"
+jtu.register_dataclass(StepState, ["rule", "average", "rest"], [])
+
+
+def step(
+    loss: Callable[..., Any],
+    tx: Any,
+    plan: Plan,
+    *,
+    split: Split = "gradients",
+    microbatches: SupportsIndex = 1,
+    average: Average | None = None,
+    loss_takes: Literal["model", "form"] = "model",
+) -> tuple[Callable[[Any], Any], Any]:
+    """One step of training over the devices of a mesh, as one compiled program, and what starts it.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from treeparams import sharding
+    >>> model = {"w": jnp.ones((8, 2)), "b": jnp.zeros(2), "name": "linear"}
+    >>> plan = sharding.plan(model, jax.make_mesh((1,), ("data",)), {"**": "split"}, form="vector")
+    >>> loss = lambda model, x, y: jnp.mean((x @ model["w"] + model["b"][None] - y) ** 2)
+    >>> init, step = sharding.step(loss, optax.sgd(0.1), plan)
+    >>> params, state = init(model)
+    >>> params, state, value = step(params, state, jnp.ones((4, 8)), jnp.zeros((4, 2)))
+    >>> print(value, plan.model(params)["b"])
+    64.0 [-0.8 -0.8]
+
+    Each device has its part of the parameters, of the gradient and of the optimiser's state, computes the gradient for
+    its part of the batch, and updates what it has. The rule sees the whole, laid over the devices, so norms of all and
+    checks for numbers that are not finite are those of one device; they cost a scalar each.
+
+    Args:
+        loss: `loss(model, *batch)`, the *mean* over the examples of the batch, a real scalar.
+        tx: plain Optax over the plan's form: the canonical tree, one vector, or stacks.
+        plan: from `sharding.plan`.
+        split: how much is never whole on a device while a step runs (ZeRO 1, 2 and 3, arXiv 1910.02054). The parameters
+            rest as the plan says, with any.
+
+            - `"state"`: the optimiser's state. Parameters are gathered, gradients summed on each device.
+            - `"gradients"`: gradients too: they are summed and divided at once. The least that is moved.
+            - `"parameters"`: parameters too: each is gathered where it is used, and again on the way back; not for
+              vectors. Layers are gathered one at a time where the loss scans over them, with `loss_takes="form"`.
+        microbatches: into how many pieces each device takes its part of the batch, one after another. Gradients are
+            reduced once for all (with split parameters for each).
+        average: the decay of a `tp.Ema` of the parameters, a number; or what makes one of them, such as
+            `functools.partial(tp.Ema, decay=0.99, warmup=True)`.
+        loss_takes: `"form"`: the loss is `loss(params, restructure, *batch)`, with the vector or the stacks and the
+            `Restructure` to the model (of a tree: the canonical tree and the `Rest`, for `tp.combine`). So it can say
+            `restructure.scan(layer, x, params, "layers.*")` and `restructure.part(params, "head")`.
+
+    Returns:
+        `init` and `step`.
+
+        `params, state = init(model)` puts the parameters of a model, which fits the plan, where they are to be, in
+        buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for `step.lower`. With several processes it
+        first compares their plans.
+
+        `params, state, value = step(params, state, *batch)` is what `jax.jit` returns, and donates `params` and
+        `state`. Arrays of the batch have the examples as their leading axis, and are laid along `batch_axis`; a scalar
+        (also a key, the same on all devices) is for all of them. `state` is a `StepState`.
+
+    Raises:
+        ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
+            move parameters between devices (a rule for matrices over split leaves); a vector with split parameters.
+            `init`: the model does not fit; the plans of processes differ. `step`: the examples of a batch cannot be
+            divided among the devices.
+    """
+    if split not in ("state", "gradients", "parameters"):
+        raise ValueError(f'split must be "state", "gradients" or "parameters", got {split!r}')
+    if loss_takes not in ("model", "form"):
+        raise ValueError(f'loss_takes must be "model" or "form", got {loss_takes!r}')
+    if split == "parameters" and plan.form == "vector":
+        raise ValueError(
+            'a vector is gathered as a whole, so its parameters cannot stay split; take form="stacks", or '
+            'split="gradients"'
+        )
+    rule, pieces = plain(tx), count_of("microbatches", microbatches, "pieces")
+    make_average = None if average is None else ema_maker(average)
+    state_shardings = plan.state(rule)
+    average_shardings = None if average is None else plan.average(average)
+
+    def start(params: PyTree) -> Any:
+        return settled(rule.init(params)), None if make_average is None else make_average(params)
+
+    def update(params: PyTree, gradients: PyTree, before: Any, average: Any, value: Any) -> Any:
+        updates, after = rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
+        leaves, treedef = jtu.tree_flatten(params)
+        leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
+        params = treedef.unflatten(leaves)
+        return params, steady(after, before), None if average is None else average.update(params)
+
+    shardings = (state_shardings, average_shardings)
+    check_rule(rule, plan, update, start, shardings)
+    gradient = _gradient(plan, loss, split, pieces, loss_takes)
+
+    def init(model: Any) -> tuple[Any, StepState]:
+        agree(f"{plan.in_words(all_rows=True)}\n{jax.eval_shape(start, plan.shapes())}", "the plans")
+        params = plan.ravel(model)
+        rest: Any = plan.put_rest(take_apart(model, plan.layout).rest)
+        if loss_takes == "form" and plan.in_order is not None:
+            rest = Restructure(rest, plan.in_order) if plan.form == "vector" else over_stacks(rest, plan.in_order)
+        begin = jax.jit(automatic(start, shardings, plan.mesh))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            with_sharding = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+            return params, StepState(*jax.tree.map(with_sharding, jax.eval_shape(start, params), shardings), rest)
+        return params, StepState(*begin(params), rest)
+
+    def one_step(params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
+        params = lay(params, plan.params)
+        value, gradients = gradient(params, state.rest, batch)
+        gradients = lay(gradients, plan.params)  # what is whole on each device is divided here
+        run = automatic(update, (plan.params, *shardings), plan.mesh)
+        params, after, averaged = run(params, gradients, state.rule, state.average, value)
+        return params, StepState(after, averaged, state.rest), value
+
+    return init, jax.jit(one_step, donate_argnums=(0, 1))
+
+
+def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, loss_takes: str) -> Callable[..., Any]:
+    """The value of the loss and the gradient in the parameters, by hand over the devices along the batch."""
+    axes = plan.axes
+    splits = [axes.by_hand(spec) for spec in plan.specs]
+    by_hand = lambda spec: PartitionSpec(*[e if (names_in(e) or ("",))[0] in axes.batch else None for e in spec])
+    specs = plan.tree([by_hand(spec) for spec in plan.specs])
+    devices = axes.parts_along(axes.batch)
+    # Of owned rows, where each row in tree order rests, and the other way round.
+    orders, places = _orders(plan) if loss_takes == "form" and split != "parameters" else ({}, {})
+
+    def value_of(leaves: list[Any], rest: Any, batch: Any) -> Any:
+        if loss_takes == "form":
+            return loss(plan.tree(leaves), rest, *batch)
+        return loss(put_together(rest, plan.slots_of(plan.tree(leaves))), *batch)
+
+    def of_parts(leaves: list[Any], rest: Any, batch: Any) -> Any:
+        if loss_takes == "form" and plan.form == "stacks":
+            return loss(plan.tree(leaves), PartRestructure.over(rest, plan.joined, Spread(axes, plan.specs)), *batch)
+        return value_of(list(map(gather, leaves, splits)), rest, batch)
+
+    def on_device(treedef: Any, params: PyTree, rest: Any, *arrays: Any) -> Any:
+        is_example = [array.ndim > 0 for array in arrays]
+        examples = [array for array, is_one in zip(arrays, is_example, strict=True) if is_one]
+        others = [array for array, is_one in zip(arrays, is_example, strict=True) if not is_one]
+
+        def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
+            found = {True: iter(examples), False: iter(others)}
+            batch = jtu.tree_unflatten(treedef, [next(found[is_one]) for is_one in is_example])
+            return (gathered_again(of_parts) if split == "parameters" else value_of)(leaves, rest, batch)
+
+        leaves = jtu.tree_leaves(params)
+        if split != "parameters":
+            leaves = list(map(gather, leaves, splits))
+            leaves = [leaf[orders[i]] if i in orders else leaf for i, leaf in enumerate(leaves)]
+        run = jax.value_and_grad(of_examples) if pieces == 1 else accumulate(of_examples, pieces=pieces)
+        value, gradients = run(leaves, examples)
+        gradients = [each[places[i]] if i in places else each for i, each in enumerate(gradients)]
+        for i, done in enumerate(splits):
+            if split == "gradients":
+                gradients[i] = scatter(gradients[i], done, axes.batch)
+            else:
+                # Those of split parameters have been summed over the axes along which they are split.
+                summed = {name for _, names in done for name in names} if split == "parameters" else set()
+                left = tuple(name for name in axes.batch if name not in summed)
+                gradients[i] = jax.lax.psum(gradients[i], left) if left else gradients[i]
+        return jax.lax.pmean(value, axes.batch), plan.tree([each / devices for each in gradients])
+
+    def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
+        arrays, treedef = jtu.tree_flatten_with_path(batch)
+        for path, array in arrays:
+            if jnp.ndim(array) and jnp.shape(array)[0] % devices:
+                raise ValueError(
+                    f"batch{jtu.keystr(path)} has {jnp.shape(array)[0]} examples, which {devices} devices along "
+                    f"{axes.batch!r} cannot share equally; give a multiple of {devices}"
+                )
+        spec_of = lambda array: PartitionSpec(axes.batch) if jnp.ndim(array) else PartitionSpec()
+        laid = [lay(jnp.asarray(array), plan.batch if jnp.ndim(array) else plan.whole) for _, array in arrays]
+        out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
+        f = functools.partial(on_device, treedef)
+        in_specs = (specs, PartitionSpec(), *(spec_of(array) for _, array in arrays))
+        return over_devices(f, plan.mesh, in_specs, (PartitionSpec(), out), axes.batch)(params, rest, *laid)
+
+    return gradient
+
+
+def _orders(plan: Plan) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Of each stack whose rows rest in another order: where each row in tree order rests, and which row rests where."""
+    orders, places = {}, {}
+    if plan.joined is not None and plan.in_order is not None:
+        for i, (resting, sorted_) in enumerate(zip(plan.joined.members, plan.in_order.members, strict=True)):
+            if resting != sorted_:
+                orders[i] = np.array([resting.index(slot) for slot in sorted_])
+                places[i] = np.array([sorted_.index(slot) for slot in resting])
+    return orders, places
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
