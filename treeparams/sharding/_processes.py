@@ -120,12 +120,11 @@ def agree(words: str, what: str) -> None:
     All processes call it together. What they exchange has the same shape in each whatever they say, so that it cannot
     hang or mix up data as other collectives do between processes that differ.
 
-    >>> from treeparams import sharding
-    >>> sharding.agree("float32[64,64]  split", "plan")  # one process agrees with itself
+    >>> agree("float32[64,64]  split", "the plans")  # one process agrees with itself
 
     Args:
         words: what this process says, as text; lines that differ are shown.
-        what: what this is, for the message: `"plan"`.
+        what: what these are, in the plural, for the message: `"the plans"`.
     """
     if jax.process_count() == 1:
         return
@@ -149,6 +148,6 @@ def agree(words: str, what: str) -> None:
     shown = list(itertools.islice(lines, SHOWN))
     more = sum(1 for _ in lines)
     raise ValueError(
-        f"the processes do not have the same {what}; make it alike in all, from the same model, rules and options:\n"
+        f"{what} differ between the processes; make them from the same model, rules and options in all of them:\n"
         + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
     )
