@@ -1,12 +1,16 @@
 """What a step takes of each device, before there is one: of any jitted step, and of the command's transformer."""
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import treeparams as tp
 from treeparams import sharding
+from treeparams.sharding import __main__ as command
 
 MESH = Mesh(np.array(jax.devices()[:4]), "d")
 
@@ -69,3 +73,111 @@ def test_of_one_device_and_of_arrays():
 def test_what_is_no_step():
     with pytest.raises(TypeError, match=r"expected a step of sharding\.step, or what jax\.jit returns, got a function"):
         sharding.ahead(lambda params, state: params, {}, ())
+
+
+# -- The command -------------------------------------------------------------------------------------------------------
+
+SIZES = {"layers": 8, "width": 64, "vocabulary": 128, "tokens": 8}
+SHAPES = command.transformer(8, 64, 128)
+COUNT = 8 * (12 * 64**2 + 2 * 64) + 64 + 2 * 128 * 64
+
+
+def bytes_of(tree):
+    return 4 * sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def test_how_many_parameters():
+    assert bytes_of(SHAPES) == 4 * COUNT
+    for wanted in (1e9, 1e11):
+        width = command.width_of(wanted, 64, 65536)
+        assert width % 512 == 0
+        assert bytes_of(command.transformer(64, width, 65536)) / 4 == pytest.approx(wanted, rel=0.07)
+
+
+def test_the_loss_is_that_of_a_transformer():
+    leaves, treedef = jax.tree.flatten(command.transformer(2, 128, 50))
+    draw = np.random.default_rng(0).standard_normal
+    model = treedef.unflatten([draw(leaf.shape).astype(np.float32) / 10 for leaf in leaves])
+    tokens = np.random.default_rng(1).integers(0, 50, (2, 7))
+
+    def normed(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale[None]
+
+    def attended(query, key, value):
+        scores = np.where(np.tri(len(query)) > 0, query @ key.T / 8, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True) @ value
+
+    def of_one(tokens):
+        x = model["embed"][tokens[:-1]]
+        for layer in model["layers"]:
+            y = normed(x, layer["norm_attention"])
+            heads = zip(*(np.split(y @ layer[name], 2, -1) for name in ("query", "key", "value")), strict=True)
+            x = x + np.concatenate([attended(*head) for head in heads], -1) @ layer["out"]
+            y = normed(x, layer["norm_feed_forward"])
+            x = x + np.asarray(jax.nn.gelu(y @ layer["up"])) @ layer["down"]
+        logits = normed(x, model["norm"]) @ model["head"]
+        return np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), tokens[1:]]
+
+    stacks, restructure = tp.stack(model)
+    got = command.loss(stacks, restructure, jnp.asarray(tokens))
+    np.testing.assert_allclose(got, np.mean([of_one(each) for each in tokens]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "form", "split", "states", "moved"),
+    [
+        ("adamw", "stacks", "parameters", 2, 3),  # gathered twice, and the gradient
+        ("adamw", "stacks", "state", 2, 3),  # gathered once; an all-reduce counts twice
+        ("sgd", "vector", "gradients", 0, 2),
+        ("muon", "stacks", "gradients", 1, 2),
+    ],
+)
+def test_a_step_over_the_devices_of_this_process(rule, form, split, states, moved, standard_promotion):
+    found = command.compiled(argparse.Namespace(**SIZES, rule=rule, form=form, split=split))
+    whole = 4 * COUNT
+    part = whole / len(jax.devices())
+    assert found.devices == len(jax.devices())
+    assert found.parameters == pytest.approx(part, rel=0.02)
+    assert found.state == pytest.approx(states * part, rel=0.2, abs=1000)
+    # The embedding and the head are used once, at the end of the way there and the start of that back: gathered once.
+    assert found.moved.bytes == pytest.approx(moved * whole, rel=0.05)
+
+
+def test_what_layers_compute_is_not_kept_where_they_are_checkpointed():
+    """With split parameters, too, where each layer is gathered again on the way back."""
+    sizes = SIZES | {"tokens": 256}
+    found = command.compiled(argparse.Namespace(**sizes, rule="sgd", form="stacks", split="parameters"))
+    scores = 4 * 256**2  # bytes, of each layer's attention
+    assert found.temporaries < 8 * 4 * scores
+
+
+def test_the_command(capsys):
+    options = [f"--{name}={value}" for name, value in SIZES.items()]
+    status = command.main([*options, "--rule=muon", "--split=gradients", "--devices", "8", "3"])
+    out, err = capsys.readouterr()
+    assert status == 1
+    assert "over 3 devices: not everything can lie as the rules say" in err
+    lines = out.splitlines()
+    assert lines[0] == "a transformer of 8 layers of width 64, vocabulary 128"
+    assert lines[1].startswith(f"{COUNT:,} parameters, 1.6 MB in float32; 8 tokens per device")
+    heads = [line.split() for line in lines if line.startswith("devices")]
+    assert heads[0] == ["devices", "parameters", "state", "temporaries", "total", "collectives", "moved"]
+    compiled, calculated = (line.split() for line in lines if line.split()[:1] == ["8"])
+    assert len(compiled) == 1 + 4 * 2 + 1 + 2
+    assert calculated[:3] == ["8", "205.3", "kB"]
+    assert float(calculated[-1]) == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--width=100", "--width must be a multiple of 64, got 100"),
+        ("--layers=0", "argument --layers: expected a whole number, at least 1, got 0"),
+        ("--devices=1.5", "argument --devices: expected a whole number, at least 1, got 1.5"),
+    ],
+)
+def test_options_that_are_none(option, words, capsys):
+    with pytest.raises(SystemExit):
+        command.main([option])
+    assert words in capsys.readouterr().err

@@ -90,9 +90,9 @@ def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
         compiled.input_shardings[0],
     )
     bytes_of = jax.tree.map(_bytes_of_each, arguments, places)
-    at_rest = [sum(jax.tree.leaves(each)) for each in (bytes_of[0], bytes_of[1], bytes_of[2:])]
+    for_params, for_state, for_batch = (sum(jax.tree.leaves(each)) for each in (bytes_of[0], bytes_of[1], bytes_of[2:]))
     devices = max((len(place.device_set) for place in jax.tree.leaves(places)), default=1)
-    return Ahead(devices, *at_rest, memory.temp_size_in_bytes, collectives(compiled))
+    return Ahead(devices, for_params, for_state, for_batch, memory.temp_size_in_bytes, collectives(compiled))
 
 
 Ahead.__module__ = "treeparams.sharding"

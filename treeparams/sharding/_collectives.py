@@ -90,12 +90,11 @@ class Collectives:
         return _total((row.times, 1) for row in self.rows if kind in (None, row.kind))
 
     def __repr__(self) -> str:
-        in_words = lambda number, say: "unknown" if number is None else say(number)
+        in_words = lambda number, say="{:,}".format: "unknown" if number is None else say(number)
         cells = [
-            (row.kind, in_words(row.times, str), in_bytes(row.bytes), in_words(row.total, in_bytes))
-            for row in self.rows
+            (row.kind, in_words(row.times), in_bytes(row.bytes), in_words(row.total, in_bytes)) for row in self.rows
         ]
-        total = ("total", in_words(self.count(), str), "", in_words(self.bytes, in_bytes))
+        total = ("total", in_words(self.count()), "", in_words(self.bytes, in_bytes))
         table = in_columns(("collective", "times", "bytes each", "bytes"), [*cells, total], right=(1, 2, 3))
         return "\n".join([*table[:-1], "", table[-1], *self.notes]) if cells else "nothing is moved between devices"
 
