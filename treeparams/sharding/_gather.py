@@ -173,7 +173,9 @@ class PartRestructure(Restructure[Any]):
             for j in split:
                 row = gather(arrays[j], self.spread.split(blocks[j]), -1)
                 arrays[j] = source.value(found.columns[j][0], row)
-            arrays |= {j: source.value(found.columns[j][0], row) for j, row in zip(owned, arrived, strict=True)}
+            for block, columns in chunks.by_block.items():
+                rows = dict(zip(columns, arrived[block], strict=True))
+                arrays |= {owned[k]: source.value(found.columns[owned[k]][0], row) for k, row in rows.items()}
             node = found.node([arrays[j] for j in range(len(blocks))], same)
             return step(carry, node, *further)
 
@@ -182,12 +184,12 @@ class PartRestructure(Restructure[Any]):
             whole, number, further = each
             arrived = chunks.gather(number)
             if chunks.nodes == 1:
-                return one(carry, (whole, [array[0] for array in arrived], further))
+                return one(carry, (whole, {block: rows[0] for block, rows in arrived.items()}, further))
             return jax.lax.scan(one, carry, (whole, arrived, further), chunks.nodes, **options)
 
         further = () if xs is None else (xs,)
         if not owned:
-            return jax.lax.scan(lambda c, each: one(c, (each[0], [], each[1])), carry, (parts, further), **options)
+            return jax.lax.scan(lambda c, each: one(c, (each[0], {}, each[1])), carry, (parts, further), **options)
         cut = lambda array: array.reshape(chunks.count, -1, *array.shape[1:]) if chunks.nodes > 1 else array
         rounds = np.arange(chunks.count)
         each = (jax.tree.map(cut, parts), rounds, jax.tree.map(cut, further))
@@ -203,16 +205,15 @@ class _Chunks:
 
     def __init__(self, source: _PartSource, columns: Sequence[tuple[Place, ...]], nodes: int) -> None:
         self._source = source
-        by_block: dict[int, list[int]] = {}
+        self.by_block: dict[int, list[int]] = {}  # the columns in each stack
         for j, column in enumerate(columns):
-            by_block.setdefault(column[0].block or 0, []).append(j)
-        self._by_block = by_block
-        numbers = np.array([[place.number for place in column] for column in columns]).T  # node, column
+            self.by_block.setdefault(column[0].block or 0, []).append(j)
+        numbers = np.array([[place.number for place in column] for column in columns]).T  # of each node and column
         sizes = [size for size in range(1, nodes + 1) if nodes % size == 0] if columns else []
         for self.nodes in sizes:
             self.count = nodes // self.nodes
             split = numbers.reshape(self.count, self.nodes, -1)
-            tables = {block: self._table(block, split[:, :, its]) for block, its in by_block.items()}
+            tables = {block: self._table(block, split[:, :, its]) for block, its in self.by_block.items()}
             self._tables = {block: table for block, table in tables.items() if table is not None}
             if len(self._tables) == len(tables):
                 return
@@ -223,33 +224,44 @@ class _Chunks:
                 'split="gradients"'
             )
 
-    def _table(self, block: int, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Which of its rows each device gives in each round, and where each column of each node then is."""
-        own = len(self._source.leaves[block])
-        devices = self._source.spread.axes.parts
-        given, places = [], []
-        for each in numbers:
-            rows = [sorted({int(n) % own for n in each.ravel() if n // own == device}) for device in range(devices)]
-            count = len(rows[0])
-            if not count or any(len(its) != count for its in rows):
-                return None
-            given.append(rows)
-            at = lambda n, rows=rows, count=count: n // own * count + rows[n // own].index(n % own)
-            places.append([[at(int(n)) for n in node] for node in each])
-        return np.array(given), np.array(places)
+    def _table(self, block: int, numbers: np.ndarray) -> tuple[np.ndarray, list[int] | None, np.ndarray] | None:
+        """Which of its rows each device gives in each round, in which order devices give, and where each row then is.
 
-    def gather(self, number: Any) -> list[jax.Array]:
-        """The arrays of each column in one round, with an axis over its nodes."""
-        found: dict[int, jax.Array] = {}
-        for block, its in self._by_block.items():
-            given, places = self._tables[block]
-            leaf, split = self._source.leaves[block], self._source.spread.split(block)
+        Where that order is none, it is the devices' own; where the rows come in tree order, the places count them up.
+        """
+        own, devices = len(self._source.leaves[block]), self._source.spread.axes.parts
+        rows = numbers.reshape(self.count, -1)  # in tree order
+        given = [
+            [sorted(row % own for row in each if row // own == d) for d in range(devices)] for each in rows.tolist()
+        ]
+        count = rows.shape[1] // devices
+        if not count or any(len(its) != count for each in given for its in each):
+            return None
+        order = (rows[0, :devices] // own).tolist()
+        if len(self._source.spread.split(block)[0][1]) > 1 or len(set(order)) < devices:
+            order = None
+        turns = order or list(range(devices))
+        places = [
+            [each[row // own].index(row % own) * devices + turns.index(row // own) for row in its]
+            for each, its in zip(given, rows.tolist(), strict=True)
+        ]
+        return np.array(given), order, np.array(places)
+
+    def gather(self, number: Any) -> dict[int, jax.Array]:
+        """The rows of one round, of each stack as an array of shape `(nodes, columns, *row)`."""
+        found = {}
+        for block, (given, order, places) in self._tables.items():
+            leaf, ((_, names), *_) = self._source.leaves[block], self._source.spread.split(block)
             if (given == given[:, :1]).all():
                 rows = jnp.asarray(given[:, 0])[number]
             else:
-                rows = jnp.asarray(given)[number, jax.lax.axis_index(split[0][1])]
-            arrived = gather(leaf.at[rows].get(mode="promise_in_bounds", unique_indices=True), split)
-            order = places[0] if (places == places[:1]).all() else jnp.asarray(places)[number]
-            arranged = arrived.at[order].get(mode="promise_in_bounds", unique_indices=True)
-            found |= {j: arranged[:, k] for k, j in enumerate(its)}
-        return [found[j] for j in range(len(found))]
+                rows = jnp.asarray(given)[number, jax.lax.axis_index(names)]
+            own = leaf.at[rows].get(mode="promise_in_bounds", unique_indices=True)
+            # The devices give in the order of their rows, so that none has to be moved after.
+            groups = None if order is None else [order]
+            arrived = jax.lax.all_gather(own, names, axis=1, axis_index_groups=groups)
+            arrived = arrived.reshape(-1, *leaf.shape[1:])
+            if (places != np.arange(places.shape[1])).any():
+                arrived = arrived.at[jnp.asarray(places)[number]].get(mode="promise_in_bounds", unique_indices=True)
+            found[block] = arrived.reshape(self.nodes, -1, *leaf.shape[1:])
+        return found
