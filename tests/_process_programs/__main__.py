@@ -1,0 +1,159 @@
+"""What the processes of test_sharding_processes.py run.
+
+    python tests/_process_programs PROGRAM ADDRESS PROCESSES PROCESS FOLDER
+
+Each writes what it found to a file in the folder; what it says on stderr is read as well.
+"""
+
+import json
+import pathlib
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+import treeparams as tp
+from treeparams import sharding
+
+STEPS, BATCH = 5, 16
+# With a smaller epsilon, rounding where a gradient almost vanishes becomes a part of the step.
+RULE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+FORMS = {  # form: what is split, rules
+    "tree": ("state", {"**.bias": "whole", "**": "split"}),
+    "vector": ("gradients", {"**": "split"}),
+    "stacks": ("parameters", {"scale": "whole", "**": "owned"}),
+}
+
+
+def make(width=8, dtype=jnp.float32):
+    """Four equal layers, of which a bias is tied; something that is frozen.
+
+    That is a scalar: arrays that are whole in each process are divided when Orbax saves them, by what JAX 0.6 lacks.
+    """
+    layers = [eqx.nn.Linear(width, width, key=key, dtype=dtype) for key in jax.random.split(jax.random.key(0), 4)]
+    return {"layers": layers, "same": layers[1].bias, "scale": jnp.ones(width, dtype), "shift": jnp.ones((), dtype)}
+
+
+def loss(model, x, y):
+    for layer in model["layers"]:
+        x = jnp.tanh(jax.vmap(layer)(x))
+    return jnp.mean(jnp.square(x * model["scale"] + model["shift"] + model["same"] - y))
+
+
+def batches():
+    """A batch for each step, the same in all processes."""
+    return [np.asarray(jax.random.normal(key, (2, BATCH, 8))) for key in jax.random.split(jax.random.key(1), 2 * STEPS)]
+
+
+def laid(batch, plan):
+    """A batch over the processes, of which each has its own rows."""
+    count = BATCH // jax.process_count()
+    rows = slice(jax.process_index() * count, (jax.process_index() + 1) * count)
+    return [jax.make_array_from_process_local_data(plan.batch, each[rows]) for each in batch]
+
+
+def prepared(form, model, rules=None):
+    split, usual = FORMS[form]
+    mesh = jax.make_mesh((jax.process_count(),), ("data",))
+    plan = sharding.plan(tp.layout(model, freeze="shift"), mesh, rules or usual, form=form)
+    return plan, *sharding.step(loss, RULE, plan, split=split)
+
+
+def alone():
+    """The parameters of one process after some steps, without this module of the library."""
+    params, restructure = tp.ravel(make(), "!shift")
+    step = jax.jit(jax.grad(lambda params, *batch: loss(restructure(params), *batch)))
+    state = RULE.init(params)
+    for batch in batches()[:STEPS]:
+        updates, state = RULE.update(step(params, *batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return np.asarray(params)
+
+
+def goes(params, state, plan, step, which):
+    """Takes steps; returns what the last one does, and the losses."""
+    losses = []
+    for batch in batches()[which]:
+        params, state, value = step(params, state, *laid(batch, plan))
+        losses.append(float(value))
+    return params, state, losses
+
+
+def forms():
+    """The largest difference from one process in each form; the vector, what is about it, and its losses."""
+    reference, errors, model = alone(), {}, make()
+    for form in FORMS:
+        plan, init, step = prepared(form, model)
+        params, state, _ = goes(*init(model), plan, step, slice(STEPS))
+        trained = tp.partition(plan.model(params, state), plan.layout)[0]
+        leaves = jax.tree.leaves(multihost_utils.process_allgather(trained, tiled=True))
+        errors[form] = float(np.max(np.abs(np.concatenate([leaf.ravel() for leaf in leaves]) - reference)))
+        if form == "vector":
+            kept = {"params": params, "state": state}, plan, step
+    return errors, *kept
+
+
+def difference(rules=None, **change):
+    """What `init` says where the last process has another plan."""
+    last = jax.process_index() == jax.process_count() - 1
+    model = make(**change) if last else make()
+    try:
+        prepared("tree", model, rules if last else None)[1](model)
+    except ValueError as error:
+        return str(error)
+
+
+def saves(folder):
+    """Trains, saves a checkpoint and goes on."""
+    import orbax.checkpoint  # takes a second, and not all programs need it
+
+    errors, trained, plan, step = forms()
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", trained)
+    _, _, losses = goes(**trained, plan=plan, step=step, which=slice(STEPS, None))
+    return {
+        "errors": errors,
+        "losses": losses,
+        "width": difference(width=16),
+        "dtype": difference(dtype=jnp.bfloat16),
+        "rules": difference(rules={"layers.0": "whole", "**": "split"}),
+    }
+
+
+def restores(folder):
+    """Goes on from what another number of processes saved."""
+    import orbax.checkpoint
+
+    errors, trained, plan, step = forms()
+    shapes = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, trained)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(folder / "checkpoint", shapes)
+    _, _, losses = goes(**restored, plan=plan, step=step, which=slice(STEPS, None))
+    return {"errors": errors, "losses": losses}
+
+
+def waits(folder):
+    multihost_utils.sync_global_devices("start")
+    return {}
+
+
+def end(program):
+    """Ends by an exception, in one process or in all; or not at all."""
+    if program == "saves" and jax.process_index() == 3:
+        raise RuntimeError("a disk is full")
+    if program == "restores":
+        prepared("tree", make(), {"**": "whole"} if jax.process_index() else None)[1](make())
+    while True:
+        multihost_utils.sync_global_devices("step")
+
+
+if __name__ == "__main__":
+    program, address, processes, process, folder = sys.argv[1:]
+    sharding.initialize(address, int(processes), int(process), heartbeat=5)
+    found = {"saves": saves, "restores": restores, "waits": waits}[program](pathlib.Path(folder))
+    pathlib.Path(folder, f"{program}{process}.json").write_text(json.dumps(found))
+    end(program)

@@ -1,0 +1,187 @@
+"""Several processes on this machine: equal to one, found out where they differ, and ended where one dies."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from treeparams import sharding
+from treeparams.sharding._processes import agree
+
+PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
+TAKES_HEARTBEAT = jax.__version_info__ >= (0, 7)
+
+
+class Group:
+    """Processes that run one program together, and what they write; none is left behind."""
+
+    def __init__(self, program, count, folder):
+        self.program, self.folder, self.processes = program, folder, []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=1")}
+        for process in range(count):
+            command = [sys.executable, PROGRAMS, program, address, str(count), str(process), folder]
+            with self.file(process, "err").open("wb") as err:
+                self.processes.append(subprocess.Popen(command, stdout=err, stderr=err, env=environment))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def file(self, process, kind):
+        return self.folder / f"{self.program}{process}.{kind}"
+
+    def said(self, process):
+        return self.file(process, "err").read_text()
+
+    def statuses(self, until, limit):
+        """Of all processes, as soon as this is so or the time is up."""
+        end = time.monotonic() + limit
+        while not until() and time.monotonic() < end:
+            time.sleep(0.02)
+        return [process.poll() for process in self.processes]
+
+    def found(self, limit=60):
+        """What each found, once all have written it."""
+        files = [self.file(process, "json") for process in range(len(self.processes))]
+        written = lambda: all(file.exists() and file.stat().st_size for file in files)
+        self.statuses(lambda: written() or all(process.poll() is not None for process in self.processes), limit)
+        assert written(), "\n".join(map(self.said, range(len(files))))
+        return [json.loads(file.read_text()) for file in files]
+
+    def ended(self, limit):
+        """The statuses at the end of all."""
+        return self.statuses(lambda: all(process.poll() is not None for process in self.processes), limit)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    with Group("saves", 4, tmp_path_factory.mktemp("four")) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def two(four):
+    """Started when the four have saved their checkpoint."""
+    four.found()
+    with Group("restores", 2, four.folder) as group:
+        yield group
+
+
+def group(request):
+    return request.getfixturevalue(request.param)
+
+
+trained = pytest.fixture(group, params=["four", "two"])
+
+
+def test_a_step_over_processes_equals_one_process(trained):
+    errors = trained.found()[0]["errors"]
+    assert set(errors) == {"tree", "vector", "stacks"}
+    assert max(errors.values()) < 1e-6, errors
+
+
+def test_a_checkpoint_goes_on_over_another_number_of_processes(four, two):
+    losses, others = (group.found()[0]["losses"] for group in (four, two))
+    assert len(losses) == 5
+    assert losses == pytest.approx(others, abs=1e-6)
+    assert len(set(losses)) == 5
+
+
+def test_processes_with_different_plans_are_told_so_in_every_one_of_them(four):
+    differences = four.found()
+    for change, before, after in [
+        ("width", r"float32\[8,8\]", r"float32\[16,16\]"),
+        ("dtype", r"float32\[8,8\]", r"bfloat16\[8,8\]"),
+        ("rules", r"P\('data'\)", "whole"),
+    ]:
+        messages = [each[change] for each in differences]
+        assert len(messages) == 4
+        assert len(set(messages)) == 1
+        assert "the plans differ between the processes" in messages[0]
+        assert "\n--- processes 0, 1, 2\n+++ process 3\n" in messages[0]
+        assert re.search(rf"^-.*layers\.0\.weight .*{before}", messages[0], re.MULTILINE), messages[0]
+        assert re.search(rf"^\+.*layers\.0\.weight .*{after}", messages[0], re.MULTILINE), messages[0]
+
+
+def test_processes_with_different_plans_end_each_with_the_difference(two):
+    two.found()
+    assert two.ended(limit=30) == [1, 1]
+    for process in range(2):
+        said = two.said(process)
+        assert "ValueError: the plans differ between the processes" in said
+        assert "\n--- process 0\n+++ process 1\n" in said
+
+
+def test_an_exception_in_one_process_ends_all(four):
+    four.found()
+    statuses = four.ended(limit=30)
+    assert 0 not in statuses
+    assert None not in statuses
+    assert "RuntimeError: a disk is full" in four.said(3)
+    assert "This process ends by RuntimeError, in 5 s if the others do not end too." in four.said(3)
+
+
+def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(tmp_path):
+    faults = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
+    if not TAKES_HEARTBEAT:
+        del faults["still"]  # the other ends after 100 seconds
+    with contextlib.ExitStack() as stack:
+        groups = {}
+        for name in faults:
+            (tmp_path / name).mkdir()
+            groups[name] = stack.enter_context(Group("waits", 2, tmp_path / name))
+        for each in groups.values():
+            each.found()
+        for name, (process, sent) in faults.items():
+            groups[name].processes[process].send_signal(sent)
+        for name, (process, _) in faults.items():
+            other = groups[name].processes[1 - process]
+            assert groups[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
+            said = groups[name].said(1 - process)
+            assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
+        if "still" in groups:
+            stopped = groups["still"].processes[1]
+            assert stopped.poll() is None
+            stopped.send_signal(signal.SIGCONT)
+            assert None not in groups["still"].ended(limit=20)
+            assert stopped.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"heartbeat": 0}, "heartbeat: expected a whole number, at least 1, got 0"),
+        ({"heartbeat": 0.5}, "heartbeat: expected a whole number, at least 1, got 0.5"),
+        ({"num_processes": True}, "num_processes: expected a whole number, at least 1, got True"),
+        ({"num_processes": 2, "process_id": 2}, "process_id: expected 0 to 1 for 2 processes, got 2"),
+        ({"process_id": -1}, "process_id: expected a whole number, at least 0, got -1"),
+        (
+            {"coordinator_address": "10.0.0.1"},
+            "coordinator_address: expected host and port of process 0, .*'10.0.0.1'$",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_initialize_cannot_take_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.initialize(**given)
+
+
+def test_one_process_agrees_with_itself():
+    agree("anything", "the plans")
