@@ -59,6 +59,21 @@ class Ahead:
 def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
     """Compiles a step and tells what it takes of each device: bytes at rest, temporary ones, and what is moved.
 
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from treeparams import sharding
+    >>> model = {"w": jax.ShapeDtypeStruct((100_000, 1000), jnp.float32)}
+    >>> plan = sharding.plan(model, jax.sharding.Mesh(jax.devices()[:4], "data"), {"**": "split"})
+    >>> init, step = sharding.step(lambda model, x: jnp.mean((x @ model["w"]) ** 2), optax.sgd(0.1, 0.9), plan)
+    >>> found = sharding.ahead(step, *init(model), jax.ShapeDtypeStruct((8, 100_000), jnp.float32))
+    >>> found.parameters, found.state, found.batch  # bytes of each device; printed, it is a table
+    (100000000, 100000000, 800000)
+    >>> found.moved
+    collective      times  bytes each     bytes
+    all-gather          1    400.0 MB  400.0 MB
+    reduce-scatter      1    400.0 MB  400.0 MB
+    <BLANKLINE>
+    total               2              800.0 MB
+
     Nothing is run and no array is made, so the model may be larger than this machine, and the devices more: start
     Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these.
 
