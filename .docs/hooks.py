@@ -23,9 +23,10 @@ PACKAGES = {
     "nested": "treeparams.nested",
     "matrices": "treeparams.matrices",
     "saving": "treeparams.saving",
+    "sharding": "treeparams.sharding",
     "plot": "treeparams.plot",
 }
-_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested|plot)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
+_NAME = re.compile(r"(?<![\[`])`(tp|treeparams|optim|nested|sharding|plot)\.(\w+)(?:\([^`]*\))?`(?![\]`])")
 _ENTRY = re.compile(r"^::: (\S+)", re.MULTILINE)
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import treeparams as tp
-from treeparams import matrices, nested, optim, saving
+from treeparams import matrices, nested, optim, saving, sharding
 
 from .blocks import run
 
@@ -52,6 +52,6 @@ def test_every_public_name_is_listed_once():
         module, _, name = entry.rpartition(".")
         assert hasattr(importlib.import_module(module), name), entry
         listed[module].append(name)
-    for module in (tp, optim, nested, matrices, saving):
+    for module in (tp, optim, nested, matrices, saving, sharding):
         public = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
         assert sorted(listed[module.__name__]) == sorted(public)

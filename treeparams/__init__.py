@@ -39,6 +39,7 @@ only from those above it:
     nested       derivatives within losses, curvature, by sample; a module of its own, imported by name
     matrices     matrices made of parameters, constraints; a module of its own, imported by name
     saving       files, and what goes where, by name; a module of its own, imported by name
+    sharding     where parameters lie on devices, and a step over them; a module of its own, imported by name
     plot         pictures of layouts; a module of its own, imported by name
 """
 
