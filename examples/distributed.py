@@ -1,0 +1,265 @@
+"""One model over several processes: each has a part of every batch, and what they exchange is one vector.
+
+    python examples/distributed.py --processes 4 [--diloco 20]
+
+The weights of a classifier of handwritten digits are matrices made of several arrays, `U diag(d) V^T` with `U` and `V`
+products of reflections: many small arrays, each of which would be reduced over the processes by itself. As a vector
+they are one: gradients are summed and divided by one reduce-scatter, each process updates its part of the parameters
+with its part of Adam's state, and one all-gather brings them together. It is the training of one process, to rounding.
+
+With `--diloco H` it trains once more in another way: each process makes H steps by itself, then all move by a step of
+Nesterov's momentum along the mean of what they have moved, which is all that they exchange (DiLoCo, arXiv 2311.08105).
+This is another training, and H times less is moved.
+
+The processes run on this machine; over several machines each would be started there, with the address of the first.
+The images come with scikit-learn: `pip install 'treeparams[examples]'`.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _common import command_line, digits, progress, table
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treeparams as tp
+from treeparams import matrices, sharding
+from treeparams.sharding import Collectives
+
+PIXELS, WIDTH, DIGITS, BATCH, HEARTBEAT = 64, 64, 10, 840, 10
+OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)  # as in the paper
+PROCESS, ADDRESS = "TREEPARAMS_PROCESS", "TREEPARAMS_ADDRESS"  # which tell a process that was started what it is
+
+
+class Network(eqx.Module):
+    """Tells which digit an image shows; the weights are `matrices.SVD`, those of an orthogonal matrix at the start."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, *, key: Array) -> None:
+        self.layers = []
+        sizes = (PIXELS, WIDTH, WIDTH, DIGITS)
+        for below, above, each in zip(sizes, sizes[1:], jax.random.split(key, 3), strict=False):
+            layer = eqx.nn.Linear(below, above, key=each)
+            weight = matrices.SVD.random(above, below, key=each, reflections=8)
+            self.layers.append(eqx.tree_at(lambda layer: layer.weight, layer, weight))
+
+    def __call__(self, image: Array) -> Array:
+        """The score of each digit."""
+        for layer in self.layers[:-1]:
+            image = jax.nn.gelu(layer(image))
+        return self.layers[-1](image)
+
+
+def loss(model: Network, images: Array, labels: Array) -> Array:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels))
+
+
+class Trained(NamedTuple):
+    """A model after training, and what it took."""
+
+    model: Network
+    bytes: int  # of the parameters and what the optimiser keeps, on each device
+    meetings: int  # how often the processes exchange something
+    moved: Collectives | None  # each time
+
+    @property
+    def bytes_moved(self) -> int:
+        """In the whole training, on each device."""
+        return self.meetings * (self.moved.bytes or 0) if self.moved else 0
+
+
+def rows(batch: np.ndarray) -> np.ndarray:
+    """The part of this process of what has a row for each example."""
+    return np.split(batch, jax.process_count())[jax.process_index()]
+
+
+def bar(chosen: np.ndarray, title: str) -> Any:
+    return progress(chosen, title) if jax.process_index() == 0 else chosen
+
+
+def bytes_here(tree: Any) -> int:
+    return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
+
+
+def together(model: Network, data: Any, chosen: np.ndarray) -> Trained:
+    """All processes make each step together."""
+    plan = sharding.plan(model, jax.make_mesh((jax.process_count(),), ("data",)), {"**": "split"}, form="vector")
+    init, step = sharding.step(loss, OPTIMISER, plan)
+    params, state = init(model)
+
+    def batch(numbers: np.ndarray) -> list[Array]:
+        """Each process gives its rows, and has none of the others'."""
+        return [jax.make_array_from_process_local_data(plan.batch, each[rows(numbers)]) for each in data]
+
+    compiled = step.lower(params, state, *batch(chosen[0])).compile()
+    moved = sharding.collectives(compiled)
+    if jax.process_index() == 0:
+        print(f"{plan}\n\nA step, as compiled:\n{moved}\n")
+    for numbers in (shown := bar(chosen, f"{jax.process_count()} processes")):
+        params, state, value = compiled(params, state, *batch(numbers))
+        if jax.process_index() == 0:
+            shown.set_postfix(loss=f"{value:.4f}", refresh=False)
+    trained = jax.tree.map(np.asarray, plan.model(params, state))
+    return Trained(trained, bytes_here((params, state.rule)), len(chosen), moved)
+
+
+def one_process(restructure: tp.Restructure[Network]) -> Any:
+    """A step of one process by itself, of all parameters as one vector."""
+
+    @jax.jit
+    def step(vector: Array, state: Any, *batch: Array) -> Any:
+        grads = jax.grad(lambda vector: loss(restructure(vector), *batch))(vector)
+        updates, state = OPTIMISER.update(grads, state, vector)
+        return optax.apply_updates(vector, updates), state
+
+    return step
+
+
+def alone(model: Network, data: Any, chosen: np.ndarray) -> Trained:
+    """One process makes all steps on whole batches, by Optax alone."""
+    vector, restructure = tp.ravel(model)
+    state, step = OPTIMISER.init(vector), one_process(restructure)
+    for numbers in progress(chosen, "one process"):
+        vector, state = step(vector, state, *(each[numbers] for each in data))
+    return Trained(restructure(vector), bytes_here((vector, state)), 0, None)
+
+
+def seldom(model: Network, data: Any, chosen: np.ndarray, apart: int) -> Trained:
+    """Each process makes steps by itself, on its part of each batch, and after so many all meet."""
+    mesh = jax.make_mesh((jax.process_count(),), ("data",))
+    whole, a_row_each = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    vector, restructure = tp.ravel(model)
+    state, step = OPTIMISER.init(vector), one_process(restructure)
+    start = jax.make_array_from_process_local_data(whole, np.asarray(vector))
+    momentum = jax.jit(OUTER.init, out_shardings=whole)(start)
+
+    @functools.partial(jax.jit, out_shardings=whole)
+    def meet(start: Array, momentum: Any, ends: Array) -> Any:
+        """From where all started and where each ended to where all go on."""
+        updates, momentum = OUTER.update(start - jnp.mean(ends, axis=0), momentum)
+        return optax.apply_updates(start, updates), momentum
+
+    ends = jax.ShapeDtypeStruct((jax.process_count(), *vector.shape), vector.dtype, sharding=a_row_each)
+    meeting = meet.lower(start, momentum, ends).compile()
+    for number, numbers in enumerate(bar(chosen, f"DiLoCo, {apart} steps apart"), 1):
+        vector, state = step(vector, state, *(each[rows(numbers)] for each in data))
+        if number % apart == 0:
+            row = jax.make_array_from_process_local_data(a_row_each, np.asarray(vector)[None])
+            start, momentum = meeting(start, momentum, row)
+            vector = jnp.asarray(np.asarray(start))
+    size = bytes_here((vector, state, start, momentum))
+    return Trained(restructure(vector), size, len(chosen) // apart, sharding.collectives(meeting))
+
+
+def launch(processes: int) -> int:
+    """Starts the processes, of which the first has the terminal. When one fails, all end; returns the status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was started is ended below
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with contextlib.ExitStack() as stack:
+        started, said = [], []
+        for process in range(processes):
+            said.append(stack.enter_context(tempfile.TemporaryFile()))
+            output = None if process == 0 else said[-1]
+            environment = os.environ | {PROCESS: str(process), ADDRESS: address}
+            each = subprocess.Popen([sys.executable, *sys.argv], env=environment, stdout=output, stderr=output)
+            stack.callback(each.kill)
+            started.append(each)
+        while not any(statuses := [each.poll() for each in started]) and None in statuses:
+            time.sleep(0.05)
+        if not any(statuses):
+            return 0
+        failed = next(process for process, status in enumerate(statuses) if status)
+        said[failed].seek(0)
+        print(f"\n{said[failed].read().decode()}\nProcess {failed} {outcome(statuses[failed])}.", file=sys.stderr)
+        since = time.monotonic()
+        while None in [each.poll() for each in started] and time.monotonic() < since + 3 * HEARTBEAT:
+            time.sleep(0.05)
+        others = [f"{process} {outcome(each.returncode)}" for process, each in enumerate(started) if process != failed]
+        print(f"After {time.monotonic() - since:.1f} s: {', '.join(others)}.", file=sys.stderr)
+        return 1
+
+
+def outcome(status: int | None) -> str:
+    if status is None:
+        return "still runs and is ended now"
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+class Result(NamedTuple):
+    """What became of a training, beside that of one process."""
+
+    trained: Trained
+    accuracy: float  # on the images to test on
+    differs: float  # from one process: the norm of the difference, relative to that of the parameters
+
+
+def main(processes: int = 4, steps: int = 200, diloco: int = 0, seed: int = 0) -> dict[str, Result]:
+    """Trains a classifier over several processes and in one; returns the results, in the first of the processes."""
+    if not 2 <= processes <= 8 or not 0 <= diloco <= steps:
+        raise SystemExit(f"expected 2 to 8 processes and --diloco up to {steps} steps, got {processes} and {diloco}")
+    if PROCESS not in os.environ:
+        raise SystemExit(launch(processes))
+    sharding.initialize(os.environ[ADDRESS], processes, int(os.environ[PROCESS]), heartbeat=HEARTBEAT)
+    (images, labels), (test_images, test_labels) = digits(seed)
+    data = images.reshape(-1, PIXELS), labels
+    made, drawn = jax.random.split(jax.random.key(seed))
+    model, size = Network(key=made), BATCH // processes * processes  # equally many rows in each process
+    chosen = np.asarray(jax.random.randint(drawn, (steps, size), 0, len(images)))
+    found = {"together": together(model, data, chosen)}
+    if diloco:
+        found["DiLoCo"] = seldom(model, data, chosen[: steps // diloco * diloco], diloco)
+    if jax.process_index() > 0:
+        return {}
+    one = found["one process"] = alone(model, data, chosen)
+    results = {}
+    for name, each in found.items():
+        right = jnp.argmax(jax.vmap(each.model)(test_images.reshape(-1, PIXELS)), axis=1) == test_labels
+        differs = tp.global_norm(jax.tree.map(np.subtract, each.model, one.model)) / tp.global_norm(one.model)
+        results[name] = Result(each, float(jnp.mean(right)), float(differs))
+    cells = [
+        (name, f"{each.bytes:,}", f"{each.meetings}", f"{each.bytes_moved:,}", f"{accuracy:.1%}", f"{differs:.1e}")
+        for name, (each, accuracy, differs) in results.items()
+    ]
+    head = "", "bytes per device", "meetings", "bytes moved", "test accuracy", "differs by"
+    print("\n" + table(head, *cells))
+    return results
+
+
+def claims(outcome: dict[str, Result]) -> dict[str, Any]:
+    if not outcome:  # of a process that is not the first
+        return {}
+    together, one = outcome["together"].trained, outcome["one process"].trained
+    assert together.moved is not None
+    collectives = sorted((row.kind, row.times) for row in together.moved.rows)
+    checked = {
+        "parameters are those of one process, to 1e-6": outcome["together"].differs <= 1e-6,
+        "all arrays together take one all-gather and one reduce-scatter": collectives
+        == [("all-gather", 1), ("reduce-scatter", 1)],
+        "each process keeps its part of the parameters and of Adam's state": together.bytes < 0.6 * one.bytes,
+        "at least 95% of the digits are told": outcome["together"].accuracy >= 0.95,
+    }
+    if "DiLoCo" in outcome:
+        checked["with DiLoCo at least 90%"] = outcome["DiLoCo"].accuracy >= 0.9
+        checked["and less is moved"] = outcome["DiLoCo"].trained.bytes_moved < together.bytes_moved
+    return checked
+
+
+if __name__ == "__main__":
+    command_line(main, claims)
