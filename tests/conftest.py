@@ -1,5 +1,6 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -27,6 +28,10 @@ from treeparams import _recognise
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes many objects that live on; looking for cycles among them at Python's pace takes a tenth of the time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 50)
 
 
 _compiled: list[str] = []  # since the last time that they were forgotten
