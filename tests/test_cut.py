@@ -58,7 +58,8 @@ def test_without_jit():
         np.testing.assert_array_equal(RESTRUCTURE.ravel(RESTRUCTURE(VECTOR)), np.append(VECTOR[:-1], 0))
 
 
-@hypothesis.settings(deadline=None, max_examples=12, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
+@hypothesis.example(SHAPES, 4)  # generated lists have no shape often enough to share a kernel
 @hypothesis.given(
     st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=30).map(tuple),
     st.integers(1, 4),
@@ -116,7 +117,7 @@ def test_leaves_of_one_shape_share_their_kernels():
 
 
 def test_operations_are_those_of_the_tree():
-    restructure, vector = net(30)
+    restructure, vector = net(18)
     of_tree = flops(jax.value_and_grad(chain), restructure(vector))
     assert of_tree > 1000
     assert flops(jax.value_and_grad(lambda v: chain(restructure(v))), vector) <= 1.001 * of_tree
@@ -139,7 +140,7 @@ def test_the_program_grows_with_the_leaves_and_no_faster(order):
 
 # -- Rows of stacks: the axis that is cut is followed by others --------------------------------------------------------
 
-COUNT = 40  # so many rows are cut at offsets that are known at run time alone
+COUNT = 20  # so many rows are cut at offsets that are known at run time alone
 ROWS = np.sin(np.arange(2.0 * COUNT, dtype=np.float32)).reshape(COUNT, 1, 2)
 
 
@@ -186,7 +187,8 @@ def test_maps_over_any_axis(axis):
     np.testing.assert_array_equal(sums, np.moveaxis(want, 0, axis))
 
 
-@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=4, derandomize=True)
+@hypothesis.example(40, [1, 2])
 @hypothesis.given(st.integers(1, 40), st.lists(st.integers(0, 3), max_size=3))
 def test_joining_rows_inverts_cutting_and_is_its_transpose(count, shape):
     cut, join = rows(count, *shape)
@@ -218,7 +220,7 @@ def test_joining_rows_that_are_mapped_with_those_that_are_not():
 
 
 def test_rows_that_are_not_read():
-    assert cost(lambda s: CUT(s)[3], ROWS)["bytes accessed"] <= 64  # of 320
+    assert cost(lambda s: CUT(s)[3], ROWS)["bytes accessed"] <= 64  # of 160
     of_one = jax.make_jaxpr(jax.grad(lambda s: jnp.sum(CUT(s)[3] ** 2)))(ROWS)
     assert [eqn.primitive.name for eqn in of_one.eqns].count("join") == 1
     only_some = lambda f: jax.jit(lambda s: jax.linear_transpose(f, s)(list(ROWS[5:9]))[0])(ROWS)
@@ -266,7 +268,7 @@ def test_the_program_over_stacks_grows_with_the_leaves_and_no_faster(order):
 
 
 def test_operations_over_stacks_are_those_of_the_tree():
-    stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * 30])
+    stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * 18])
     of_tree = flops(jax.value_and_grad(chain), restructure(stacks))
     assert of_tree > 1000
     assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) <= 1.001 * of_tree
