@@ -275,11 +275,13 @@ def test_over_stacks_by_the_names_of_their_groups():
     wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
     stacks, restructure = tp.stack(model, groups=wheres)
     of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
-    tx = optim.groups({"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}, default=of["rest"])
+    rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
+    misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
     plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
-    with pytest.raises(ValueError, match="among embed, matrices, default, got 'embed', 'matrices', 'rest'; write"):
-        tx.init(stacks)
-    tx = optim.groups({name: optim.per_leaf(rule) if name == "matrices" else rule for name, rule in of.items()})
+    with pytest.raises(ValueError, match="among embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
+        misnamed.init(stacks)
+    with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
+    assert_same(jax.tree.leaves(with_default.init(stacks)), jax.tree.leaves(tx.init(stacks)))
 
     @jax.jit
     def run(stacks):

@@ -124,7 +124,8 @@ def over_devices(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
     from jax.experimental.shard_map import shard_map  # JAX 0.6
 
     others = frozenset(mesh.axis_names) - frozenset(axes)
-    return shard_map(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
+    sharded: Any = shard_map  # in newer versions, whose types are read here, with other arguments
+    return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
 
 
 def is_explicit(mesh: Any) -> bool:

@@ -65,9 +65,10 @@ class Source:
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
         values: dict[Place, Any] = {}
         for place in dict.fromkeys(places):
-            is_single = place.block is None
-            array = self.singles[place.number] if is_single else picked[place.block][place.number]
-            values[place] = array if is_single else self.value(place, array)
+            if place.block is None:
+                values[place] = self.singles[place.number]
+            else:
+                values[place] = self.value(place, picked[place.block][place.number])
         return [values[place] for place in places]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:

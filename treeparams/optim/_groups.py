@@ -73,7 +73,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     It is `optax.partition` with labels by path, within `optim.trainable`: each rule sees the leaves of its group alone,
     so a norm in it is that of the group. **A tie is one parameter and goes where its own path goes**, the one that
     `tp.layout(model)` lists; an alias cannot be named. A group all of whose leaves are frozen is empty. Of stacks in
-    groups, as `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name.
+    groups, as `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name, or to the default.
 
     Args:
         transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.
@@ -105,13 +105,16 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
         leaves = jtu.tree_flatten_with_path(params)[0]
         if isinstance(params, Grouped) or (leaves and all(is_stack(path, leaf) for path, leaf in leaves)):
             # Rows of stacks have no paths here; it is the groups of the stacks that say where each goes.
-            found = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
-            if len(found) < len(leaves) or not rules.keys() >= set(found.values()):
-                given = ", ".join(map(repr, dict.fromkeys(found.values()))) or "none"
+            given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
+            # With a default, a name that no group has is a mistake, not one for which nothing is left.
+            is_typo = default is not None and not isinstance(params, Grouped) and not wheres.keys() <= set(params)
+            if len(given) < len(leaves) or is_typo or (default is None and not rules.keys() >= set(given.values())):
+                names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
                 raise ValueError(
                     f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(rules)}, got "
-                    f"{given}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...))"
+                    f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...))"
                 )
+            found = {i: name if name in rules else "default" for i, name in given.items()}
             return start(params, structure.paths, found)
         for name, where in wheres.items():
             for leaf in select(structure, where, may_be_empty=True):

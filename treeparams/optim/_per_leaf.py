@@ -90,7 +90,13 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
         if limit is None or limit >= len(args[0]):
             return jax.vmap(f)(*args)
         # One at a time needs no `vmap`, under which a `cond` of the rule would compute both of its branches.
-        return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
+        if limit == 1 or len(args[0]) % limit:
+            return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
+        # Rows that run together are far apart: where devices have as many equal parts of the rows, each runs one.
+        apart = jax.tree.map(lambda rows: rows.reshape(limit, -1, *rows.shape[1:]), args)
+        pick = lambda i: jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, i, 1, keepdims=False), apart)
+        found = jax.lax.map(lambda i: jax.vmap(f)(*pick(i)), jnp.arange(len(args[0]) // limit))
+        return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]), found)
 
     def init(params: PyTree) -> Any:
         _check(rule, known, jtu.tree_flatten_with_path(params)[0])

@@ -25,13 +25,8 @@ from ._step import step
 
 _HEAD = 64  # the width of a head of attention, of which the width is a multiple
 _STEP = 512  # what a width that is found is a multiple of, so that as many devices can share each matrix
-_RULES = {
-    "sgd": lambda: optax.sgd(0.1),
-    "adamw": lambda: optax.adamw(1e-3),
-    "adafactor": lambda: optim.per_leaf(optax.adafactor(1e-3)),
-    "muon": lambda: optim.per_leaf(optax.contrib.muon(1e-3)),
-}
-_OF_MATRICES = ("adafactor", "muon")
+_RULES = {"sgd": lambda: optax.sgd(0.1), "adamw": lambda: optax.adamw(1e-3)}
+_OF_MATRICES = {"adafactor": lambda: optax.adafactor(1e-3), "muon": lambda: optax.contrib.muon(1e-3)}
 _HANDED_ON = (
     "layers",
     "width",
@@ -90,16 +85,19 @@ def compiled(options: argparse.Namespace) -> Ahead:
     """The step over all devices of this process."""
     model = transformer(options.layers, options.width, options.vocabulary)
     mesh = jax.sharding.Mesh(jax.devices(), "data")
+    devices = len(jax.devices())
     rules: dict[Any, Any] = {"**": "split"}
-    tx = _RULES[options.rule]()
-    if options.rule in _OF_MATRICES and options.form == "stacks":
-        # Matrices of layers have the rule for matrices, the rest has Adam, as is usual: it is plain Optax, by groups.
+    if options.rule in _RULES:
+        tx = _RULES[options.rule]()
+    else:
+        # Matrices of layers have the rule for matrices, a row on each device at a time; the rest has Adam, as is usual.
         rules = {"layers.*.norm_*": "split", "layers.**": "owned", "**": "split"}
-        tx = optax.partition({"owned": tx, "split": optax.adamw(1e-3)}, {"owned": "owned", "split": "split"})
+        of_matrices = optim.per_leaf(_OF_MATRICES[options.rule](), at_once=devices)
+        tx = optim.groups({"owned": of_matrices}, default=optax.adamw(1e-3))
     lies = plan(model, mesh, rules, form=options.form)
     init, run = step(loss, tx, lies, split=options.split, loss_takes="form")
     params, state = init(model)
-    tokens = jax.ShapeDtypeStruct((len(jax.devices()), options.tokens + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((devices, options.tokens + 1), jnp.int32)
     return ahead(run, params, state, tokens)
 
 
@@ -130,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=_count, default=65536)
     parser.add_argument("--tokens", type=_count, default=512, help="of each device: one sequence")
     parser.add_argument("--devices", type=_count, nargs="+", default=[8, 64])
-    parser.add_argument("--rule", choices=_RULES, default="adamw")
+    parser.add_argument("--rule", choices=[*_RULES, *_OF_MATRICES], default="adamw")
     parser.add_argument("--form", choices=("stacks", "vector"), default="stacks")
     parser.add_argument("--split", choices=("state", "gradients", "parameters"), default="parameters")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in the process that compiles

@@ -9,46 +9,54 @@ import optax
 
 from .._mesh import automatic
 from .._summary import in_bytes
-from .._text import describe, quoted
+from .._text import describe, in_short, quoted
 from ..optim._flat import check_over_vector
 from ..optim._per_leaf import PerLeafState
 from ..optim._stacked import check_over_stacks
 from ._collectives import collectives
-from ._plan import Plan
+from ._plan import Plan, sharding_of
 
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it is not run
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
-def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], start: Callable[..., Any], shardings: Any) -> None:
-    """Checks a rule; `update` and `start` are what is done with it, and `shardings` those of what `start` returns."""
+def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -> None:
+    """Checks a rule; `update` is what is done with it, and `states` what it keeps, as shapes with their shardings."""
     if not plan.layout.slots:
         return
     if plan.form == "vector":
         check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
     if plan.form == "stacks" and plan.joined is not None:
         check_over_stacks(rule, plan.joined, {}, "sharding.step", _is_factored, dict)
+    params = plan.shapes()
+    value = jax.ShapeDtypeStruct((), np.float32, sharding=plan.whole)
+    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *states, value))
+    try:
+        jax.eval_shape(update, *bare)
+    except Exception as error:
+        raise ValueError(
+            f"the update of the rule fails ({in_short(error)}). sharding.step gives it gradients, parameters and, of "
+            "extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
+        ) from error
     if plan.axes.parts == 1 or isinstance(plan.mesh, jax.sharding.AbstractMesh):
         return
-    params = plan.shapes()
-    with_sharding = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
-    state = jax.tree.map(with_sharding, jax.eval_shape(start, params), shardings)
-    run = jax.jit(automatic(update, (plan.params, *shardings), plan.mesh))
-    value = jax.ShapeDtypeStruct((), np.float32, sharding=plan.whole)
-    compiled = run.lower(params, params, *state, value).compile(compiler_options=_QUICK)
-    moved = [row for row in collectives(compiled).rows if row.bytes > _SCALARS * len(plan.layout.slots)]
-    if not moved:
+    run = jax.jit(automatic(update, (plan.params, *sharding_of(states)), plan.mesh))
+    compiled = run.lower(params, params, *states, value).compile(compiler_options=_QUICK)
+    moved = collectives(compiled, ignore=0)
+    if moved.bytes is not None and moved.bytes <= _SCALARS * len(plan.layout.slots):
         return
     matrices = [
         f"{slot.path} ({describe(slot)}, {lies})"
         for slot, lies, parts in plan.rows()
         if parts > 1 and len(slot.shape) > 1
     ]
+    size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
     raise ValueError(
-        f"the update moves parameters between devices ({moved[0].kind} of {in_bytes(moved[0].bytes)}): the rule looks "
-        f"at whole leaves, and has parts of {quoted(matrices)}. Let each device own whole rows of stacks: "
-        'sharding.plan(model, mesh, {"**": "owned"}, form="stacks") with optim.per_leaf(tx), all rows at once; or '
-        'write "whole" for them. Rules that treat all elements alike (optax.adam) take any plan'
+        f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): the rule looks at whole"
+        f" leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself (Muon, Adafactor), let "
+        'devices own whole rows, sharding.plan(model, mesh, {"**": "owned"}, form="stacks") with optim.per_leaf(tx), '
+        'all at once or as many as there are devices (at_once=); or write "whole" for these. What treats all elements '
+        "alike (optax.adam) takes any plan"
     )
 
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,11 @@ from .._mesh import automatic
 from .._parts import Rest, kept_arrays, put_together, take_apart, with_kept_arrays
 from .._recognise import keep_apart
 from .._restructure import Restructure, released
-from .._text import in_columns
+from .._stacks import in_groups
+from .._text import describe, in_columns
 from ..optim._shown import settled
 from ..optim._state import ModelTransformation, extended
-from ._put import put_leaf, stacks_as_placed
+from ._put import put_leaf
 from ._specs import Axes, FormName, Placed, Rules, as_text, axes_of, group_of, names_in, place
 
 Average = float | Callable[[Any], Ema[Any]]
@@ -54,20 +55,21 @@ class Plan:
         self.form = form
         self._index, self._rest, self._placed = index_of(layout), rest, placed
         self.axes = axes
-        self.joined: Form | None = None  # as the parameters rest
-        self.in_order: Form | None = None  # with all rows in tree order
+        self.joined: Form | None = None  # of a vector or stacks
         if form == "vector":
             # The same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others.
-            self.joined = self.in_order = vector_of(self.layout, pad_to=math.lcm(axes.parts, 128))
             self.specs = [placed[0].spec if placed else PartitionSpec()]
+            parts = axes.parts_along([name for entry in self.specs[0] for name in names_in(entry)])
+            self.joined = vector_of(self.layout, pad_to=math.lcm(parts, 128))
         elif form == "stacks":
-            groups = list(dict.fromkeys(group_of(rule) for rule in rules.values()))
-            self.joined = stacks_as_placed(layout, placed, groups)
-            self.in_order = stacks_as_placed(layout, placed, groups, at_rest=False)
+            groups: dict[Any, list[int]] = {group_of(rule): [] for rule in rules.values()}
+            for slot, each in enumerate(placed):
+                groups[each.group].append(slot)
+            self.joined = in_groups(layout, groups if len(groups) > 1 else {None: range(len(placed))})
             self.specs = []
             for slots in self.joined.members:
                 group, spec = placed[slots[0]]
-                self.specs.append(PartitionSpec(axes.split_entry if group == "owned" else None, *spec))
+                self.specs.append(_spec([axes.split_entry if group == "owned" else None, *spec]))
         else:
             self.specs = [each.spec for each in placed]
 
@@ -111,7 +113,7 @@ class Plan:
             ValueError: `tx` is `optim.trainable` or the like, which takes models.
         """
         rule = plain(tx)
-        return self._like(lambda params: settled(rule.init(params)))
+        return sharding_of(self.like(lambda params: settled(rule.init(params))))
 
     def average(self, average: Average) -> PyTree:
         """The `NamedSharding` of each array in an average of the parameters, a tree like that `tp.Ema`.
@@ -119,30 +121,48 @@ class Plan:
         Args:
             average: as for `sharding.step`: an `Ema` has static fields, which the tree of its shardings has too.
         """
-        return self._like(ema_maker(average))
+        return sharding_of(self.like(ema_maker(average)))
 
-    def _like(self, make: Callable[[PyTree], PyTree]) -> PyTree:
-        """The shardings of what is made of the parameters."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.shapes())
-        start = jax.eval_shape(make, shapes)
-        leaves, treedef = jtu.tree_flatten(start)
-        entries: list[list[Any]] = [[None] * len(leaf.shape) for leaf in leaves]
-        wholes, specs = jtu.tree_leaves(shapes), self.specs
-        for entry in {entry: None for spec in specs for entry in spec if entry is not None}:
-            longer = [
-                jax.ShapeDtypeStruct(tuple(2 * n if e == entry else n for n, e in _entries(whole, spec)), whole.dtype)
-                for whole, spec in zip(wholes, specs, strict=True)
-            ]
-            others = jtu.tree_leaves(jax.eval_shape(make, self.tree(longer)))
-            ranks = [[len(leaf.shape) for leaf in each] for each in (leaves, others)]
-            if ranks[0] != ranks[1]:
-                raise ValueError(
-                    "the rule keeps a state of another structure for longer parameters, so it cannot be laid"
-                )
-            for found, leaf, grown in zip(entries, leaves, others, strict=True):
-                for axis, (size, larger) in enumerate(zip(leaf.shape, grown.shape, strict=True)):
-                    found[axis] = entry if larger != size else found[axis]
-        return jtu.tree_unflatten(treedef, [self._sharding(PartitionSpec(*each)) for each in entries])
+    def like(self, make: Callable[[PyTree], PyTree]) -> PyTree:
+        """What is made of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
+        start, treedef = jtu.tree_flatten_with_path(jax.eval_shape(make, self._longer(None)[0]))
+        entries: dict[Any, list[Any]] = {path: [None] * len(leaf.shape) for path, leaf in start}
+        for entry in {entry: None for spec in self.specs for entry in spec if entry is not None}:
+            longer, names = self._longer(entry)
+            grown = jtu.tree_flatten_with_path(jax.eval_shape(make, longer))[0]
+            found = {_renamed(path, names): leaf.shape for path, leaf in grown}
+            for path, leaf in start:
+                if len(found.get(path, ())) != len(leaf.shape):
+                    raise ValueError(
+                        f"the rule keeps a state of another structure for longer parameters, at {jtu.keystr(path)}: it "
+                        "looks at the shapes of leaves, and would have parts of them. Let devices own whole rows, "
+                        '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
+                    )
+                pairs = zip(entries[path], leaf.shape, found[path], strict=True)
+                entries[path] = [entry if size != larger else before for before, size, larger in pairs]
+        leaves = [put_leaf(leaf, self._sharding(_spec(entries[path]))) for path, leaf in start]
+        return jtu.tree_unflatten(treedef, leaves)
+
+    def _longer(self, entry: Any) -> tuple[PyTree, dict[Any, Any]]:
+        """Parameters that are twice as long along the axes that are split over some axes of the mesh.
+
+        Of stacks the keys say the shapes of rows, so they change; which was which follows.
+        """
+        shapes = [
+            jax.ShapeDtypeStruct(
+                tuple(2 * n if each is not None and each == entry else n for n, each in _entries(leaf, spec)),
+                leaf.dtype,
+            )
+            for leaf, spec in zip(jtu.tree_leaves(self.shapes()), self.specs, strict=True)
+        ]
+        if self.joined is None or self.joined.is_vector:
+            return self.tree(shapes), {}
+        tree, names = jax.tree.map(lambda _: None, self.tree(shapes)), {}
+        for keys, shape in zip(self.joined.keys, shapes, strict=True):
+            row = describe(jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype))
+            names[*keys[:-1], row] = keys
+            (tree[keys[0]] if len(keys) > 1 else tree)[row] = shape
+        return tree, names
 
     def shapes(self) -> PyTree:
         """The parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
@@ -151,11 +171,8 @@ class Plan:
         else:
             blocks = self.joined.blocks
         dtype = jax.dtypes.canonicalize_dtype
-        shapes = [
-            jax.ShapeDtypeStruct(block.shape, dtype(block.dtype), sharding=self._sharding(spec))
-            for block, spec in zip(blocks, self.specs, strict=True)
-        ]
-        return self.tree(shapes)
+        shapes = [jax.ShapeDtypeStruct(block.shape, dtype(block.dtype)) for block in blocks]
+        return self.tree(list(map(put_leaf, shapes, map(self._sharding, self.specs))))
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -220,12 +237,22 @@ class Plan:
         """One array per slot."""
         if self.joined is not None:
             return self.joined.cut(params)
-        leaves, treedef = jtu.tree_flatten(params)
-        if len(leaves) != len(self.specs):
+        self.check(params)
+        return jtu.tree_leaves(params)
+
+    def check(self, params: PyTree) -> None:
+        """Checks that parameters have the form of this plan."""
+        shapes = self.shapes()
+        expected, got = (
+            [(jtu.keystr(path), tuple(jnp.shape(leaf))) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
+            for tree in (shapes, params)
+        )
+        if expected != got:
+            wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(
-                f"expected the canonical tree, with one array for each of {len(self.specs)} slots, got {treedef}"
+                f"expected parameters as of init or plan.ravel, a {self.form} with {len(expected)} arrays, the first "
+                f"{expected[0] if expected else None}; got {len(got)}, and among them {wrong}"
             )
-        return leaves
 
     def put(self, model: Any) -> Any:
         """The model over the mesh.
@@ -307,15 +334,17 @@ def plan(
 
     >>> import jax, jax.numpy as jnp
     >>> from treeparams import sharding
-    >>> model = {"embed": jnp.ones((16, 4)), "layers": [{"w": jnp.ones((4, 4)), "b": jnp.ones(3)}] * 2}
+    >>> model = {"embed": jnp.ones((16, 4)), "layers": [{"w": jnp.ones((4, 4)), "b": jnp.ones(3)} for _ in range(2)]}
     >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
     >>> sharding.plan(model, mesh, {"layers.*.b": "whole", "**": "split"})
-    path         key            lies       bytes per device
-    embed        float32[16,4]  P('data')                64
-    layers.0.b   float32[3]     whole                    12
-    layers.0.w   float32[4,4]   P('data')                16
-    tree over ('data': 4): 332 bytes, 92 on each device
-    whole on each device: 1, the largest 'layers.0.b' of 12 bytes
+    path        key            lies       bytes per device
+    embed       float32[16,4]  P('data')                64
+    layers.0.b  float32[3]     whole                    12
+    layers.0.w  float32[4,4]   P('data')                16
+    layers.1.b  float32[3]     whole                    12
+    layers.1.w  float32[4,4]   P('data')                16
+    tree over ('data': 4): 408 bytes, 120 on each device
+    whole on each device: 2, the largest 'layers.0.b' of 12 bytes
 
     Args:
         model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
@@ -332,8 +361,8 @@ def plan(
             A tie lies as its source does. Vectors lie by one rule.
         form: in which form the parameters rest: `"tree"` (as `tp.partition`), `"vector"` (`tp.ravel`) or `"stacks"`
             (`tp.stack`). Stacks that lie in different ways are in groups named after their rules, `{"owned": {key:
-            array}, "whole": {...}}`. The rows of an owned stack are in such an order that the layers of a net, one
-            after another, are on different devices; it does not depend on how many there are.
+            array}, "whole": {...}}`. The form does not depend on how many devices there are (a vector is padded to a
+            multiple of 128), so that what some have saved is read by others.
         axis: the axis of the mesh, or several as a tuple, over which is split; `None`: the only one, or `batch_axis`.
         batch_axis: along which the batch lies; `None`: `axis`.
 
@@ -351,6 +380,11 @@ def plan(
     return Plan(layout, rest, axes, rules, place(index_of(layout), rules, axes, form), form)
 
 
+def sharding_of(shapes: PyTree) -> PyTree:
+    """The sharding of each."""
+    return jax.tree.map(lambda shape: shape.sharding, shapes)
+
+
 def plain(tx: Any) -> Any:
     """A rule that is plain Optax."""
     if isinstance(tx, ModelTransformation):
@@ -363,7 +397,31 @@ def plain(tx: Any) -> Any:
 
 def ema_maker(average: Average) -> Callable[[PyTree], Any]:
     """What makes an average of parameters."""
-    return average if callable(average) else functools.partial(Ema, decay=average)
+    if callable(average):
+        return average
+    if isinstance(average, bool) or not isinstance(average, (int, float)):
+        raise TypeError(
+            "average is a decay, such as 0.999, or what makes an average of parameters, such as "
+            f"functools.partial(tp.Ema, decay=0.999, warmup=True), got {average!r}"
+        )
+    return functools.partial(Ema, decay=average)
+
+
+def _renamed(path: tuple[Any, ...], names: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """A path with the names of stacks that it goes through as they are."""
+    entries = [getattr(entry, "key", None) for entry in path]
+    for width in {len(keys) for keys in names}:
+        for i in range(len(path) - width + 1):
+            old = names.get(tuple(entries[i : i + width]))
+            if old is not None:
+                return (*path[:i], *map(jtu.DictKey, old), *path[i + width :])
+    return path
+
+
+def _spec(entries: list[Any]) -> PartitionSpec:
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
 
 
 def _entries(whole: Any, spec: PartitionSpec) -> Any:

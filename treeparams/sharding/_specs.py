@@ -11,8 +11,7 @@ from .._index import Index, Slot
 from .._text import count_of, describe, first_lines, quoted
 from .._where import Where, name_of, select
 
-Word = Literal["split", "owned", "whole"]
-Rules = Mapping[Where, Word | PartitionSpec]
+Rules = Mapping[Any, str | PartitionSpec]
 FormName = Literal["tree", "vector", "stacks"]
 _WORDS = ("split", "owned", "whole")
 
@@ -58,6 +57,9 @@ def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise TypeError(f'expected a mesh, such as jax.make_mesh((8,), ("data",)), got {describe(mesh)}')
     given = {"axis": axis, "batch_axis": batch_axis}
+    for name, value in given.items():
+        if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
+            raise TypeError(f"{name} is the name of an axis of the mesh, or a tuple of names, got {value!r}")
     found = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in given.items()}
     for name, names in found.items():
         unknown = [each for each in names or () if each not in mesh.axis_names]
@@ -79,6 +81,10 @@ def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
             "as the rule, which XLA sees to"
         )
     return Axes(mesh, split, batch)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else [value]
 
 
 def names_in(entry: Any) -> tuple[str, ...]:
@@ -203,6 +209,9 @@ def _first_axis(slot: Slot, parts: int) -> int | None:
 def _problems(spec: PartitionSpec, shape: tuple[int, ...] | None, axes: Axes) -> Iterator[str]:
     """What is wrong with a spec for a shape; for a vector, which is padded, that is `None`."""
     rank = 1 if shape is None else len(shape)
+    if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
+        yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
+        return
     if len(spec) > rank:
         yield f"the spec has {len(spec)} entries, the array {count_of('rank', rank, 'axes', 0)} axes"
         return

@@ -8,7 +8,6 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
@@ -16,13 +15,14 @@ from .._grad import accumulate
 from .._mesh import automatic, lay, over_devices
 from .._parts import put_together, take_apart
 from .._restructure import Restructure, over_stacks
-from .._text import count_of
+from .._text import count_of, describe
 from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
-from ._gather import PartRestructure, Spread, gather, gathered_again, scatter
-from ._plan import Average, Plan, ema_maker, plain
+from ._gather import PartRestructure, divided, gather, scatter
+from ._plan import Average, Plan, ema_maker, plain, sharding_of
 from ._processes import agree
+from ._put import put_leaf
 from ._specs import names_in
 
 Split = Literal["state", "gradients", "parameters"]
@@ -84,8 +84,10 @@ def step(
 
             - `"state"`: the optimiser's state. Parameters are gathered, gradients summed on each device.
             - `"gradients"`: gradients too: they are summed and divided at once. The least that is moved.
-            - `"parameters"`: parameters too: each is gathered where it is used, and again on the way back; not for
-              vectors. Layers are gathered one at a time where the loss scans over them, with `loss_takes="form"`.
+            - `"parameters"`: parameters too, of stacks, for a loss that takes these: a layer is gathered when
+              `restructure.scan` comes to it, and again on the way back, where it is computed again from what entered
+              it. What `restructure.part` takes is whole from there on. Rows that are owned are first divided among all
+              devices, by one exchange.
         microbatches: into how many pieces each device takes its part of the batch, one after another. Gradients are
             reduced once for all (with split parameters for each).
         average: the decay of a `tp.Ema` of the parameters, a number; or what makes one of them, such as
@@ -107,7 +109,8 @@ def step(
 
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
-            move parameters between devices (a rule for matrices over split leaves); a vector with split parameters.
+            move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
+            does not take stacks.
             `init`: the model does not fit; the plans of processes differ. `step`: the examples of a batch cannot be
             divided among the devices.
     """
@@ -115,15 +118,15 @@ def step(
         raise ValueError(f'split must be "state", "gradients" or "parameters", got {split!r}')
     if loss_takes not in ("model", "form"):
         raise ValueError(f'loss_takes must be "model" or "form", got {loss_takes!r}')
-    if split == "parameters" and plan.form == "vector":
+    if split == "parameters" and (plan.form != "stacks" or loss_takes != "form"):
         raise ValueError(
-            'a vector is gathered as a whole, so its parameters cannot stay split; take form="stacks", or '
-            'split="gradients"'
+            'parameters stay split where the loss takes them layer by layer: form="stacks" and loss_takes="form", with '
+            'restructure.scan(layer, x, stacks, "layers.*") in the loss; or write split="gradients"'
         )
+    if not isinstance(plan, Plan):
+        raise TypeError(f"expected a plan, sharding.plan(model, mesh, rules), got {describe(plan)}")
     rule, pieces = plain(tx), count_of("microbatches", microbatches, "pieces")
     make_average = None if average is None else ema_maker(average)
-    state_shardings = plan.state(rule)
-    average_shardings = None if average is None else plan.average(average)
 
     def start(params: PyTree) -> Any:
         return settled(rule.init(params)), None if make_average is None else make_average(params)
@@ -135,23 +138,32 @@ def step(
         params = treedef.unflatten(leaves)
         return params, steady(after, before), None if average is None else average.update(params)
 
-    shardings = (state_shardings, average_shardings)
-    check_rule(rule, plan, update, start, shardings)
+    states = plan.like(start)
+    shardings = sharding_of(states)
+    check_rule(rule, plan, update, states)
     gradient = _gradient(plan, loss, split, pieces, loss_takes)
 
     def init(model: Any) -> tuple[Any, StepState]:
-        agree(f"{plan.in_words(all_rows=True)}\n{jax.eval_shape(start, plan.shapes())}", "the plans")
-        params = plan.ravel(model)
-        rest: Any = plan.put_rest(take_apart(model, plan.layout).rest)
-        if loss_takes == "form" and plan.in_order is not None:
-            rest = Restructure(rest, plan.in_order) if plan.form == "vector" else over_stacks(rest, plan.in_order)
-        begin = jax.jit(automatic(start, shardings, plan.mesh))
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-            with_sharding = lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
-            return params, StepState(*jax.tree.map(with_sharding, jax.eval_shape(start, params), shardings), rest)
-        return params, StepState(*begin(params), rest)
+        lines = [f"state{jtu.keystr(path)}  {describe(leaf)}" for path, leaf in jtu.tree_flatten_with_path(states)[0]]
+        how = f"split {split}, microbatches {pieces}, the loss takes the {loss_takes}"
+        agree("\n".join([plan.in_words(all_rows=True), *lines, how]), "the plans")
+        params, rest = plan.ravel(model), plan.put_rest(take_apart(model, plan.layout).rest)
+        of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
+        if loss_takes == "form" and plan.joined is not None:
+            if plan.form == "vector":
+                rest = Restructure(rest, plan.joined)
+            elif of_shapes:
+                whole = jax.eval_shape(functools.partial(over_stacks, form=plan.joined), rest)
+                rest = jax.tree.map(lambda leaf: put_leaf(leaf, plan.whole), whole)
+            else:
+                rest = over_stacks(rest, plan.joined)
+        # A rule may not look at the parameters, and without any argument JAX would not know the devices.
+        begin = jax.jit(automatic(start, shardings, plan.mesh), keep_unused=True)
+        rule_state, averaged = states if of_shapes else begin(params)
+        return params, StepState(rule_state, averaged, rest)
 
     def one_step(params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
+        plan.check(params)
         params = lay(params, plan.params)
         value, gradients = gradient(params, state.rest, batch)
         gradients = lay(gradients, plan.params)  # what is whole on each device is divided here
@@ -169,8 +181,6 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
     by_hand = lambda spec: PartitionSpec(*[e if (names_in(e) or ("",))[0] in axes.batch else None for e in spec])
     specs = plan.tree([by_hand(spec) for spec in plan.specs])
     devices = axes.parts_along(axes.batch)
-    # Of owned rows, where each row in tree order rests, and the other way round.
-    orders, places = _orders(plan) if loss_takes == "form" and split != "parameters" else ({}, {})
 
     def value_of(leaves: list[Any], rest: Any, batch: Any) -> Any:
         if loss_takes == "form":
@@ -178,9 +188,9 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         return loss(put_together(rest, plan.slots_of(plan.tree(leaves))), *batch)
 
     def of_parts(leaves: list[Any], rest: Any, batch: Any) -> Any:
-        if loss_takes == "form" and plan.form == "stacks":
-            return loss(plan.tree(leaves), PartRestructure.over(rest, plan.joined, Spread(axes, plan.specs)), *batch)
-        return value_of(list(map(gather, leaves, splits)), rest, batch)
+        parts = [divided(leaf, spec, axes) for leaf, spec in zip(leaves, plan.specs, strict=True)]
+        restructure = PartRestructure.over(rest, [split for _, split in parts])
+        return loss(plan.tree([leaf for leaf, _ in parts]), restructure, *batch)
 
     def on_device(treedef: Any, params: PyTree, rest: Any, *arrays: Any) -> Any:
         is_example = [array.ndim > 0 for array in arrays]
@@ -190,15 +200,13 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
             found = {True: iter(examples), False: iter(others)}
             batch = jtu.tree_unflatten(treedef, [next(found[is_one]) for is_one in is_example])
-            return (gathered_again(of_parts) if split == "parameters" else value_of)(leaves, rest, batch)
+            return (of_parts if split == "parameters" else value_of)(leaves, rest, batch)
 
         leaves = jtu.tree_leaves(params)
         if split != "parameters":
             leaves = list(map(gather, leaves, splits))
-            leaves = [leaf[orders[i]] if i in orders else leaf for i, leaf in enumerate(leaves)]
         run = jax.value_and_grad(of_examples) if pieces == 1 else accumulate(of_examples, pieces=pieces)
         value, gradients = run(leaves, examples)
-        gradients = [each[places[i]] if i in places else each for i, each in enumerate(gradients)]
         for i, done in enumerate(splits):
             if split == "gradients":
                 gradients[i] = scatter(gradients[i], done, axes.batch)
@@ -225,17 +233,6 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         return over_devices(f, plan.mesh, in_specs, (PartitionSpec(), out), axes.batch)(params, rest, *laid)
 
     return gradient
-
-
-def _orders(plan: Plan) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Of each stack whose rows rest in another order: where each row in tree order rests, and which row rests where."""
-    orders, places = {}, {}
-    if plan.joined is not None and plan.in_order is not None:
-        for i, (resting, sorted_) in enumerate(zip(plan.joined.members, plan.in_order.members, strict=True)):
-            if resting != sorted_:
-                orders[i] = np.array([resting.index(slot) for slot in sorted_])
-                places[i] = np.array([sorted_.index(slot) for slot in resting])
-    return orders, places
 
 
 def _is_spec(node: Any) -> bool:
