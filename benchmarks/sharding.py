@@ -2,11 +2,11 @@
 
 The yardstick is FSDP leaf by leaf: parameters and the state of Optax with a `NamedSharding` each, along the first axis,
 given to `jax.jit`, which divides the program by itself. "Replicated" is the same with all of them whole on each device.
-The other columns are `sharding.step` over a canonical tree, a vector and stacks. The net is unrolled, but for "scanned",
-where it is `restructure.scan` over the stacks. "Whole rows" are stacks of which each device owns some rows, where
-others have a part of each. Muon is over whole rows; where it is "stacked in each step", within plain `jax.jit`, the
-parameters rest leaf by leaf. The last but one table is about what a device has at once: what of the state, the
-gradients and the parameters stays split.
+The other columns are `sharding.step` over a canonical tree, a vector and stacks. The net is unrolled, or "scanned" by
+`restructure.scan` over the stacks. "Whole rows" are stacks of which each device owns some rows; of the others it has a
+part of each row. Muon is over whole rows; where it is "stacked in each step", within plain `jax.jit`, the parameters
+rest leaf by leaf. The last table is about what a device has at once: what of the state, the gradients and the
+parameters stays split.
 
 Nets of layers of one width learn on a batch of 64, and that all of a table come to the same losses is asserted. The
 batch is so small that the update and what is moved count; with it XLA moves activations in place of some weights.
@@ -53,13 +53,9 @@ _ADAM, _MUON = optax.adam(RATE), optax.contrib.muon(RATE)
 
 def run(scale: Scale) -> Iterator[Table]:
     devices, context = 2 if scale.is_smoke else 8, multiprocessing.get_context("spawn")
+    small = () if scale.is_smoke else (_of_small_leaves,)  # the same steps as of large ones
     with ProcessPoolExecutor(1, context, initializer=_begin, initargs=(devices, scale.is_smoke)) as other:
-        for make in (
-            _of_large_leaves,
-            _of_matrices,
-            _of_what_is_split,
-            *(() if scale.is_smoke else (_of_small_leaves,)),
-        ):
+        for make in (_of_large_leaves, *small, _of_matrices, _of_what_is_split):
             yield other.submit(make, scale).result()
 
 
@@ -96,19 +92,19 @@ def _of_small_leaves(scale: Scale) -> Table:
 
 def _of_matrices(scale: Scale) -> Table:
     task, by_row = Task.of(_MUON, *((4, 32) if scale.is_smoke else (32, 128))), optim.per_leaf(_MUON)
-    owned = functools.partial(_sharded, task, "stacks", "owned", by_row)
     makers = {
         _BY_LEAF: lambda: _by_leaf(task),
         _REPLICATED: lambda: _replicated(task),
         _EACH_STEP: lambda: _stacked_in_each_step(task, by_row),
-        _STACKS: owned,
-        _SCANNED: functools.partial(owned, is_scanned=True),
+        _STACKS: lambda: _sharded(task, "stacks", "owned", by_row),
     }
     found = _measured(makers, scale)
-    targets = []
-    for name in (_STACKS, _SCANNED):
-        targets += [_has(found, name, _MATRICES_AND_BIASES), _moves(found, name, 2)]
-        targets += [_at_most(found, "step", name, _BY_LEAF, 1 / 2), _at_most(found, "step", name, _EACH_STEP, 1)]
+    targets = [
+        _has(found, _STACKS, _MATRICES_AND_BIASES),
+        _moves(found, _STACKS, 2),
+        _at_most(found, "step", _STACKS, _BY_LEAF, 1 / 2),
+        _at_most(found, "step", _STACKS, _EACH_STEP, 1),
+    ]
     return _table(f"Muon, {task}", found, targets)
 
 
