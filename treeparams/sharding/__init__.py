@@ -6,7 +6,8 @@ step of training over it. Over several processes `sharding.initialize` comes fir
     _collectives  collectives: what a compiled program moves between devices
     _processes    initialize; whether all processes have the same plan
     _specs        from rules over paths to where each parameter lies
-    _put          arrays put there, and the order of rows that devices own
+    _put          arrays put there
+    _like         what is made of parameters lies as they do: states of rules, averages
     _plan         plan, Plan
     _gather       what devices have brought together, whole or a layer at a time
     _check        whether a rule of Optax fits a plan

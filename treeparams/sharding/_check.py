@@ -14,7 +14,8 @@ from ..optim._flat import check_over_vector
 from ..optim._per_leaf import PerLeafState
 from ..optim._stacked import check_over_stacks
 from ._collectives import collectives
-from ._plan import Plan, sharding_of
+from ._like import sharding_of
+from ._plan import Plan
 
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it is not run
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each

@@ -1,9 +1,8 @@
 """plan: where each parameter of a model lies on a mesh, in the form in which it rests, and the optimiser's state."""
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._average import Ema
 from .._index import Slot
 from .._joined import Form, vector_of
 from .._layout import Layout, index_of
@@ -21,14 +19,11 @@ from .._parts import Rest, kept_arrays, put_together, take_apart, with_kept_arra
 from .._recognise import keep_apart
 from .._restructure import Restructure, released
 from .._stacks import in_groups
-from .._text import describe, in_columns
+from .._text import in_columns
 from ..optim._shown import settled
-from ..optim._state import ModelTransformation, extended
+from ._like import Average, ema_maker, entries_of, plain, sharding_of, spec_of
 from ._put import put_leaf
 from ._specs import Axes, FormName, Placed, Rules, as_text, axes_of, group_of, names_in, place
-
-Average = float | Callable[[Any], Ema[Any]]
-"""A decay, or what makes the average of parameters."""
 
 
 class Plan:
@@ -69,7 +64,7 @@ class Plan:
             self.specs = []
             for slots in self.joined.members:
                 group, spec = placed[slots[0]]
-                self.specs.append(_spec([axes.split_entry if group == "owned" else None, *spec]))
+                self.specs.append(spec_of([axes.split_entry if group == "owned" else None, *spec]))
         else:
             self.specs = [each.spec for each in placed]
 
@@ -125,44 +120,11 @@ class Plan:
 
     def like(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """What is made of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
-        start, treedef = jtu.tree_flatten_with_path(jax.eval_shape(make, self._longer(None)[0]))
-        entries: dict[Any, list[Any]] = {path: [None] * len(leaf.shape) for path, leaf in start}
-        for entry in {entry: None for spec in self.specs for entry in spec if entry is not None}:
-            longer, names = self._longer(entry)
-            grown = jtu.tree_flatten_with_path(jax.eval_shape(make, longer))[0]
-            found = {_renamed(path, names): leaf.shape for path, leaf in grown}
-            for path, leaf in start:
-                if len(found.get(path, ())) != len(leaf.shape):
-                    raise ValueError(
-                        f"the rule keeps a state of another structure for longer parameters, at {jtu.keystr(path)}: it "
-                        "looks at the shapes of leaves, and would have parts of them. Let devices own whole rows, "
-                        '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
-                    )
-                pairs = zip(entries[path], leaf.shape, found[path], strict=True)
-                entries[path] = [entry if size != larger else before for before, size, larger in pairs]
-        leaves = [put_leaf(leaf, self._sharding(_spec(entries[path]))) for path, leaf in start]
-        return jtu.tree_unflatten(treedef, leaves)
-
-    def _longer(self, entry: Any) -> tuple[PyTree, dict[Any, Any]]:
-        """Parameters that are twice as long along the axes that are split over some axes of the mesh.
-
-        Of stacks the keys say the shapes of rows, so they change; which was which follows.
-        """
-        shapes = [
-            jax.ShapeDtypeStruct(
-                tuple(2 * n if each is not None and each == entry else n for n, each in _entries(leaf, spec)),
-                leaf.dtype,
-            )
-            for leaf, spec in zip(jtu.tree_leaves(self.shapes()), self.specs, strict=True)
-        ]
-        if self.joined is None or self.joined.is_vector:
-            return self.tree(shapes), {}
-        tree, names = jax.tree.map(lambda _: None, self.tree(shapes)), {}
-        for keys, shape in zip(self.joined.keys, shapes, strict=True):
-            row = describe(jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype))
-            names[*keys[:-1], row] = keys
-            (tree[keys[0]] if len(keys) > 1 else tree)[row] = shape
-        return tree, names
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(self.shapes())]
+        start = jax.eval_shape(make, self.tree(leaves))
+        found = entries_of(make, start, self.tree, leaves, self.specs, self.joined)
+        lay_one = lambda leaf, entries: put_leaf(leaf, self._sharding(spec_of(entries)))
+        return jax.tree.map(lay_one, start, found)
 
     def shapes(self) -> PyTree:
         """The parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
@@ -378,54 +340,6 @@ def plan(
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
     return Plan(layout, rest, axes, rules, place(index_of(layout), rules, axes, form), form)
-
-
-def sharding_of(shapes: PyTree) -> PyTree:
-    """The sharding of each."""
-    return jax.tree.map(lambda shape: shape.sharding, shapes)
-
-
-def plain(tx: Any) -> Any:
-    """A rule that is plain Optax."""
-    if isinstance(tx, ModelTransformation):
-        raise ValueError(
-            "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its form "
-            "how it rests: pass what is within it, such as optax.adam(1e-3)"
-        )
-    return extended(tx)
-
-
-def ema_maker(average: Average) -> Callable[[PyTree], Any]:
-    """What makes an average of parameters."""
-    if callable(average):
-        return average
-    if isinstance(average, bool) or not isinstance(average, (int, float)):
-        raise TypeError(
-            "average is a decay, such as 0.999, or what makes an average of parameters, such as "
-            f"functools.partial(tp.Ema, decay=0.999, warmup=True), got {average!r}"
-        )
-    return functools.partial(Ema, decay=average)
-
-
-def _renamed(path: tuple[Any, ...], names: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """A path with the names of stacks that it goes through as they are."""
-    entries = [getattr(entry, "key", None) for entry in path]
-    for width in {len(keys) for keys in names}:
-        for i in range(len(path) - width + 1):
-            old = names.get(tuple(entries[i : i + width]))
-            if old is not None:
-                return (*path[:i], *map(jtu.DictKey, old), *path[i + width :])
-    return path
-
-
-def _spec(entries: list[Any]) -> PartitionSpec:
-    while entries and entries[-1] is None:
-        entries = entries[:-1]
-    return PartitionSpec(*entries)
-
-
-def _entries(whole: Any, spec: PartitionSpec) -> Any:
-    return itertools.zip_longest(whole.shape, spec)
 
 
 def _bytes(array: Any) -> int:

@@ -20,7 +20,8 @@ from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
 from ._gather import PartRestructure, divided, gather, scatter
-from ._plan import Average, Plan, ema_maker, plain, sharding_of
+from ._like import Average, ema_maker, plain, sharding_of
+from ._plan import Plan
 from ._processes import agree
 from ._put import put_leaf
 from ._specs import names_in
