@@ -174,12 +174,13 @@ def launch(processes: int) -> int:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with contextlib.ExitStack() as stack:
         started, said = [], []
+        stack.callback(lambda: [each.wait() for each in started])
+        stack.callback(lambda: [each.kill() for each in started])  # first
         for process in range(processes):
             said.append(stack.enter_context(tempfile.TemporaryFile()))
             output = None if process == 0 else said[-1]
             environment = os.environ | {PROCESS: str(process), ADDRESS: address}
             each = subprocess.Popen([sys.executable, *sys.argv], env=environment, stdout=output, stderr=output)
-            stack.callback(each.kill)
             started.append(each)
         while not any(statuses := [each.poll() for each in started]) and None in statuses:
             time.sleep(0.05)
@@ -189,7 +190,7 @@ def launch(processes: int) -> int:
         said[failed].seek(0)
         print(f"\n{said[failed].read().decode()}\nProcess {failed} {outcome(statuses[failed])}.", file=sys.stderr)
         since = time.monotonic()
-        while None in [each.poll() for each in started] and time.monotonic() < since + 3 * HEARTBEAT:
+        while None in [each.poll() for each in started] and time.monotonic() < since + 2 * HEARTBEAT:
             time.sleep(0.05)
         others = [f"{process} {outcome(each.returncode)}" for process, each in enumerate(started) if process != failed]
         print(f"After {time.monotonic() - since:.1f} s: {', '.join(others)}.", file=sys.stderr)

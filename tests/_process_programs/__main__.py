@@ -22,10 +22,10 @@ from treeparams import sharding
 STEPS, BATCH = 5, 16
 # With a smaller epsilon, rounding where a gradient almost vanishes becomes a part of the step.
 RULE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
-FORMS = {  # form: what is split, rules
-    "tree": ("state", {"**.bias": "whole", "**": "split"}),
-    "vector": ("gradients", {"**": "split"}),
-    "stacks": ("parameters", {"scale": "whole", "**": "owned"}),
+FORMS = {  # form: rules, what is split
+    "tree": ({"**.bias": "whole", "**": "split"}, {"split": "state"}),
+    "vector": ({"**": "split"}, {"split": "gradients"}),
+    "stacks": ({"top.scale": "whole", "**": "owned"}, {"split": "parameters", "loss_takes": "form"}),
 }
 
 
@@ -35,13 +35,23 @@ def make(width=8, dtype=jnp.float32):
     That is a scalar: arrays that are whole in each process are divided when Orbax saves them, by what JAX 0.6 lacks.
     """
     layers = [eqx.nn.Linear(width, width, key=key, dtype=dtype) for key in jax.random.split(jax.random.key(0), 4)]
-    return {"layers": layers, "same": layers[1].bias, "scale": jnp.ones(width, dtype), "shift": jnp.ones((), dtype)}
+    top = {"same": layers[1].bias, "scale": jnp.ones(width, dtype), "shift": jnp.ones((), dtype)}
+    return {"layers": layers, "top": top}
+
+
+def error(top, x, y):
+    return jnp.mean(jnp.square(x * top["scale"] + top["shift"] + top["same"] - y))
 
 
 def loss(model, x, y):
     for layer in model["layers"]:
         x = jnp.tanh(jax.vmap(layer)(x))
-    return jnp.mean(jnp.square(x * model["scale"] + model["shift"] + model["same"] - y))
+    return error(model["top"], x, y)
+
+
+def loss_of_stacks(stacks, restructure, x, y):
+    x, _ = restructure.scan(lambda x, layer: (jnp.tanh(jax.vmap(layer)(x)), None), x, stacks, "layers.*")
+    return error(restructure.part(stacks, "top"), x, y)
 
 
 def batches():
@@ -57,15 +67,15 @@ def laid(batch, plan):
 
 
 def prepared(form, model, rules=None):
-    split, usual = FORMS[form]
+    usual, options = FORMS[form]
     mesh = jax.make_mesh((jax.process_count(),), ("data",))
-    plan = sharding.plan(tp.layout(model, freeze="shift"), mesh, rules or usual, form=form)
-    return plan, *sharding.step(loss, RULE, plan, split=split)
+    plan = sharding.plan(tp.layout(model, freeze="top.shift"), mesh, rules or usual, form=form)
+    return plan, *sharding.step(loss_of_stacks if form == "stacks" else loss, RULE, plan, **options)
 
 
 def alone():
     """The parameters of one process after some steps, without this module of the library."""
-    params, restructure = tp.ravel(make(), "!shift")
+    params, restructure = tp.ravel(make(), "!top.shift")
     step = jax.jit(jax.grad(lambda params, *batch: loss(restructure(params), *batch)))
     state = RULE.init(params)
     for batch in batches()[:STEPS]:
@@ -84,16 +94,20 @@ def goes(params, state, plan, step, which):
 
 
 def forms():
-    """The largest difference from one process in each form; the vector, what is about it, and its losses."""
-    reference, errors, model = alone(), {}, make()
+    """The largest difference from one process in each form, in the first process; the vector and what is about it."""
+    vectors, model = {}, make()
     for form in FORMS:
         plan, init, step = prepared(form, model)
         params, state, _ = goes(*init(model), plan, step, slice(STEPS))
         trained = tp.partition(plan.model(params, state), plan.layout)[0]
         leaves = jax.tree.leaves(multihost_utils.process_allgather(trained, tiled=True))
-        errors[form] = float(np.max(np.abs(np.concatenate([leaf.ravel() for leaf in leaves]) - reference)))
+        vectors[form] = np.concatenate([leaf.ravel() for leaf in leaves])
         if form == "vector":
             kept = {"params": params, "state": state}, plan, step
+    errors = {}
+    if jax.process_index() == 0:
+        reference = alone()
+        errors = {form: float(np.max(np.abs(vector - reference))) for form, vector in vectors.items()}
     return errors, *kept
 
 
