@@ -114,11 +114,11 @@ def test_an_operator_passes_through_jit_vmap_and_scan():
     apply = jax.jit(lambda operator, tangent: operator(tangent))
     np.testing.assert_allclose([apply(operator, each) for each in tangents], want, 1e-6)
     assert apply._cache_size() == 1
-    np.testing.assert_allclose(jax.vmap(operator)(tangents), want, 1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(operator))(tangents), want, 1e-6)
     np.testing.assert_allclose(jax.lax.scan(lambda c, t: (c, operator(t)), 0, tangents)[1], want, 1e-6)
     made = jax.jit(lambda model: nested.hessian_operator(_quartic, model, x, damping=0.1))(model)
     np.testing.assert_allclose(made(tangents[0]), want[0], 1e-6)
-    batch = jax.vmap(lambda x: nested.hvp(_quartic, model, tangents[1], x))(jnp.stack([x, 2 * x]))
+    batch = jax.jit(jax.vmap(lambda x: nested.hvp(_quartic, model, tangents[1], x)))(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(batch[1][1:], 2 * batch[0][1:], 1e-6)
     np.testing.assert_allclose(batch[0][1:], want[1][1:] - 0.1 * tangents[1][1:], 1e-5)
 
