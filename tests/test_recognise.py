@@ -136,11 +136,11 @@ def test_eight_threads_meet_more_structures_than_are_remembered():
     models = [{f"x{i}": ramp(2), **{str(j): j for j in range(i % 7)}} for i in range(300)]
 
     def work(start: int) -> list[Any]:
-        return [tp.layout(models[(start * 37 + i) % len(models)]).paths for i in range(150)]
+        return [tp.layout(models[(start * 37 + i) % len(models)]).paths for i in range(80)]
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for start, each in enumerate(pool.map(work, range(8))):
-            assert each == [(f"x{(start * 37 + i) % len(models)}",) for i in range(150)]
+            assert each == [(f"x{(start * 37 + i) % len(models)}",) for i in range(80)]
 
 
 # -- What is kept alive ------------------------------------------------------------------------------------------------
