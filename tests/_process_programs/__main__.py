@@ -23,7 +23,7 @@ STEPS, BATCH = 5, 16
 # With a smaller epsilon, rounding where a gradient almost vanishes becomes a part of the step.
 RULE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
 FORMS = {  # form: rules, what is split
-    "tree": ({"**.bias": "whole", "**": "split"}, {"split": "state"}),
+    "tree": ({"**.bias": "whole", "top.scale": "whole", "**": "split"}, {"split": "state"}),
     "vector": ({"**": "split"}, {"split": "gradients"}),
     "stacks": ({"top.scale": "whole", "**": "owned"}, {"split": "parameters", "loss_takes": "form"}),
 }
@@ -115,8 +115,9 @@ def difference(rules=None, **change):
     """What `init` says where the last process has another plan."""
     last = jax.process_index() == jax.process_count() - 1
     model = make(**change) if last else make()
+    _, init, _ = prepared("tree", model, rules if last else None)
     try:
-        prepared("tree", model, rules if last else None)[1](model)
+        init(model)
     except ValueError as error:
         return str(error)
 
@@ -134,7 +135,7 @@ def saves(folder):
         "losses": losses,
         "width": difference(width=16),
         "dtype": difference(dtype=jnp.bfloat16),
-        "rules": difference(rules={"layers.0": "whole", "**": "split"}),
+        "rules": difference(rules={"**": "split"}),
     }
 
 
