@@ -51,6 +51,9 @@ RULES = {
     "clip by Optax": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0, momentum=0.9)),
     "clip": optax.chain(optim.clip_by_global_norm(0.1), ADAM),
     "if finite": optax.apply_if_finite(ADAM, 3),
+    "every second step": optax.MultiSteps(
+        optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 0.0, 10)), every_k_schedule=2
+    ),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "muon": optax.contrib.muon(1e-2),
     "lamb": optax.lamb(1e-2),

@@ -1,7 +1,6 @@
-"""Plans: rules over paths, what they refuse, and where parameters, states, averages and models then lie."""
+"""Plans: rules over paths, and where parameters, states of rules, averages and models then lie."""
 
 import functools
-import re
 
 import equinox as eqx
 import jax
@@ -83,94 +82,6 @@ def test_no_value_is_read(form):
     assert all(isinstance(each, jax.ShapeDtypeStruct) for each in jax.tree.leaves(plans[0].ravel(shapes)))
     with pytest.raises(ValueError, match=r"the plan was made of shapes.*give the state of the step"):
         plans[3].model(plans[3].ravel(ALL_TRAINED))
-
-
-@pytest.mark.parametrize(
-    ("rules", "options", "message"),
-    [
-        ({"embed": "split"}, {}, 'no rule matches\n\'layers.0.b\'\n.*\nadd one for what is left.* "\\*\\*": "split"'),
-        ({}, {}, "no rule matches"),
-        ({"head": "whole", "layers": "whole"}, {}, "'embed' (of which 'head' is an alias; write the source)"),
-        ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
-        (
-            {"**": "split"},
-            {},
-            "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple of 4; write \"whole\"",
-        ),
-        (
-            {"**": "split"},
-            {"form": "stacks"},
-            "'layers.0.b' (float32[3]), by '**': none of its axes is a multiple of 4; write \"owned\"",
-        ),
-        (
-            {"**": "split"},
-            {"mesh": AbstractMesh((4, 3), ("data", "model")), "axis": "data"},
-            "none of its axes is a multiple of 4; write a split over another axis of the mesh, 'model', or \"whole\"",
-        ),
-        (
-            {"**": "owned"},
-            {"form": "stacks"},
-            "'embed' (float32[16,4]), by '**': 4 devices cannot own the 1 row.* of its stack.*write \"split\"",
-        ),
-        ({"**": "owned"}, {}, '\'**\': "owned" is of rows of stacks; write form="stacks", or "split" in a tree'),
-        ({"**": "owned"}, {"form": "vector"}, 'write form="stacks", or "split" in a vector'),
-        (
-            {"head": "whole", "layers.*.b": "whole", "**": "split"},
-            {},
-            "'embed' is 'split' by '**', and 'head', which is tied to it, 'whole' by 'head': they are one array",
-        ),
-        (
-            {"embed": "whole", "**": "split"},
-            {"form": "vector"},
-            "one vector lies in one way, but 'embed' is 'whole' and 'layers.0.b' is 'split'.*form=\"stacks\"",
-        ),
-        ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 axis|1 axes"),
-        ({"embed": P("model"), "**": "whole"}, {}, "'embed'.*the mesh has no axis 'model'; its axes are 'data'"),
-        ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
-        ({"embed": P("data", "data"), "**": "whole"}, {}, "an axis of the mesh stands in the spec twice"),
-        (
-            {"**": P("data")},
-            {},
-            "'layers.0.b' (float32[3]), by '**': its axis 0 of size 3 is no multiple of 4",
-        ),
-        (
-            {"embed": P(("data", "model")), "**": "whole"},
-            {"mesh": TWO, "axis": "data"},
-            "axis 0 is split along the batch and along another axis of the mesh at once",
-        ),
-        ({"**": "spilt"}, {}, '\'**\': a rule is "split", "owned", "whole" or a PartitionSpec, got \'spilt\''),
-        ({"**": None}, {}, 'a rule is "split", "owned", "whole" or a PartitionSpec, got None'),
-        ({"**": P(P.UNCONSTRAINED)}, {}, "its entries are None, the name of an axis of the mesh, or a tuple of names"),
-        ({"**": "whole"}, {"form": "stack"}, 'form must be "tree", "vector" or "stacks", got \'stack\''),
-        ({"**": "whole"}, {"axis": "model"}, "axis: the mesh has no axis 'model'; its axes are 'data'"),
-        ({"**": "whole"}, {"batch_axis": ("data", "x")}, "batch_axis: the mesh has no axis 'x'"),
-        ({"**": "whole"}, {"mesh": TWO}, "the mesh has the axes 'data', 'model': say with axis="),
-        (
-            {"**": "whole"},
-            {"mesh": TWO, "axis": "model", "batch_axis": "data"},
-            "devices along an axis without examples of their own would all compute the same.*write a PartitionSpec",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("without_type_checks")
-def test_rules_that_cannot_be(rules, options, message):
-    pattern = re.sub(r"[()\[\]?]", r"\\\g<0>", message).replace("**", r"\*\*") if "\\" not in message else message
-    with pytest.raises(ValueError, match=f"(?s){pattern}"):
-        plan_of(rules, **options)
-
-
-@pytest.mark.parametrize(
-    ("rules", "options", "message"),
-    [
-        ("split", {}, r'rules is a dictionary \{where: rule\}, such as \{"\*\*": "split"\}, got str'),
-        ({"**": "whole"}, {"mesh": 4}, r"expected a mesh, such as jax\.make_mesh.*, got int"),
-        ({"**": "whole"}, {"axis": 3}, "axis"),
-    ],
-)
-@pytest.mark.usefixtures("without_type_checks")
-def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
-    with pytest.raises(TypeError, match=message):
-        plan_of(rules, **options)
 
 
 def test_a_tie_lies_as_its_source():
@@ -318,7 +229,7 @@ def test_there_and_back(form, rules):
     within = jax.jit(lambda params: plan.ravel(plan.model(params)))(params)
     jax.tree.map(np.testing.assert_array_equal, within, params)
     assert jax.tree.structure(plan.shapes()) == jax.tree.structure(params)
-    with pytest.raises((ValueError, TypeError), match="expected (parameters as of init or plan.ravel|.*vector|stacks)"):
+    with pytest.raises((ValueError, TypeError), match=r"expected (parameters as of init|.*vector|stacks)"):
         plan.model(jnp.ones(3))
     with pytest.raises(ValueError, match=r"does not fit the layout.*\n'key' is"):
         plan.ravel(ALL_TRAINED | {"key": ramp(4)})
