@@ -117,7 +117,10 @@ def over_devices(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
     """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell what varies over devices.
 
     If they did, a loss could not start a scan with zeros, as they would not vary and what it makes of them would.
+    Within `automatic` the mesh is the one of there.
     """
+    within = jax.sharding.get_abstract_mesh()
+    mesh = mesh if within.empty else within
     if hasattr(jax, "shard_map"):
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(f, mesh=mesh, **specs, axis_names=set(axes), check_vma=False)

@@ -119,8 +119,19 @@ class Source:
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers of a joined one, those of each column as one."""
+        found = self.rows(number, columns)
+        if found is not None:
+            rows, pieces = found
+            return pieces(rows)
+        picked = self.pick(number, {each for column in columns for each in column})
+        return [_stacked([picked[each] for each in column]) for column in columns]
+
+    def rows(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, Any] | None:
+        """As `block`, where the nodes lie one after another: each in one piece, and what cuts such a piece, or several.
+
+        The pieces have an axis over the nodes.
+        """
         block, nodes = self.blocks[number], len(columns[0])
-        shapes = [block.shapes[column[0]] for column in columns]
         starts = np.array([[block.starts[each] for each in column] for column in columns])
         sizes = np.array([block.starts[column[0] + 1] - block.starts[column[0]] for column in columns])
         first = int(starts[:, 0].min())
@@ -131,15 +142,21 @@ class Source:
         order = [int(j) for j in np.argsort(offsets)]
         ends = [*offsets[order][1:], step]
         is_regular = first >= 0 and all(offsets[j] + sizes[j] <= end for j, end in zip(order, ends, strict=True))
-        if is_regular and np.array_equal(starts, starts[:, :1] + step * np.arange(nodes)):
-            leaf = self.leaves[number]
-            row = leaf.shape[1:]
-            rows = cut(leaf, ((first, *row), (nodes, step, *row)), block.rank)[1]
-            inner = with_gaps([(int(offsets[j]), int(sizes[j]), shapes[j]) for j in order], row, step)
-            arrays = dict(zip(order, cut(rows, inner, block.rank)[1::2], strict=False))
+        if not is_regular or not np.array_equal(starts, starts[:, :1] + step * np.arange(nodes)):
+            return None
+
+        def pieces(rows: jax.Array) -> list[jax.Array]:
+            # Of parts of rows, as devices have them, the pieces are parts.
+            row = rows.shape[rows.ndim - block.rank :]
+            spans = [
+                (int(offsets[j]), int(sizes[j]), row if block.rank else block.shapes[columns[j][0]]) for j in order
+            ]
+            arrays = dict(zip(order, cut(rows, with_gaps(spans, row, step), block.rank)[1::2], strict=False))
             return [arrays[j] for j in range(len(columns))]
-        picked = self.pick(number, {each for column in columns for each in column})
-        return [_stacked([picked[each] for each in column]) for column in columns]
+
+        leaf = self.leaves[number]
+        row = leaf.shape[1:]
+        return cut(leaf, ((first, *row), (nodes, step, *row)), block.rank)[1], pieces
 
 
 def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._repeated import Source, alike_nodes
@@ -70,12 +71,25 @@ class _PartSource(Source):
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers, those of each column as one, whole."""
-        found = super().block(number, columns)
-        return found if number >= len(self.splits) else [gather(array, self.splits[number]) for array in found]
+        found = self.rows(number, columns) if number < len(self.splits) else None
+        if found is None:
+            return super().block(number, columns)  # of what `pick` gathers
+        rows, pieces = found
+        return pieces(gather(rows, self.splits[number], 1))
 
-    def part_of_block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-        """As `block`, of what this device has."""
-        return super().block(number, columns)
+    def parts(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, int, Any]:
+        """What this device has of these arrays, those of each node as one, with an axis over the nodes.
+
+        And for one node: how its axes lie to those of the stack, as `gather` asks, and what cuts it when it is whole.
+        """
+        found = self.rows(number, columns)
+        if found is not None and len(columns) > 1:
+            return found[0], 0, found[1]
+        if found is not None:
+            rows, pieces = found
+            return pieces(rows)[0], -1, lambda whole: [whole]
+        parts = super().pick(number, {each for column in columns for each in column})
+        return jnp.stack([jnp.stack([parts[each] for each in column]) for column in columns], 1), 0, list
 
 
 class PartRestructure(Restructure[Any]):
@@ -112,22 +126,27 @@ class PartRestructure(Restructure[Any]):
         """
         source = self._source(form)
         found = alike_nodes(source, where)
-        parts: dict[int, Any] = {}  # the columns that are gathered in each turn
+        of_block: dict[int, list[int]] = {}  # the columns that are gathered in each turn
         for j, column in enumerate(found.columns):
             block, one_block = column[0].block, len({place.block for place in column}) == 1
             if block is not None and one_block and block < len(self.splits) and self.splits[block]:
-                (parts[j],) = source.part_of_block(block, [tuple(place.number for place in column)])
-        others = [j for j in range(len(found.columns)) if j not in parts]
+                of_block.setdefault(block, []).append(j)
+        gathered = {j for its in of_block.values() for j in its}
+        others = [j for j in range(len(found.columns)) if j not in gathered]
         along = dict(zip(others, source.along([found.columns[j] for j in others]), strict=True))
         same = source.one_by_one(found.places)
+        numbers = lambda j: tuple(place.number for place in found.columns[j])
+        found_parts = {block: source.parts(block, list(map(numbers, its))) for block, its in of_block.items()}
+        parts = {block: part for block, (part, _, _) in found_parts.items()}
 
         @jax.checkpoint
         def turn(carry: Any, each: Any) -> Any:
             parts, along, further = each
             arrays = dict(along)
-            for j, part in parts.items():
-                place = found.columns[j][0]
-                arrays[j] = source.value(place, gather(part, self.splits[place.block or 0], -1))
+            for block, part in parts.items():
+                _, shift, pieces = found_parts[block]
+                pairs = zip(of_block[block], pieces(gather(part, self.splits[block], shift)), strict=True)
+                arrays |= {j: source.value(found.columns[j][0], piece) for j, piece in pairs}
             return step(carry, found.node([arrays[j] for j in range(len(found.columns))], same), *further)
 
         further = () if xs is None else (xs,)

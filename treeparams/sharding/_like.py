@@ -98,12 +98,12 @@ def _with_keys(
         return tree(leaves), {}
     names: dict[Any, Any] = {}
     stacks = tree(leaves)  # the groups that are empty, too
-    for keys in joined.keys:
-        (stacks[keys[0]] if len(keys) > 1 else stacks).pop(keys[-1])
-    for keys, leaf in zip(joined.keys, leaves, strict=True):
+    for *group, key in joined.keys:
+        (stacks[group[0]] if group else stacks).pop(key)
+    for (*group, key), leaf in zip(joined.keys, leaves, strict=True):
         row = describe(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
-        names[*keys[:-1], row] = keys
-        (stacks[keys[0]] if len(keys) > 1 else stacks)[row] = leaf
+        names[*group, row] = (*group, key)
+        (stacks[group[0]] if group else stacks)[row] = leaf
     return stacks, names
 
 
@@ -118,7 +118,7 @@ def _renamed(path: tuple[Any, ...], names: Mapping[Any, Any]) -> tuple[Any, ...]
     return path
 
 
-def spec_of(entries: list[Any]) -> PartitionSpec:
+def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     """The spec with these entries."""
     while entries and entries[-1] is None:
         entries = entries[:-1]

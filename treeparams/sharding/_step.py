@@ -15,7 +15,7 @@ from .._grad import accumulate
 from .._mesh import automatic, lay, over_devices
 from .._parts import put_together, take_apart
 from .._restructure import Restructure, over_stacks
-from .._text import count_of, describe
+from .._text import count_of, describe, quoted
 from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
@@ -167,7 +167,6 @@ def step(
         plan.check(params)
         params = lay(params, plan.params)
         value, gradients = gradient(params, state.rest, batch)
-        gradients = lay(gradients, plan.params)  # what is whole on each device is divided here
         run = automatic(update, (plan.params, *shardings), plan.mesh)
         params, after, averaged = run(params, gradients, state.rule, state.average, value)
         return params, StepState(after, averaged, state.rest), value
@@ -224,14 +223,16 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
             if jnp.ndim(array) and jnp.shape(array)[0] % devices:
                 raise ValueError(
                     f"batch{jtu.keystr(path)} has {jnp.shape(array)[0]} examples, which {devices} devices along "
-                    f"{axes.batch!r} cannot share equally; give a multiple of {devices}"
+                    f"{quoted(axes.batch)} cannot share equally; give a multiple of {devices}"
                 )
         spec_of = lambda array: PartitionSpec(axes.batch) if jnp.ndim(array) else PartitionSpec()
         laid = [lay(jnp.asarray(array), plan.batch if jnp.ndim(array) else plan.whole) for _, array in arrays]
         out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
         f = functools.partial(on_device, treedef)
         in_specs = (specs, PartitionSpec(), *(spec_of(array) for _, array in arrays))
-        return over_devices(f, plan.mesh, in_specs, (PartitionSpec(), out), axes.batch)(params, rest, *laid)
+        # What is whole on each device afterwards is divided on the way out.
+        run = lambda *args: over_devices(f, plan.mesh, in_specs, (PartitionSpec(), out), axes.batch)(*args)
+        return automatic(run, (plan.whole, plan.params), plan.mesh)(params, rest, *laid)
 
     return gradient
 
