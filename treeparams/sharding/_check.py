@@ -51,13 +51,19 @@ def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -
         for slot, lies, parts in plan.rows()
         if parts > 1 and len(slot.shape) > 1
     ]
+    is_old = not getattr(jax.config, "jax_use_shardy_partitioner", True)  # as in JAX 0.6, if nothing else is said
+    partitioner = (
+        ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
+        'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
+    )
+    partitioner = partitioner if is_old else ""
     size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
     raise ValueError(
         f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): the rule looks at whole"
         f" leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself (Muon, Adafactor), let "
         'devices own whole rows, sharding.plan(model, mesh, {"**": "owned"}, form="stacks") with optim.per_leaf(tx), '
         'all at once or as many as there are devices (at_once=); or write "whole" for these. What treats all elements '
-        "alike (optax.adam) takes any plan"
+        f'alike (optax.adam) takes any plan, and norms and sums over all leaves form="vector"{partitioner}'
     )
 
 

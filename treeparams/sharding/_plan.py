@@ -187,6 +187,7 @@ class Plan:
                 "the plan was made of shapes, so it has no frozen arrays and no functions; give the state of the step, "
                 "which has them: plan.model(params, state)"
             )
+        self.check(params)
         slots = self._laid_slots(params)
         keep_apart(slots)
         return put_together(rest, slots)
@@ -199,16 +200,13 @@ class Plan:
         """One array per slot."""
         if self.joined is not None:
             return self.joined.cut(params)
-        self.check(params)
         return jtu.tree_leaves(params)
 
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
-        shapes = self.shapes()
-        expected, got = (
-            [(jtu.keystr(path), tuple(jnp.shape(leaf))) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
-            for tree in (shapes, params)
-        )
+        shape = lambda leaf: tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
+        described = lambda tree: [(jtu.keystr(path), shape(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
+        expected, got = described(self.shapes()), described(params)
         if expected != got:
             wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(

@@ -15,6 +15,7 @@ from .._grad import accumulate
 from .._mesh import automatic, lay, over_devices
 from .._parts import put_together, take_apart
 from .._restructure import Restructure, over_stacks
+from .._structure import is_array
 from .._text import count_of, describe, quoted
 from ..optim._shown import settled, steady
 from ..optim._step import added
@@ -105,8 +106,9 @@ def step(
         first compares their plans.
 
         `params, state, value = step(params, state, *batch)` is what `jax.jit` returns, and donates `params` and
-        `state`. Arrays of the batch have the examples as their leading axis, and are laid along `batch_axis`; a scalar
-        (also a key, the same on all devices) is for all of them. `state` is a `StepState`.
+        `state`, which are not to be used again. Arrays of the batch have the examples as their leading axis, and are
+        laid along `batch_axis`; what lies on other devices is put there before, `jax.device_put(batch, plan.batch)`. A
+        scalar (also a key, the same on all devices) is for all of them. `state` is a `StepState`.
 
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
@@ -159,8 +161,8 @@ def step(
             else:
                 rest = over_stacks(rest, plan.joined)
         # A rule may not look at the parameters, and without any argument JAX would not know the devices.
-        begin = jax.jit(automatic(start, shardings, plan.mesh), keep_unused=True)
-        rule_state, averaged = states if of_shapes else begin(params)
+        begin = jax.jit(automatic(start, shardings, plan.mesh), keep_unused=True, out_shardings=shardings)
+        rule_state, averaged = begin(params) if jtu.tree_leaves(states) and not of_shapes else states
         return params, StepState(rule_state, averaged, rest)
 
     def one_step(params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
@@ -182,6 +184,12 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
     specs = plan.tree([by_hand(spec) for spec in plan.specs])
     devices = axes.parts_along(axes.batch)
 
+    def checked(value: Any) -> Any:
+        is_number = is_array(value) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating)
+        if not (is_number or isinstance(value, float)):
+            raise TypeError(f"the loss must return one real number, the mean over its examples, got {describe(value)}")
+        return value
+
     def value_of(leaves: list[Any], rest: Any, batch: Any) -> Any:
         if loss_takes == "form":
             return loss(plan.tree(leaves), rest, *batch)
@@ -200,7 +208,7 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
             found = {True: iter(examples), False: iter(others)}
             batch = jtu.tree_unflatten(treedef, [next(found[is_one]) for is_one in is_example])
-            return (of_parts if split == "parameters" else value_of)(leaves, rest, batch)
+            return checked((of_parts if split == "parameters" else value_of)(leaves, rest, batch))
 
         leaves = jtu.tree_leaves(params)
         if split != "parameters":
