@@ -1,12 +1,12 @@
 """What is made of parameters - the state of a rule, an average - and where it lies: as they do."""
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
@@ -36,14 +36,21 @@ def plain(tx: Any) -> Any:
 
 def ema_maker(average: Average) -> Callable[[PyTree], Any]:
     """What makes an average of parameters."""
-    if callable(average):
-        return average
-    if isinstance(average, bool) or not isinstance(average, (int, float)):
-        raise TypeError(
-            "average is a decay, such as 0.999, or what makes an average of parameters, such as "
-            f"functools.partial(tp.Ema, decay=0.999, warmup=True), got {average!r}"
-        )
-    return functools.partial(Ema, decay=average)
+
+    def make(params: PyTree) -> Any:
+        made = average(params) if callable(average) else Ema(params, average)
+        if not isinstance(made, Ema):
+            raise TypeError(f"{expected}; it made {describe(made)}")
+        return made
+
+    expected = (
+        "average is a decay, such as 0.999, or makes a tp.Ema of parameters, such as "
+        "functools.partial(tp.Ema, decay=0.999, warmup=True)"
+    )
+    is_decay = isinstance(average, (int, float, np.floating)) and not isinstance(average, bool)
+    if isinstance(average, type) or not (is_decay or callable(average)):
+        raise TypeError(f"{expected}, got {average!r}")
+    return make
 
 
 def entries_of(

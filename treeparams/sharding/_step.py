@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, SupportsIndex
 
 import jax
@@ -25,7 +25,7 @@ from ._like import Average, ema_maker, plain, sharding_of
 from ._plan import Plan
 from ._processes import agree
 from ._put import put_leaf
-from ._specs import names_in
+from ._specs import Axes, names_in
 
 Split = Literal["state", "gradients", "parameters"]
 
@@ -108,7 +108,8 @@ def step(
         `params, state, value = step(params, state, *batch)` is what `jax.jit` returns, and donates `params` and
         `state`, which are not to be used again. Arrays of the batch have the examples as their leading axis, and are
         laid along `batch_axis`; what lies on other devices is put there before, `jax.device_put(batch, plan.batch)`. A
-        scalar (also a key, the same on all devices) is for all of them. `state` is a `StepState`.
+        scalar is for all of them. So is a key: for noise of its own give each example one, `jax.random.split(key, n)`.
+        `state` is a `StepState`.
 
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
@@ -227,12 +228,7 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
 
     def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
         arrays, treedef = jtu.tree_flatten_with_path(batch)
-        for path, array in arrays:
-            if jnp.ndim(array) and jnp.shape(array)[0] % devices:
-                raise ValueError(
-                    f"batch{jtu.keystr(path)} has {jnp.shape(array)[0]} examples, which {devices} devices along "
-                    f"{quoted(axes.batch)} cannot share equally; give a multiple of {devices}"
-                )
+        _check_batch(arrays, axes, pieces)
         spec_of = lambda array: PartitionSpec(axes.batch) if jnp.ndim(array) else PartitionSpec()
         laid = [lay(jnp.asarray(array), plan.batch if jnp.ndim(array) else plan.whole) for _, array in arrays]
         out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
@@ -243,6 +239,29 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         return automatic(run, (plan.whole, plan.params), plan.mesh)(params, rest, *laid)
 
     return gradient
+
+
+def _check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
+    """Checks that all arrays have the same number of examples, and that the devices can share them."""
+    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
+    if not counts and pieces == 1:
+        return
+    (name, count), *others = [*counts.items()] or [("the batch", 0)]
+    for other, its in others:
+        if its != count:
+            raise ValueError(
+                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
+                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
+                "functools.partial; keys as one for each, jax.random.split(key, count)"
+            )
+    devices = axes.parts_along(axes.batch)
+    if not count:
+        raise ValueError(f"{name} has no examples")
+    if count % devices:
+        raise ValueError(
+            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
+            f"give a multiple of {devices}"
+        )
 
 
 def _is_spec(node: Any) -> bool:
