@@ -114,10 +114,12 @@ def step(
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
             move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
-            does not take stacks.
-            `init`: the model does not fit; the plans of processes differ. `step`: the examples of a batch cannot be
-            divided among the devices.
+            does not take stacks. `init`: the model does not fit; the plans of processes differ. `step`: arrays of the
+            batch have different numbers of examples, or ones that the devices cannot share equally.
+        TypeError: `plan` is no plan, `average` makes no `tp.Ema`; `step`: the loss returns no real number.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"expected a plan, sharding.plan(model, mesh, rules), got {describe(plan)}")
     if split not in ("state", "gradients", "parameters"):
         raise ValueError(f'split must be "state", "gradients" or "parameters", got {split!r}')
     if loss_takes not in ("model", "form"):
@@ -127,8 +129,6 @@ def step(
             'parameters stay split where the loss takes them layer by layer: form="stacks" and loss_takes="form", with '
             'restructure.scan(layer, x, stacks, "layers.*") in the loss; or write split="gradients"'
         )
-    if not isinstance(plan, Plan):
-        raise TypeError(f"expected a plan, sharding.plan(model, mesh, rules), got {describe(plan)}")
     rule, pieces = plain(tx), count_of("microbatches", microbatches, "pieces")
     make_average = None if average is None else ema_maker(average)
 
