@@ -46,25 +46,30 @@ def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -
     moved = collectives(compiled, ignore=0)
     if moved.bytes is not None and moved.bytes <= _SCALARS * len(plan.layout.slots):
         return
+    size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
     matrices = [
         f"{slot.path} ({describe(slot)}, {lies})"
         for slot, lies, parts in plan.rows()
-        if parts > 1 and len(slot.shape) > 1
+        if parts > 1 and len(slot.shape) > 1 and not lies.startswith("whole rows")
     ]
-    is_old = not getattr(jax.config, "jax_use_shardy_partitioner", True)  # as in JAX 0.6, if nothing else is said
-    partitioner = (
-        ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
-        'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
-    )
-    partitioner = partitioner if is_old else ""
-    size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
-    raise ValueError(
-        f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): the rule looks at whole"
-        f" leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself (Muon, Adafactor), let "
-        'devices own whole rows, sharding.plan(model, mesh, {"**": "owned"}, form="stacks") with optim.per_leaf(tx), '
-        'all at once or as many as there are devices (at_once=); or write "whole" for these. What treats all elements '
-        f'alike (optax.adam) takes any plan, and norms and sums over all leaves form="vector"{partitioner}'
-    )
+    if matrices:
+        reason = (
+            f"the rule looks at whole leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself "
+            "(Muon, Adafactor), let devices own whole rows, sharding.plan(model, mesh, "
+            '{"**": "owned"}, form="stacks") with optim.per_leaf(tx), or write "whole" for these. What treats all '
+            'elements alike (optax.adam) takes any plan, and norms and sums over all leaves form="vector"'
+        )
+    else:
+        reason = (
+            f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
+            f"many run together as own them, at_once={plan.axes.parts}"
+        )
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
+        reason += (
+            ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
+            'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
+        )
+    raise ValueError(f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {reason}")
 
 
 def _is_factored(state: Any) -> bool:

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from .._repeated import Source, alike_nodes
 from .._restructure import Resting, Restructure
+from .._view import View
 from .._where import Where
 from ._specs import Axes
 
@@ -50,8 +52,8 @@ def divided(stack: Any, spec: PartitionSpec, axes: Axes) -> tuple[Any, Dims]:
     parts = axes.parts_along(names)
     dim = next((dim for dim in range(1, stack.ndim) if spec_at(spec, dim) is None and stack.shape[dim] % parts == 0), 0)
     if not dim:
-        return gather(stack, split), []
-    return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), [(dim, names), *others]
+        return gather(stack, split), ()
+    return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), ((dim, names), *others)
 
 
 def spec_at(spec: PartitionSpec, dim: int) -> Any:
@@ -100,14 +102,31 @@ class PartRestructure(Restructure[Any]):
     @classmethod
     def over(cls, whole: Restructure[Any], splits: Sequence[Dims]) -> "PartRestructure":
         """That of the parts of stacks, from the one of the whole."""
-        part = cls(whole._rest, whole._form, whole._held, whole._stacks)
-        part.splits = splits
-        return part
+        return cls.of_halves((whole._form, whole._held, tuple(splits)), (whole._rest, whole._stacks))
 
     def __call__(self, form: Resting) -> Any:
         """The model, of whole stacks."""
-        leaves, treedef = jax.tree.flatten(form)
-        return super().__call__(jax.tree.unflatten(treedef, list(map(gather, leaves, self.splits))))
+        return super().__call__(self._whole(form))
+
+    def view(self, form: Resting) -> View:
+        """Names over whole stacks."""
+        return super().view(self._whole(form))
+
+    def _whole(self, form: Resting) -> Any:
+        leaves, treedef = jtu.tree_flatten(form)
+        return jtu.tree_unflatten(treedef, list(map(gather, leaves, self.splits)))
+
+    def halves(self) -> tuple[Any, Any]:
+        """Its arrays, and what is static."""
+        return (self._rest, self._stacks), (self._form, self._held, self.splits)
+
+    @classmethod
+    def of_halves(cls, static: Any, arrays: Any) -> "PartRestructure":
+        """From what `halves` gives."""
+        form, held, splits = static
+        part = cls(arrays[0], form, held, arrays[1])
+        part.splits = splits
+        return part
 
     def _source(self, form: Resting) -> _PartSource:
         source = _PartSource(self._rest, [(self._form, jax.tree.leaves(form)), (self._held, self._stacks)])
@@ -151,3 +170,6 @@ class PartRestructure(Restructure[Any]):
 
         further = () if xs is None else (xs,)
         return jax.lax.scan(turn, carry, (parts, along, further), found.nodes, **options)
+
+
+jtu.register_pytree_node(PartRestructure, PartRestructure.halves, PartRestructure.of_halves)

@@ -37,12 +37,13 @@ class Axes(NamedTuple):
         """The axes as an entry of a `PartitionSpec`."""
         return self.split[0] if len(self.split) == 1 else self.split
 
-    def by_hand(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    def by_hand(self, spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The axes of an array that are split along the batch, and so are gathered explicitly, with those of the mesh.
 
         What is split along other axes of the mesh is left to XLA.
         """
-        return [(dim, names) for dim, names in enumerate(map(names_in, spec)) if names and names[0] in self.batch]
+        entries = enumerate(map(names_in, spec))
+        return tuple([(dim, names) for dim, names in entries if names and names[0] in self.batch])
 
 
 class Placed(NamedTuple):
