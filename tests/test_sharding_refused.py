@@ -150,10 +150,11 @@ def test_what_is_no_plan():
 
 def test_batches_and_parameters_that_do_not_fit():
     _, step, params, state = started(optax.sgd(0.1), form="tree")
-    with pytest.raises(
-        ValueError, match=r"batch\[1\] has 6 examples, which 4 devices along .*'data'.* cannot share equally"
-    ):
-        step(params, state, BATCH[0], BATCH[1][:6])
+    few = tuple(each[:6] for each in BATCH)
+    with pytest.raises(ValueError, match=r"batch\[0\] has 6 examples, which 4 devices along .*'data'.* cannot share"):
+        step(params, state, *few)
+    with pytest.raises(ValueError, match=r"batch\[0\] has 16 examples and batch\[1\] 6"):
+        step(params, state, BATCH[0], few[1])
     _, other, *_ = started(optax.sgd(0.1), form="vector")
     with pytest.raises((ValueError, TypeError), match=r"expected .*vector"):
         other(params, state, *BATCH)
