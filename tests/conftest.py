@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 
-# Four CPU devices, before JAX starts; tests of sharding and of several devices need them.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 # Most of the time would go into code for programs that run once, on little data: this halves it. Costs that are counted
 # (FLOPs, bytes, temporary memory) are of what XLA has before that, and the same. XLA aborts at flags it does not have.

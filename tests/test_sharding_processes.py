@@ -29,7 +29,7 @@ class Group:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=1")}
+        environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")}
         for process in range(count):
             command = [sys.executable, PROGRAMS, program, address, str(count), str(process), folder]
             with self.file(process, "err").open("wb") as err:

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from .._repeated import Source, alike_nodes
-from .._restructure import Resting, Restructure
+from .._restructure import Restructure
 from .._view import View
 from .._where import Where
 from ._specs import Axes
@@ -94,6 +94,20 @@ class _PartSource(Source):
         return jnp.stack([jnp.stack([parts[each] for each in column]) for column in columns], 1), 0, list
 
 
+class DevicePart:
+    """What one device has of stacks: for `restructure` alone, as a sum over it would be one over a part, in silence."""
+
+    def __init__(self, stacks: Any) -> None:
+        """For this library's own use; a loss with `split="parameters"` is given it."""
+        self.stacks = stacks
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"parameters are split, so a device has a part of {key!r}; take them by the restructure: "
+            'restructure.scan(layer, x, params, "layers.*"), restructure.part(params, "head"), restructure(params)'
+        )
+
+
 class PartRestructure(Restructure[Any]):
     """A `Restructure` over what one device has of stacks. What is asked for is gathered, and nothing else."""
 
@@ -104,16 +118,16 @@ class PartRestructure(Restructure[Any]):
         """That of the parts of stacks, from the one of the whole."""
         return cls.of_halves((whole._form, whole._held, tuple(splits)), (whole._rest, whole._stacks))
 
-    def __call__(self, form: Resting) -> Any:
+    def __call__(self, form: Any) -> Any:
         """The model, of whole stacks."""
         return super().__call__(self._whole(form))
 
-    def view(self, form: Resting) -> View:
+    def view(self, form: Any) -> View:
         """Names over whole stacks."""
         return super().view(self._whole(form))
 
-    def _whole(self, form: Resting) -> Any:
-        leaves, treedef = jtu.tree_flatten(form)
+    def _whole(self, form: DevicePart) -> Any:
+        leaves, treedef = jtu.tree_flatten(form.stacks)
         return jtu.tree_unflatten(treedef, list(map(gather, leaves, self.splits)))
 
     def halves(self) -> tuple[Any, Any]:
@@ -128,8 +142,8 @@ class PartRestructure(Restructure[Any]):
         part.splits = splits
         return part
 
-    def _source(self, form: Resting) -> _PartSource:
-        source = _PartSource(self._rest, [(self._form, jax.tree.leaves(form)), (self._held, self._stacks)])
+    def _source(self, form: Any) -> _PartSource:
+        source = _PartSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
         source.splits = self.splits
         for block in range(len(self.splits)):
             rows = (source.leaves[block].shape[1:],) * source.blocks[block].length
@@ -137,7 +151,7 @@ class PartRestructure(Restructure[Any]):
         return source
 
     def scan(
-        self, step: Callable[..., Any], carry: Any, form: Resting, where: Where, xs: Any = None, **options: Any
+        self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: Any = None, **options: Any
     ) -> tuple[Any, Any]:
         """As that of `Restructure`: each layer is gathered when its turn comes.
 

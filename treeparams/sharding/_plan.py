@@ -174,7 +174,7 @@ class Plan:
                 model that the plan was made of.
 
         Returns:
-            The model, each array where `plan.put` has it.
+            The model, each parameter where `plan.put` has it; without a state, frozen arrays as they are in that model.
 
         Raises:
             ValueError: the parameters have another form; the plan was made of shapes, and there is no state.

@@ -20,7 +20,7 @@ from .._text import count_of, describe, quoted
 from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
-from ._gather import PartRestructure, divided, gather, scatter
+from ._gather import DevicePart, PartRestructure, divided, gather, scatter
 from ._like import Average, ema_maker, plain, sharding_of
 from ._plan import Plan
 from ._processes import agree
@@ -89,7 +89,8 @@ def step(
             - `"parameters"`: parameters too, of stacks, for a loss that takes these: a layer is gathered when
               `restructure.scan` comes to it, and again on the way back, where it is computed again from what entered
               it. What `restructure.part` takes is whole from there on. Rows that are owned are first divided among all
-              devices, by one exchange.
+              devices, by one exchange. The loss is given the parameters as something that only the restructure opens:
+              a sum over them would be one over the part of a device.
         microbatches: into how many pieces each device takes its part of the batch, one after another. Gradients are
             reduced once for all (with split parameters for each).
         average: the decay of a `tp.Ema` of the parameters, a number; or what makes one of them, such as
@@ -199,7 +200,7 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
     def of_parts(leaves: list[Any], rest: Any, batch: Any) -> Any:
         parts = [divided(leaf, spec, axes) for leaf, spec in zip(leaves, plan.specs, strict=True)]
         restructure = PartRestructure.over(rest, [split for _, split in parts])
-        return loss(plan.tree([leaf for leaf, _ in parts]), restructure, *batch)
+        return loss(DevicePart(plan.tree([leaf for leaf, _ in parts])), restructure, *batch)
 
     def on_device(treedef: Any, params: PyTree, rest: Any, *arrays: Any) -> Any:
         is_example = [array.ndim > 0 for array in arrays]
@@ -209,7 +210,9 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
         def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
             found = {True: iter(examples), False: iter(others)}
             batch = jtu.tree_unflatten(treedef, [next(found[is_one]) for is_one in is_example])
-            return checked((of_parts if split == "parameters" else value_of)(leaves, rest, batch))
+            value = checked((of_parts if split == "parameters" else value_of)(leaves, rest, batch))
+            # Divided before it is summed over the devices, so that sums of narrow floats do not overflow.
+            return value / devices
 
         leaves = jtu.tree_leaves(params)
         if split != "parameters":
@@ -224,7 +227,7 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
                 summed = {name for _, names in done for name in names} if split == "parameters" else set()
                 left = tuple(name for name in axes.batch if name not in summed)
                 gradients[i] = jax.lax.psum(gradients[i], left) if left else gradients[i]
-        return jax.lax.pmean(value, axes.batch), plan.tree([each / devices for each in gradients])
+        return jax.lax.psum(value, axes.batch), plan.tree(gradients)
 
     def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
         arrays, treedef = jtu.tree_flatten_with_path(batch)
