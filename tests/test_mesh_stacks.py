@@ -53,6 +53,28 @@ def by_nodes(stacks, restructure):
     return total
 
 
+@jax.jit
+def derivatives(stacks, restructure):
+    """By the model, by a scan and by nodes: the value, the gradient and its change; then the model and the nodes."""
+    found = []
+    for side in (lambda s, r: smooth(r(s)), by_scan, by_nodes):
+        of = lambda s, side=side: side(s, restructure)
+        found.append((of(stacks), *jax.jvp(jax.grad(of), (stacks,), (stacks,))))
+    return found, restructure(stacks), restructure.repeated(stacks, "layers.*")
+
+
+@jax.jit
+@jax.grad
+def through_stacks(params, rest):
+    return smooth(tp.stack(tp.combine(params, rest), FROZEN)[0])
+
+
+@jax.jit
+@jax.value_and_grad
+def by_both(stacks, restructure):
+    return smooth(restructure(stacks)) + by_nodes(stacks, restructure)
+
+
 def spec_of(array):
     """How an array lies, one entry for each axis."""
     spec = array.sharding.spec
@@ -120,18 +142,9 @@ def test_gradients_in_stacks_over_devices(kind, rows):
     spec = lambda x: ("x",) if rows and len(x) % 2 == 0 else (None, "x") if x.ndim > 1 and x.shape[1] == 4 else ()
     stacks = jax.tree.map(lambda x: put(x, mesh, *spec(x)), STACKS)
     restructure = jax.tree.map(lambda x: put(x, mesh, *spec(x)), WAY)
-    sides = [lambda s, r: smooth(r(s)), by_scan, by_nodes]
-
-    def all_of_it(stacks, restructure):
-        found = []
-        for side in sides:
-            of = lambda s, side=side: side(s, restructure)
-            found.append((of(stacks), *jax.jvp(jax.grad(of), (stacks,), (stacks,))))
-        return found, restructure(stacks), restructure.repeated(stacks, "layers.*")
-
-    want = jax.jit(all_of_it)(STACKS, WAY)
+    want = derivatives(STACKS, WAY)
     with set_mesh(mesh):
-        got = jax.jit(all_of_it)(stacks, restructure)
+        got = derivatives(stacks, restructure)
     assert_near(got, want)
     assert_near(got[0][1], got[0][2])
     if kind == AxisType.Explicit:
@@ -148,7 +161,6 @@ def test_gradients_in_stacks_over_devices(kind, rows):
 def test_leaves_of_one_shape_that_lie_differently(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh)  # `head` otherwise than the weights
-    of = lambda params, rest: smooth(tp.stack(tp.combine(params, rest), FROZEN)[0])
     with set_mesh(mesh) if within else jax.default_device(None):
         stacks, restructure = tp.stack(model, FROZEN)
         jax.tree.map(np.testing.assert_array_equal, stacks, STACKS)
@@ -156,8 +168,8 @@ def test_leaves_of_one_shape_that_lie_differently(kind, within):
         if kind == AxisType.Explicit:
             assert stacks["float32[4,2]"].is_fully_replicated
     with set_mesh(mesh):
-        gradient = jax.jit(jax.grad(of))(*tp.partition(model, FROZEN))
-    want = jax.jit(jax.grad(of))(*tp.partition(LAYERS, FROZEN))
+        gradient = through_stacks(*tp.partition(model, FROZEN))
+    want = through_stacks(*tp.partition(LAYERS, FROZEN))
     assert_near(gradient, want)
     if kind == AxisType.Explicit:
         assert spec_of(gradient["head"]) == ("x", None)
@@ -196,7 +208,7 @@ def test_many_rows_outside_of_a_trace(kind, within):
 @axes
 def test_stacks_in_shard_map(kind):
     mesh = mesh_of(kind)
-    want = jax.grad(lambda s: smooth(WAY(s)) + by_scan(s, WAY))(STACKS)
+    want = jax.jit(jax.grad(lambda s: smooth(WAY(s)) + by_scan(s, WAY)))(STACKS)
 
     def step(stacks, restructure, x):
         of = lambda s: (smooth(restructure(s)) + by_scan(s, restructure)) * jnp.sum(x)
@@ -215,10 +227,8 @@ def test_an_ensemble_of_stacks_over_devices():
     mesh = mesh_of(AxisType.Explicit)
     many = jax.tree.map(lambda x: put(jnp.stack([x * (k + 1) for k in range(4)]), mesh, "x"), STACKS)
     with jax.set_mesh(mesh):
-        of = jax.jit(jax.vmap(jax.value_and_grad(lambda s, r: smooth(r(s)) + by_nodes(s, r)), (0, None)))
-        values, gradients = of(many, put(WAY, mesh))
+        values, gradients = jax.vmap(by_both, (0, None))(many, put(WAY, mesh))
     assert {spec_of(each)[0] for each in jax.tree.leaves(gradients)} == {"x"}
     for k in range(4):
         one = jax.tree.map(lambda x, k=k: x * (k + 1), STACKS)
-        want = jax.jit(jax.value_and_grad(lambda s, r: smooth(r(s)) + by_nodes(s, r)))(one, WAY)
-        assert_near(jax.tree.map(lambda x, k=k: np.asarray(x)[k], (values, gradients)), want)
+        assert_near(jax.tree.map(lambda x, k=k: np.asarray(x)[k], (values, gradients)), by_both(one, WAY))
