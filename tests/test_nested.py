@@ -67,8 +67,8 @@ def test_a_tangent_in_the_form_of_the_model_counts_a_tie_once():
     cubes = lambda m: jnp.sum(m["a"] ** 3) + jnp.sum(m["b"] ** 2 * m["d"][0]) + jnp.sum(m["c"] ** 4)
     tangent = jnp.cos(vector)
     for product in (
-        lambda v: nested.hvp(cubes, model, v, trainable=layout),
-        nested.hessian_operator(cubes, model, trainable=layout),
+        jax.jit(lambda v: nested.hvp(cubes, model, v, trainable=layout)),
+        jax.jit(nested.hessian_operator(cubes, model, trainable=layout)),
     ):
         want = product(tangent)
         for tree in (restructure(tangent), tp.partition(restructure(tangent), layout)[0]):
@@ -127,7 +127,7 @@ def test_derivatives_of_products():
     model, x = {"w": ramp(3), "b": jnp.array(2.0)}, jnp.arange(1.0, 4.0)
     vector, restructure = tp.ravel(model)
     direction = jnp.ones(4)
-    third = jax.grad(lambda v: direction @ nested.hvp(_quartic, restructure(v), direction, x))(vector)
+    third = jax.jit(jax.grad(lambda v: direction @ nested.hvp(_quartic, restructure(v), direction, x)))(vector)
     np.testing.assert_allclose(third[1:], 24 * x * model["w"], 1e-5)
     by_tree = tp.grad(lambda model: direction @ nested.hvp(_quartic, model, direction, x))(model)
     np.testing.assert_allclose(by_tree["w"], third[1:], 1e-5)
@@ -136,7 +136,7 @@ def test_derivatives_of_products():
 def test_conjugate_gradients_take_an_operator_with_vectors_and_trees():
     model, x = {"w": ramp(3), "b": jnp.array(0.0)}, jnp.arange(1.0, 4.0)
     operator = nested.hessian_operator(_quartic, model, x, damping=3.0)
-    matrix = nested.hessian(_quartic, model, x) + 3 * jnp.eye(4)
+    matrix = jax.jit(nested.hessian, static_argnums=0)(_quartic, model, x) + 3 * np.eye(4, dtype=np.float32)
     right = jnp.arange(4.0)
     step, _ = jax.scipy.sparse.linalg.cg(operator, right, tol=1e-7)
     np.testing.assert_allclose(step, np.linalg.solve(matrix, right), 1e-4, 1e-5)
@@ -149,7 +149,7 @@ def test_lineax_takes_an_operator():
     lx = pytest.importorskip("lineax", reason="pip install 'treeparams[test]'")
     model, x = {"w": ramp(3), "b": jnp.array(0.0)}, jnp.arange(1.0, 4.0)
     operator = nested.hessian_operator(_quartic, model, x, damping=3.0)
-    matrix = nested.hessian(_quartic, model, x) + 3 * jnp.eye(4)
+    matrix = jax.jit(nested.hessian, static_argnums=0)(_quartic, model, x) + 3 * np.eye(4, dtype=np.float32)
     right = jnp.arange(4.0)
 
     def solve(operator, right):
@@ -167,7 +167,8 @@ def test_gauss_newton_is_the_hessian_where_the_model_is_linear():
     outputs = lambda model, x: {"scores": jax.vmap(model)(x)}
     entropy = lambda y: -jnp.mean(jax.nn.log_softmax(y["scores"])[:, 0])
     operator = nested.ggn_operator(outputs, entropy, model, x, damping=0.2)
-    matrix = nested.hessian(lambda model, x: entropy(outputs(model, x)), model, x) + 0.2 * jnp.eye(15)
+    hessian = jax.jit(lambda model: nested.hessian(lambda model, x: entropy(outputs(model, x)), model, x))
+    matrix = hessian(model) + 0.2 * np.eye(15, dtype=np.float32)
     for build in (lambda f: f, jax.jit):
         np.testing.assert_allclose(build(jax.vmap(operator))(jnp.eye(15)), matrix, 1e-4, 1e-6)
 

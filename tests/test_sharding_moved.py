@@ -100,3 +100,22 @@ def test_ahead_of_time_from_shapes():
     found = sharding.ahead(step, params, state, *BATCH)
     assert found.parameters == 256
     assert found.moved.count() == 2
+
+
+@pytest.mark.parametrize("form", ["tree", "vector"])
+def test_models_outlive_the_next_step(form):
+    """The frozen arrays of what a plan gives are its own, while a step donates those of its state."""
+    plan, step, params, state = started(optax.sgd(0.1), form=form, average=0.5)
+    models = [plan.model(params, state), plan.model(state.average.average, state)]
+    step(params, state, *BATCH)
+    assert loss(models[0], *BATCH) == loss(models[1], *BATCH)
+
+
+@pytest.mark.parametrize("split", ["state", "gradients"])
+def test_narrow_gradients_are_divided_before_they_are_summed(split):
+    model = {"w": jnp.zeros((8, 4), jnp.float16)}
+    plan = sharding.plan(model, mesh_of(8), {"**": "split"})
+    of = lambda model, x: jnp.mean(x @ model["w"])
+    init, step = sharding.step(of, optax.sgd(2.0**-15), plan, split=split)
+    params, _, _ = step(*init(model), jnp.full((8, 8), 2**16 - 2**7, jnp.float16))
+    np.testing.assert_allclose(params["w"], -0.5, 2e-2)

@@ -28,6 +28,7 @@ LAYOUT = tp.layout({
     [
         ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add one for what is left"),
         ({}, {}, "no rule matches"),
+        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: earlier rules match all"),
         ({"head": "whole", "layers": "whole"}, {}, "'embed' (of which 'head' is an alias; write the source)"),
         ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
         (
@@ -134,13 +135,24 @@ def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
         (ADAM, "tree", SPLIT, {"loss_takes": "x"}, 'loss_takes must be "model" or "form", got \'x\''),
         (ADAM, "tree", SPLIT, {"microbatches": 0}, "microbatches must be a whole number of pieces, at least 1, got 0"),
         (ADAM, "tree", SPLIT, {"average": 2.0}, "decay must be between 0 and 1, got 2.0"),
-        (ADAM, "tree", SPLIT, {"average": "0.9"}, "decay|average"),
+        (ADAM, "tree", SPLIT, {"average": "0.9"}, r"average is a decay, .*functools\.partial.*, got '0\.9'"),
+        (ADAM, "tree", SPLIT, {"average": tp.Ema}, r"average is a decay, .*functools\.partial.*, got .*Ema"),
+        (ADAM, "tree", SPLIT, {"average": lambda params: 3}, "makes a tp.Ema of parameters, .*; it made int"),
     ],
 )
 def test_steps_that_cannot_be(tx, form, rules, options, message):
     plan = sharding.plan(nets.LAYOUT, mesh_of(), rules, form=form)
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
         sharding.step(loss, tx, plan, **options)
+
+
+def test_owned_rows_that_run_one_after_another():
+    layers = [ramp(16, 16, start=i) for i in range(8)]
+    plan = sharding.plan(layers, mesh_of(), {"**": "owned"}, form="stacks")
+    of = lambda layers, x: jnp.mean(sum(x @ each for each in layers) ** 2)
+    sharding.step(of, optim.per_leaf(RULES["muon"], at_once=4), plan)
+    with pytest.raises(ValueError, match="rows run one after another that lie on different devices.*at_once=4"):
+        sharding.step(of, optim.per_leaf(RULES["muon"], at_once=1), plan)
 
 
 def test_what_is_no_plan():
@@ -161,3 +173,23 @@ def test_batches_and_parameters_that_do_not_fit():
     plan = sharding.plan(nets.LAYOUT, mesh_of(), SPLIT)
     with pytest.raises(ValueError, match=r"does not fit the layout.*\n'embed' is float32\[12,4\]"):
         sharding.step(loss, ADAM, plan)[0](model_of() | {"embed": ramp(8, 4)})
+
+
+def test_batches_without_examples_and_losses_that_are_no_number():
+    _, step, params, state = started(optax.sgd(0.1), form="tree")
+    with pytest.raises(ValueError, match=r"batch\[0\] has no examples"):
+        step(params, state, *(each[:0] for each in BATCH))
+    for wrong, got in ((lambda model, x, y: (loss(model, x, y), 0), "tuple"), (lambda model, x, y: x, "float32.4,12.")):
+        _, step, params, state = started(optax.sgd(0.1), form="tree", of=wrong)
+        with pytest.raises(TypeError, match=f"one real number, the mean over its examples, got {got}"):
+            step(params, state, *BATCH)
+
+
+@pytest.mark.parametrize("sum_of", [lambda params: params["float32[4]"], lambda params: sum(jax.tree.leaves(params))])
+def test_split_parameters_are_for_the_restructure_alone(sum_of):
+    """A sum over what one device has of them would be another number."""
+    of = lambda params, restructure, x, y: loss(restructure(params), x, y) + jnp.sum(sum_of(params))
+    options = {"split": "parameters", "loss_takes": "form"}
+    _, step, params, state = started(optax.sgd(0.1), SPLIT, "stacks", of=of, **options)
+    with pytest.raises(TypeError, match=r"take them by the restructure|DevicePart"):
+        step(params, state, *BATCH)

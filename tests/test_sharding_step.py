@@ -87,6 +87,8 @@ CASES = [
     Case("clip", "vector", SPLIT, mesh_of(1, EXPLICIT)),
     Case("adafactor", "stacks", MIXED, mesh_of(2), "state"),
     Case("adam", "vector", {"**": "whole"}, mesh_of(2)),
+    Case("adam", "vector", SPLIT, mesh_of(8)),
+    Case("muon", "stacks", {"layers.*.b": "whole", **MIXED}, mesh_of(8, EXPLICIT)),
     Case("adam", "vector", SPLIT, two_axes(("replica", "fsdp"), EXPLICIT), "gradients", AXES),
     Case("momentum", "stacks", MIXED, two_axes(("replica", "fsdp")), "state", AXES),
     Case("clip", "tree", {"embed": P(("replica", "fsdp")), **SPLIT}, two_axes(("replica", "fsdp")), "gradients", AXES),

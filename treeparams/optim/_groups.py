@@ -112,7 +112,8 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
                 names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
                 raise ValueError(
                     f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(rules)}, got "
-                    f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...))"
+                    f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
+                    "name the rules after these groups, with default= for those that are not named"
                 )
             found = {i: name if name in rules else "default" for i, name in given.items()}
             return start(params, structure.paths, found)

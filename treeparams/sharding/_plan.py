@@ -174,7 +174,7 @@ class Plan:
                 model that the plan was made of.
 
         Returns:
-            The model, each parameter where `plan.put` has it; without a state, frozen arrays as they are in that model.
+            The model, each array where `plan.put` has it, in a buffer of its own.
 
         Raises:
             ValueError: the parameters have another form; the plan was made of shapes, and there is no state.
@@ -190,7 +190,8 @@ class Plan:
         self.check(params)
         slots = self._laid_slots(params)
         keep_apart(slots)
-        return put_together(rest, slots)
+        # In buffers of its own: a step donates its state.
+        return put_together(self.put_rest(rest), slots)
 
     @functools.cached_property
     def _laid_slots(self) -> Callable[[PyTree], list[Any]]:

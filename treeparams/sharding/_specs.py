@@ -131,6 +131,11 @@ def _matches(index: Index, rules: Rules) -> list[tuple[Where, Any]]:
     for number, matched in reversed([*enumerate(leaves)]):
         of_leaf |= dict.fromkeys(matched, number)
     items, missing, found = [*rules.items()], [], []
+    for number, (where, _) in enumerate(items[:-1]):
+        if number not in of_leaf.values():
+            raise ValueError(
+                f"{name_of(where)} comes too late: earlier rules match all that it does; put it before them"
+            )
     for leaf in index.positions:
         number = of_leaf.get(leaf)
         aliases = [alias.leaf for alias in index.aliases.get(leaf, ()) if alias.leaf in of_leaf]
@@ -180,9 +185,7 @@ def _spec_of(slot: Slot, rule: Any, axes: Axes, form: FormName, rows: int) -> tu
     parts = axes.parts
     whole = PartitionSpec()
     if isinstance(rule, PartitionSpec):
-        return next(_problems(rule, slot.shape, axes), ""), rule
-    if rule == "whole" or not slot.size:
-        return "", whole
+        return next(_problems(rule, slot.shape, axes), ""), rule if slot.size else whole
     if rule == "owned":
         if rows % parts == 0:
             return "", whole
@@ -192,6 +195,8 @@ def _spec_of(slot: Slot, rule: Any, axes: Axes, form: FormName, rows: int) -> tu
             + ('"split", which divides each row, or "whole"' if fits else '"whole"'),
             whole,
         )
+    if rule == "whole" or not slot.size:
+        return "", whole
     axis = _first_axis(slot, parts)
     if axis is not None:
         return "", PartitionSpec(*[None] * axis, axes.split_entry)
@@ -234,7 +239,12 @@ def _problems(spec: PartitionSpec, shape: tuple[int, ...] | None, axes: Axes) ->
 
 def group_of(rule: Any) -> str:
     """The name of the group of what lies by a rule."""
-    return rule if isinstance(rule, str) else as_text(rule)
+    if isinstance(rule, str):
+        return rule
+    entries = [*rule]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return as_text(PartitionSpec(*entries)) if entries else "whole"
 
 
 def as_text(spec: PartitionSpec) -> str:
