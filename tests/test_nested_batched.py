@@ -104,9 +104,11 @@ def test_mixing_is_seen_sample_by_sample_and_in_every_dtype():
     slightly = lambda x: large * x + jnp.array([0.0, 0.02, 0.0, 0.0]).reshape(4, 1) * x[2:3]
     with pytest.raises(ValueError, match="sample 1 with others"):
         nested.batched_jacobian(slightly, check=True)(jnp.ones((4, 3)))
+    wide = eqx.nn.MLP(3, 2, 64, 3, jnp.tanh, key=jax.random.key(0)), jax.random.normal(jax.random.key(1), (33, 3))
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        mlp = eqx.nn.MLP(3, 2, 64, 3, jnp.tanh, key=jax.random.key(0), dtype=dtype)
-        nested.batched_jacobian(jax.vmap(mlp), check=True)(jax.random.normal(jax.random.key(1), (33, 3), dtype))
+        cast = lambda leaf, dtype=dtype: leaf.astype(dtype) if eqx.is_array(leaf) else leaf
+        mlp, x = jax.tree.map(cast, wide)
+        nested.batched_jacobian(jax.vmap(mlp), check=True)(x)
     subnormal = jnp.float16(1e-5)
     nested.batched_jacobian(lambda x: jnp.tanh(x) * subnormal, check=True)(jnp.ones((9, 3), jnp.float16))
 
