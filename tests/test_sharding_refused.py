@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec as P
@@ -185,11 +187,13 @@ def test_batches_without_examples_and_losses_that_are_no_number():
             step(params, state, *BATCH)
 
 
-@pytest.mark.parametrize("sum_of", [lambda params: params["float32[4]"], lambda params: sum(jax.tree.leaves(params))])
+@pytest.mark.parametrize(
+    "sum_of", [lambda params: params["float32[4]"], lambda params: sum(jax.tree.leaves(params)), tp.global_norm]
+)
 def test_split_parameters_are_for_the_restructure_alone(sum_of):
     """A sum over what one device has of them would be another number."""
     of = lambda params, restructure, x, y: loss(restructure(params), x, y) + jnp.sum(sum_of(params))
     options = {"split": "parameters", "loss_takes": "form"}
     _, step, params, state = started(optax.sgd(0.1), SPLIT, "stacks", of=of, **options)
-    with pytest.raises(TypeError, match=r"take them by the restructure|DevicePart"):
+    with pytest.raises(TypeError, match="take them by the restructure"):
         step(params, state, *BATCH)

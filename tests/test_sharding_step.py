@@ -134,7 +134,7 @@ def test_equal_to_one_device(case):
         held = of_one((params, state)) + (X.nbytes + Y.nbytes) // case.mesh.size
         assert step.memory_analysis().argument_size_in_bytes == pytest.approx(held, abs=200)
         if case.rules is SPLIT:
-            assert of_one(params) == 256 * 8 // plan.axes.parts
+            assert of_one(params) == 256 * 8 // plan.mesh.shape.get("fsdp", plan.mesh.size)
     if case.split == "gradients" and "replica" not in case.mesh.axis_names:
         scalars = 100  # go along with an all-reduce
         assert sharding.collectives(step).bytes <= 2 * 256 * 8 + scalars

@@ -8,6 +8,7 @@ step of training over it. Over several processes `sharding.initialize` comes fir
     _specs        from rules over paths to where each parameter lies
     _put          arrays put there
     _like         what is made of parameters lies as they do: states of rules, averages
+    _placement    where all that lies, in the form in which it rests
     _plan         plan, Plan
     _gather       what devices have brought together, whole or a layer at a time
     _check        whether a rule of Optax fits a plan

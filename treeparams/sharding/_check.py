@@ -15,22 +15,22 @@ from ..optim._per_leaf import PerLeafState
 from ..optim._stacked import check_over_stacks
 from ._collectives import collectives
 from ._like import sharding_of
-from ._plan import Plan
+from ._placement import Placement
 
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it is not run
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
-def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -> None:
+def check_rule(rule: Any, place: Placement, update: Callable[..., Any], states: Any) -> None:
     """Checks a rule; `update` is what is done with it, and `states` what it keeps, as shapes with their shardings."""
-    if not plan.layout.slots:
+    if not place.layout.slots:
         return
-    if plan.form == "vector":
+    if place.form == "vector":
         check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
-    if plan.form == "stacks" and plan.joined is not None:
-        check_over_stacks(rule, plan.joined, {}, "sharding.step", _is_factored, dict)
-    params = plan.shapes()
-    value = jax.ShapeDtypeStruct((), np.float32, sharding=plan.whole)
+    if place.form == "stacks" and place.joined is not None:
+        check_over_stacks(rule, place.joined, {}, "sharding.step", _is_factored, dict)
+    params = place.shapes()
+    value = jax.ShapeDtypeStruct((), np.float32, sharding=place.whole)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *states, value))
     try:
         jax.eval_shape(update, *bare)
@@ -39,17 +39,17 @@ def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -
             f"the update of the rule fails ({in_short(error)}). sharding.step gives it gradients, parameters and, of "
             "extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
         ) from error
-    if plan.axes.parts == 1 or isinstance(plan.mesh, jax.sharding.AbstractMesh):
+    if place.axes.parts == 1 or isinstance(place.mesh, jax.sharding.AbstractMesh):
         return
-    run = jax.jit(automatic(update, (plan.params, *sharding_of(states)), plan.mesh))
+    run = jax.jit(automatic(update, (place.params, *sharding_of(states)), place.mesh))
     compiled = run.lower(params, params, *states, value).compile(compiler_options=_QUICK)
     moved = collectives(compiled, ignore=0)
-    if moved.bytes is not None and moved.bytes <= _SCALARS * len(plan.layout.slots):
+    if moved.bytes is not None and moved.bytes <= _SCALARS * len(place.layout.slots):
         return
     size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
     matrices = [
         f"{slot.path} ({describe(slot)}, {lies})"
-        for slot, lies, parts in plan.rows()
+        for slot, lies, parts in place.rows()
         if parts > 1 and len(slot.shape) > 1 and not lies.startswith("whole rows")
     ]
     if matrices:
@@ -62,7 +62,7 @@ def check_rule(rule: Any, plan: Plan, update: Callable[..., Any], states: Any) -
     else:
         reason = (
             f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
-            f"many run together as own them, at_once={plan.axes.parts}"
+            f"many run together as own them, at_once={place.axes.parts}"
         )
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
         reason += (

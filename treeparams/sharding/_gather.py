@@ -95,17 +95,24 @@ class _PartSource(Source):
 
 
 class DevicePart:
-    """What one device has of stacks: for `restructure` alone, as a sum over it would be one over a part, in silence."""
+    """What one device has of stacks, for `restructure` alone: a sum over it would be one over a part, in silence."""
 
     def __init__(self, stacks: Any) -> None:
         """For this library's own use; a loss with `split="parameters"` is given it."""
         self.stacks = stacks
 
-    def __getitem__(self, key: Any) -> Any:
+    def refuse(self, *_: Any) -> Any:
+        """Says what to write instead."""
         raise TypeError(
-            f"parameters are split, so a device has a part of {key!r}; take them by the restructure: "
+            "parameters are split, and a device has a part of each; take them by the restructure: "
             'restructure.scan(layer, x, params, "layers.*"), restructure.part(params, "head"), restructure(params)'
         )
+
+    __getitem__ = __iter__ = refuse
+
+
+# So that no function of trees passes over it.
+jtu.register_pytree_node(DevicePart, DevicePart.refuse, DevicePart.refuse)
 
 
 class PartRestructure(Restructure[Any]):

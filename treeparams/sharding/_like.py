@@ -93,7 +93,8 @@ def entries_of(
                     '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
                 )
             sizes = zip(entries[path], shape, found[path], strict=True)
-            entries[path] = [entry if size != larger else before for before, size, larger in sizes]
+            # What only grows, as a whole that they are joined to, is not split.
+            entries[path] = [entry if size and larger == 2 * size else before for before, size, larger in sizes]
     return jtu.tree_unflatten(jtu.tree_structure(start), [tuple(entries[path]) for path, _ in paths])
 
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from .._grad import accumulate
 from .._mesh import automatic, lay, over_devices
-from .._parts import put_together, take_apart
+from .._parts import Rest, put_together, take_apart
 from .._restructure import Restructure, over_stacks
 from .._structure import is_array
 from .._text import count_of, describe, quoted
@@ -22,7 +22,8 @@ from ..optim._step import added
 from ._check import check_rule
 from ._gather import DevicePart, PartRestructure, divided, gather, scatter
 from ._like import Average, ema_maker, plain, sharding_of
-from ._plan import Plan
+from ._placement import Placement
+from ._plan import Plan, placement_of
 from ._processes import agree
 from ._put import put_leaf
 from ._specs import Axes, names_in
@@ -144,32 +145,34 @@ def step(
         params = treedef.unflatten(leaves)
         return params, steady(after, before), None if average is None else average.update(params)
 
-    states = plan.like(start)
+    place = placement_of(plan)
+    states = place.made(start)
     shardings = sharding_of(states)
-    check_rule(rule, plan, update, states)
-    gradient = _gradient(plan, loss, split, pieces, loss_takes)
+    check_rule(rule, place, update, states)
+    gradient = _gradient(place, loss, split, pieces, loss_takes)
 
     def init(model: Any) -> tuple[Any, StepState]:
         lines = [f"state{jtu.keystr(path)}  {describe(leaf)}" for path, leaf in jtu.tree_flatten_with_path(states)[0]]
         how = f"split {split}, microbatches {pieces}, the loss takes the {loss_takes}"
-        agree("\n".join([plan.in_words(all_rows=True), *lines, how]), "the plans")
-        params, rest = plan.ravel(model), plan.put_rest(take_apart(model, plan.layout).rest)
+        agree("\n".join([place.in_words(all_rows=True), *lines, how]), "the plans")
+        params, rest = plan.ravel(model), place.put_rest(take_apart(model, plan.layout).rest)
         of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
-        if loss_takes == "form" and plan.joined is not None:
+        if loss_takes == "form" and place.joined is not None:
             if plan.form == "vector":
-                rest = Restructure(rest, plan.joined)
+                rest = Restructure(rest, place.joined)
             elif of_shapes:
-                whole = jax.eval_shape(functools.partial(over_stacks, form=plan.joined), rest)
+                whole = jax.eval_shape(functools.partial(over_stacks, form=place.joined), rest)
                 rest = jax.tree.map(lambda leaf: put_leaf(leaf, plan.whole), whole)
             else:
-                rest = over_stacks(rest, plan.joined)
+                rest = over_stacks(rest, place.joined)
         # A rule may not look at the parameters, and without any argument JAX would not know the devices.
         begin = jax.jit(automatic(start, shardings, plan.mesh), keep_unused=True, out_shardings=shardings)
         rule_state, averaged = begin(params) if jtu.tree_leaves(states) and not of_shapes else states
         return params, StepState(rule_state, averaged, rest)
 
     def one_step(params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
-        plan.check(params)
+        place.check(params)
+        _check_state(state, states, Restructure if loss_takes == "form" and place.joined is not None else Rest)
         params = lay(params, plan.params)
         value, gradients = gradient(params, state.rest, batch)
         run = automatic(update, (plan.params, *shardings), plan.mesh)
@@ -179,12 +182,14 @@ def step(
     return init, jax.jit(one_step, donate_argnums=(0, 1))
 
 
-def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, loss_takes: str) -> Callable[..., Any]:
+def _gradient(
+    place: Placement, loss: Callable[..., Any], split: Split, pieces: int, loss_takes: str
+) -> Callable[..., Any]:
     """The value of the loss and the gradient in the parameters, by hand over the devices along the batch."""
-    axes = plan.axes
-    splits = [axes.by_hand(spec) for spec in plan.specs]
+    axes = place.axes
+    splits = [axes.by_hand(spec) for spec in place.specs]
     by_hand = lambda spec: PartitionSpec(*[e if (names_in(e) or ("",))[0] in axes.batch else None for e in spec])
-    specs = plan.tree([by_hand(spec) for spec in plan.specs])
+    specs = place.tree([by_hand(spec) for spec in place.specs])
     devices = axes.parts_along(axes.batch)
 
     def checked(value: Any) -> Any:
@@ -195,22 +200,21 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
 
     def value_of(leaves: list[Any], rest: Any, batch: Any) -> Any:
         if loss_takes == "form":
-            return loss(plan.tree(leaves), rest, *batch)
-        return loss(put_together(rest, plan.slots_of(plan.tree(leaves))), *batch)
+            return loss(place.tree(leaves), rest, *batch)
+        return loss(put_together(rest, place.slots_of(place.tree(leaves))), *batch)
 
     def of_parts(leaves: list[Any], rest: Any, batch: Any) -> Any:
-        parts = [divided(leaf, spec, axes) for leaf, spec in zip(leaves, plan.specs, strict=True)]
+        parts = [divided(leaf, spec, axes) for leaf, spec in zip(leaves, place.specs, strict=True)]
         restructure = PartRestructure.over(rest, [split for _, split in parts])
-        return loss(DevicePart(plan.tree([leaf for leaf, _ in parts])), restructure, *batch)
+        return loss(DevicePart(place.tree([leaf for leaf, _ in parts])), restructure, *batch)
 
     def on_device(treedef: Any, params: PyTree, rest: Any, *arrays: Any) -> Any:
-        is_example = [array.ndim > 0 for array in arrays]
-        examples = [array for array, is_one in zip(arrays, is_example, strict=True) if is_one]
-        others = [array for array, is_one in zip(arrays, is_example, strict=True) if not is_one]
+        examples = [array if array.ndim else None for array in arrays]
 
         def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
-            found = {True: iter(examples), False: iter(others)}
-            batch = jtu.tree_unflatten(treedef, [next(found[is_one]) for is_one in is_example])
+            # A scalar is for all examples.
+            found = [array if each is None else each for array, each in zip(arrays, examples, strict=True)]
+            batch = jtu.tree_unflatten(treedef, found)
             value = checked((of_parts if split == "parameters" else value_of)(leaves, rest, batch))
             # Divided before it is summed over the devices, so that sums of narrow floats do not overflow.
             return value / devices
@@ -228,21 +232,33 @@ def _gradient(plan: Plan, loss: Callable[..., Any], split: Split, pieces: int, l
                 summed = {name for _, names in done for name in names} if split == "parameters" else set()
                 left = tuple(name for name in axes.batch if name not in summed)
                 gradients[i] = jax.lax.psum(gradients[i], left) if left else gradients[i]
-        return jax.lax.psum(value, axes.batch), plan.tree(gradients)
+        return jax.lax.psum(value, axes.batch), place.tree(gradients)
 
     def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
         arrays, treedef = jtu.tree_flatten_with_path(batch)
         _check_batch(arrays, axes, pieces)
         spec_of = lambda array: PartitionSpec(axes.batch) if jnp.ndim(array) else PartitionSpec()
-        laid = [lay(jnp.asarray(array), plan.batch if jnp.ndim(array) else plan.whole) for _, array in arrays]
+        laid = [lay(jnp.asarray(array), place.batch if jnp.ndim(array) else place.whole) for _, array in arrays]
         out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
         f = functools.partial(on_device, treedef)
         in_specs = (specs, PartitionSpec(), *(spec_of(array) for _, array in arrays))
         # What is whole on each device afterwards is divided on the way out.
-        run = lambda *args: over_devices(f, plan.mesh, in_specs, (PartitionSpec(), out), axes.batch)(*args)
-        return automatic(run, (plan.whole, plan.params), plan.mesh)(params, rest, *laid)
+        run = lambda *args: over_devices(f, place.mesh, in_specs, (PartitionSpec(), out), axes.batch)(*args)
+        return automatic(run, (place.whole, place.params), place.mesh)(params, rest, *laid)
 
     return gradient
+
+
+def _check_state(state: Any, expected: Any, rest: type) -> None:
+    """Checks that a state is that of this step."""
+    shapes = lambda tree: [(jtu.keystr(path), jnp.shape(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
+    if not isinstance(state, StepState):
+        raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
+    if shapes((state.rule, state.average)) != shapes(expected) or not isinstance(state.rest, rest):
+        raise ValueError(
+            "the state is of another step: its rule, its average, its form or what its loss takes is another; start "
+            "with init(model)"
+        )
 
 
 def _check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
