@@ -110,9 +110,10 @@ def _power_of_two(size: jax.Array) -> jax.Array:
     # The one at or below `size`, by which is scaled without rounding; 1 for zero, infinity and NaN. Its reciprocal is a
     # normal number too, since XLA may multiply by that in place of dividing.
     usable = jnp.isfinite(size) & (size > 0)
-    exponent = jnp.frexp(jnp.where(usable, size, 1))[1].astype(jnp.int32)
+    exponent = jnp.frexp(jnp.where(usable, size, 1))[1]
     tiny = jnp.finfo(size.dtype).tiny
-    return jnp.clip(jnp.ldexp(jnp.ones_like(size), exponent - 1), tiny, 1 / tiny)
+    power = jnp.ldexp(jnp.ones_like(size), exponent - 1).astype(size.dtype)  # JAX 0.6 makes it wide where x64 is on
+    return jnp.clip(power, tiny, 1 / tiny)
 
 
 def _sum_of_squares(parts: list[jax.Array], rank: int) -> jax.Array:
