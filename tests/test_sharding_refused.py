@@ -153,7 +153,7 @@ def test_owned_rows_that_run_one_after_another():
     plan = sharding.plan(layers, mesh_of(), {"**": "owned"}, form="stacks")
     of = lambda layers, x: jnp.mean(sum(x @ each for each in layers) ** 2)
     sharding.step(of, optim.per_leaf(RULES["muon"], at_once=4), plan)
-    with pytest.raises(ValueError, match="rows run one after another that lie on different devices.*at_once=4"):
+    with pytest.raises(ValueError, match=r"rows run one after another that lie on different devices.*at_once=4"):
         sharding.step(of, optim.per_leaf(RULES["muon"], at_once=1), plan)
 
 
