@@ -173,7 +173,8 @@ def launch(processes: int) -> int:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with contextlib.ExitStack() as stack:
-        started, said = [], []
+        started: list[subprocess.Popen[bytes]] = []
+        said: list[Any] = []
         stack.callback(lambda: [each.wait() for each in started])
         stack.callback(lambda: [each.kill() for each in started])  # first
         for process in range(processes):
