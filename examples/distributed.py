@@ -175,8 +175,14 @@ def launch(processes: int) -> int:
     with contextlib.ExitStack() as stack:
         started: list[subprocess.Popen[bytes]] = []
         said: list[Any] = []
-        stack.callback(lambda: [each.wait() for each in started])
-        stack.callback(lambda: [each.kill() for each in started])  # first
+
+        @stack.callback
+        def _() -> None:
+            for each in started:
+                each.kill()
+            for each in started:
+                each.wait()
+
         for process in range(processes):
             said.append(stack.enter_context(tempfile.TemporaryFile()))
             output = None if process == 0 else said[-1]
