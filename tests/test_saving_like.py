@@ -133,7 +133,7 @@ def test_checksums_are_compared_before_anything_is_read(path, monkeypatch):
 
 
 def test_loaded_arrays_lie_where_those_of_like_do(path):
-    devices = jax.devices()
+    devices = jax.devices()[:4]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     rows, whole, third = NamedSharding(mesh, P("x")), NamedSharding(mesh, P()), SingleDeviceSharding(devices[3])
     tree = {
