@@ -126,12 +126,5 @@ def _renamed(path: tuple[Any, ...], names: Mapping[Any, Any]) -> tuple[Any, ...]
     return path
 
 
-def spec_of(entries: Sequence[Any]) -> PartitionSpec:
-    """The spec with these entries."""
-    while entries and entries[-1] is None:
-        entries = entries[:-1]
-    return PartitionSpec(*entries)
-
-
 def _pairs(leaf: Any, spec: PartitionSpec) -> Any:
     return itertools.zip_longest(leaf.shape, spec)

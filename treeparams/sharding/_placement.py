@@ -16,9 +16,9 @@ from .._layout import Layout, index_of
 from .._parts import Rest, kept_arrays, with_kept_arrays
 from .._stacks import in_groups
 from .._text import in_columns
-from ._like import entries_of, spec_of
+from ._like import entries_of
 from ._put import put_leaf
-from ._specs import Axes, FormName, Rules, as_text, group_of, names_in, place
+from ._specs import Axes, FormName, Rules, as_text, group_of, names_in, place, spec_of
 
 
 class Placement:

@@ -115,7 +115,7 @@ def place(index: Index, rules: Rules, axes: Axes, form: FormName) -> list[Placed
         rows[slot.key, rule] = rows.get((slot.key, rule), 0) + 1
     found, wrong = [], []
     for slot, (where, rule) in zip(slots, matched, strict=True):
-        problem, spec = _spec_of(slot, rule, axes, form, rows[slot.key, rule])
+        problem, spec = _checked(slot, rule, axes, form, rows[slot.key, rule])
         wrong += [f"{slot.path!r} ({describe(slot)}), by {name_of(where)}: {problem}"] if problem else []
         found.append(Placed(group_of(rule), spec))
     if wrong:
@@ -180,7 +180,7 @@ def _in_a_vector(slots: Sequence[Slot], rules: Sequence[Any], axes: Axes) -> lis
     return [Placed(group_of(rule), spec)] * len(slots)
 
 
-def _spec_of(slot: Slot, rule: Any, axes: Axes, form: FormName, rows: int) -> tuple[str, PartitionSpec]:
+def _checked(slot: Slot, rule: Any, axes: Axes, form: FormName, rows: int) -> tuple[str, PartitionSpec]:
     """What is wrong with a rule for a slot, and else its spec."""
     parts = axes.parts
     whole = PartitionSpec()
@@ -241,10 +241,15 @@ def group_of(rule: Any) -> str:
     """The name of the group of what lies by a rule."""
     if isinstance(rule, str):
         return rule
-    entries = [*rule]
+    spec = spec_of([*rule])
+    return as_text(spec) if len(spec) else "whole"
+
+
+def spec_of(entries: Sequence[Any]) -> PartitionSpec:
+    """The spec with these entries; arrays that lie alike have equal ones."""
     while entries and entries[-1] is None:
-        entries.pop()
-    return as_text(PartitionSpec(*entries)) if entries else "whole"
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
 
 
 def as_text(spec: PartitionSpec) -> str:

@@ -237,11 +237,11 @@ def _gradient(
     def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
         arrays, treedef = jtu.tree_flatten_with_path(batch)
         _check_batch(arrays, axes, pieces)
-        spec_of = lambda array: PartitionSpec(axes.batch) if jnp.ndim(array) else PartitionSpec()
-        laid = [lay(jnp.asarray(array), place.batch if jnp.ndim(array) else place.whole) for _, array in arrays]
+        shardings = [place.batch if jnp.ndim(array) else place.whole for _, array in arrays]
+        laid = [lay(jnp.asarray(array), to) for (_, array), to in zip(arrays, shardings, strict=True)]
         out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
         f = functools.partial(on_device, treedef)
-        in_specs = (specs, PartitionSpec(), *(spec_of(array) for _, array in arrays))
+        in_specs = (specs, PartitionSpec(), *(each.spec for each in shardings))
         # What is whole on each device afterwards is divided on the way out.
         run = lambda *args: over_devices(f, place.mesh, in_specs, (PartitionSpec(), out), axes.batch)(*args)
         return automatic(run, (place.whole, place.params), place.mesh)(params, rest, *laid)
