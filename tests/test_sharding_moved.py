@@ -76,7 +76,8 @@ def test_one_trace_what_is_given_is_donated_and_batches_may_lie_anywhere(kind):
     assert sorted(values, reverse=True) == values
     count = len(traces)
     for _ in range(2):
-        params, state, _ = step(params, state, {"x": lain[2][0], "y": lain[2][1]}, *keys)
+        params, state, value = step(params, state, {"x": lain[2][0], "y": lain[2][1]}, *keys)
+        value.block_until_ready()
     assert len(traces) == count
     with set_mesh(mesh):
         params, state, value = step(params, state, {"x": lain[0][0], "y": lain[0][1]}, *keys)
@@ -88,7 +89,8 @@ def test_repeated_calls_share_a_trace():
     of = lambda model, x, y: traces.append(0) or loss(model, x, y)
     _, step, params, state = started(optax.sgd(0.1), of=of, mesh=mesh_of(4, EXPLICIT))
     for _ in range(3):
-        params, state, _ = step(params, state, *BATCH)
+        params, state, value = step(params, state, *BATCH)
+        value.block_until_ready()  # many at once would wait for one another on few cores
     assert len(traces) == 1
 
 
