@@ -34,6 +34,11 @@ def scatter(gradient: Any, split: Dims, batch: Sequence[str]) -> Any:
     """The device's own part of the sum of gradients over the devices along the batch: `gather` transposed."""
     for dim, names in reversed(split):
         gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
+    return summed(gradient, split, batch)
+
+
+def summed(gradient: Any, split: Dims, batch: Sequence[str]) -> Any:
+    """The sum of gradients over the devices along the batch, but for the axes along which they have been summed."""
     left = tuple(name for name in batch if all(name not in names for _, names in split))
     return jax.lax.psum(gradient, left) if left else gradient
 
@@ -50,15 +55,11 @@ def divided(stack: Any, spec: PartitionSpec, axes: Axes) -> tuple[Any, Dims]:
         return stack, split
     (_, names), *others = split
     parts = axes.parts_along(names)
-    dim = next((dim for dim in range(1, stack.ndim) if spec_at(spec, dim) is None and stack.shape[dim] % parts == 0), 0)
+    entries = [*spec, *[None] * stack.ndim]
+    dim = next((dim for dim in range(1, stack.ndim) if entries[dim] is None and stack.shape[dim] % parts == 0), 0)
     if not dim:
         return gather(stack, split), ()
     return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), ((dim, names), *others)
-
-
-def spec_at(spec: PartitionSpec, dim: int) -> Any:
-    """The entry of a spec for an axis of an array."""
-    return spec[dim] if dim < len(spec) else None
 
 
 class _PartSource(Source):

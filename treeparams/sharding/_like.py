@@ -79,7 +79,7 @@ def entries_of(
     for entry in {entry: None for spec in specs for entry in spec if entry is not None}:
         twice = lambda size, each, entry=entry: 2 * size if each == entry else size
         longer = [
-            jax.ShapeDtypeStruct(tuple(itertools.starmap(twice, _pairs(leaf, spec))), leaf.dtype)
+            jax.ShapeDtypeStruct(tuple(itertools.starmap(twice, itertools.zip_longest(leaf.shape, spec))), leaf.dtype)
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         params, names = _with_keys(tree, longer, joined)
@@ -124,7 +124,3 @@ def _renamed(path: tuple[Any, ...], names: Mapping[Any, Any]) -> tuple[Any, ...]
             if old is not None:
                 return (*path[:i], *map(jtu.DictKey, old), *path[i + width :])
     return path
-
-
-def _pairs(leaf: Any, spec: PartitionSpec) -> Any:
-    return itertools.zip_longest(leaf.shape, spec)

@@ -18,7 +18,7 @@ from .._stacks import in_groups
 from .._text import in_columns
 from ._like import entries_of
 from ._put import put_leaf
-from ._specs import Axes, FormName, Rules, as_text, group_of, names_in, place, spec_of
+from ._specs import Axes, FormName, Rules, as_text, group_of, names_of, place, spec_of
 
 
 class Placement:
@@ -33,7 +33,7 @@ class Placement:
         if form == "vector":
             # The same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others.
             self.specs = [self.placed[0].spec if self.placed else PartitionSpec()]
-            parts = axes.parts_along([name for entry in self.specs[0] for name in names_in(entry)])
+            parts = axes.parts_along(names_of(self.specs[0]))
             self.joined = vector_of(layout, pad_to=math.lcm(parts, 128))
         elif form == "stacks":
             groups: dict[Any, list[int]] = {group_of(rule): [] for rule in rules.values()}
@@ -127,10 +127,9 @@ class Placement:
         parts = self.axes.parts_along
         rows = []
         for slot, (group, spec) in zip(self.layout.slots, self.placed, strict=True):
-            names = [name for entry in spec for name in names_in(entry)]
-            words = as_text(spec)
+            names, words = names_of(spec), as_text(spec)
             if group == "owned":
-                names, words = list(self.axes.split), f"whole rows over {self.axes.split_entry!r}"
+                names, words = self.axes.split, f"whole rows over {self.axes.split_entry!r}"
             rows.append((slot, words if names else "whole", parts(names)))
         return rows
 
@@ -147,10 +146,8 @@ class Placement:
         lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
         shapes = jtu.tree_leaves(self.shapes())
         total = sum(_bytes(each) for each in shapes)
-        local = sum(
-            _bytes(each) // self.axes.parts_along([name for entry in spec for name in names_in(entry)])
-            for each, spec in zip(shapes, self.specs, strict=True)
-        )
+        parts_of = map(self.axes.parts_along, map(names_of, self.specs))
+        local = sum(_bytes(each) // parts for each, parts in zip(shapes, parts_of, strict=True))
         padding = f", padded to {shapes[0].shape[0]:,} elements" if self.form == "vector" and shapes else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.mesh.shape.items())
         lines.append(f"{self.form}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device")

@@ -116,8 +116,9 @@ class Plan:
         slots, place = take_apart(model, self.layout).slots, self._placement
         if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
             return self.shapes()
-        leaves = list(slots) if place.joined is None else jtu.tree_leaves(place.joined.join(slots))
-        return place.tree(list(map(put_leaf, leaves, map(place.sharding, place.specs))))
+        leaves, is_own = (slots, False) if place.joined is None else (jtu.tree_leaves(place.joined.join(slots)), True)
+        shardings = map(place.sharding, place.specs)
+        return place.tree([put_leaf(leaf, to, is_own) for leaf, to in zip(leaves, shardings, strict=True)])
 
     def model(self, params: PyTree, state: Any = None, *, whole: bool = False) -> Any:
         """The model of parameters in the form of this plan.

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from .._mesh import lay
 
 
-def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array laid over a mesh, in a buffer of its own; of a shape the same with its sharding."""
+def put_leaf(leaf: Any, sharding: NamedSharding, is_own: bool = False) -> Any:
+    """An array laid over a mesh, in a buffer of its own (`is_own`: it is in one); a shape gets its sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
@@ -23,7 +23,7 @@ def put_leaf(leaf: Any, sharding: NamedSharding) -> Any:
         leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
     if sharding.is_fully_addressable:
         # The copy first: what is put on the device where it is already is not copied, not even with `may_alias=False`.
-        return jax.device_put(jnp.copy(leaf), sharding)
+        return jax.device_put(leaf if is_own else jnp.copy(leaf), sharding)
     if not getattr(leaf, "is_fully_addressable", True):
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     # Over several processes each gives what its own devices have.

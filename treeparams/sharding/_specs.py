@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._index import Index, Slot
-from .._text import count_of, describe, first_lines, quoted
+from .._text import describe, first_lines, quoted
 from .._where import Where, name_of, select
 
 Rules = Mapping[Any, str | PartitionSpec]
@@ -61,9 +61,9 @@ def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
             raise TypeError(f"{name} is the name of an axis of the mesh, or a tuple of names, got {value!r}")
-    found = {name: (value,) if isinstance(value, str) else value and tuple(value) for name, value in given.items()}
+    found = {name: names_in(value) for name, value in given.items()}
     for name, names in found.items():
-        unknown = [each for each in names or () if each not in mesh.axis_names]
+        unknown = [each for each in names if each not in mesh.axis_names]
         if unknown:
             raise ValueError(f"{name}: the mesh has no axis {unknown[0]!r}; its axes are {quoted(mesh.axis_names)}")
     split, batch = found["axis"], found["batch_axis"]
@@ -91,6 +91,11 @@ def _sequence(value: Any) -> Sequence[Any]:
 def names_in(entry: Any) -> tuple[str, ...]:
     """The axes of the mesh in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def names_of(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes of the mesh in all of a `PartitionSpec`."""
+    return tuple([name for entry in spec for name in names_in(entry)])
 
 
 def place(index: Index, rules: Rules, axes: Axes, form: FormName) -> list[Placed]:
@@ -131,8 +136,9 @@ def _matches(index: Index, rules: Rules) -> list[tuple[Where, Any]]:
     for number, matched in reversed([*enumerate(leaves)]):
         of_leaf |= dict.fromkeys(matched, number)
     items, missing, found = [*rules.items()], [], []
+    taken = set(of_leaf.values())
     for number, (where, _) in enumerate(items[:-1]):
-        if number not in of_leaf.values():
+        if number not in taken:
             raise ValueError(
                 f"{name_of(where)} comes too late: earlier rules match all that it does; put it before them"
             )
@@ -219,9 +225,9 @@ def _problems(spec: PartitionSpec, shape: tuple[int, ...] | None, axes: Axes) ->
         yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
         return
     if len(spec) > rank:
-        yield f"the spec has {len(spec)} entries, the array {count_of('rank', rank, 'axes', 0)} axes"
+        yield f"the spec has {len(spec)} entries, the array {rank} axes"
         return
-    used = [name for entry in spec for name in names_in(entry)]
+    used = names_of(spec)
     unknown = [name for name in used if name not in axes.mesh.axis_names]
     if unknown:
         yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"

@@ -20,7 +20,7 @@ from .._text import count_of, describe, quoted
 from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
-from ._gather import DevicePart, PartRestructure, divided, gather, scatter
+from ._gather import DevicePart, PartRestructure, divided, gather, scatter, summed
 from ._like import Average, ema_maker, plain, sharding_of
 from ._placement import Placement
 from ._plan import Plan, placement_of
@@ -224,14 +224,10 @@ def _gradient(
             leaves = list(map(gather, leaves, splits))
         run = jax.value_and_grad(of_examples) if pieces == 1 else accumulate(of_examples, pieces=pieces)
         value, gradients = run(leaves, examples)
-        for i, done in enumerate(splits):
-            if split == "gradients":
-                gradients[i] = scatter(gradients[i], done, axes.batch)
-            else:
-                # Those of split parameters have been summed over the axes along which they are split.
-                summed = {name for _, names in done for name in names} if split == "parameters" else set()
-                left = tuple(name for name in axes.batch if name not in summed)
-                gradients[i] = jax.lax.psum(gradients[i], left) if left else gradients[i]
+        # Those of split parameters have been summed where they were gathered.
+        reduce = scatter if split == "gradients" else summed
+        done = splits if split != "state" else [()] * len(splits)
+        gradients = [reduce(each, its, axes.batch) for each, its in zip(gradients, done, strict=True)]
         return jax.lax.psum(value, axes.batch), place.tree(gradients)
 
     def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
