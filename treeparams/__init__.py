@@ -8,6 +8,7 @@ only from those above it:
     _declare      field, declare: what a class says of its fields
     _mesh         arrays that lie over several devices
     _primitives   one vector cut into arrays, arrays joined into one
+    _programs     programs as JAX traces them, and what their results depend on
     _static_keys  static values compared by type and content
     _structure    what is static about a tree: nodes, paths, shapes, which arrays are one
     _recognise    recognising a tree whose structure is known; ties that a trace has lost
@@ -23,6 +24,7 @@ only from those above it:
     _jit          jit
     _norm         global_norm
     _walk         maptrainable, biwalk, mapreduce, trainables
+    _reached      reached: what a function has derivatives in
     _grad         grad, value_and_grad, accumulate
     _average      copy, ema, Ema
     _tie          tie, untie
@@ -55,6 +57,7 @@ from ._layout import Layout as Layout
 from ._match import project as project
 from ._norm import global_norm as global_norm
 from ._parts import Rest as Rest, combine as combine, partition as partition
+from ._reached import reached as reached
 from ._resolve import layout as layout
 from ._restructure import Restructure as Restructure
 from ._summary import Summary as Summary, summary as summary

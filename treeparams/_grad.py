@@ -7,7 +7,7 @@ with respect to whole arguments, and prunes nothing that it was asked for.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ._index import Index, widened
 from ._layout import Trainable
 from ._mesh import in_shard_map, split_over, vary, varying
 from ._parts import take_apart
+from ._reached import reaches
 from ._recognise import name_deleted, warn
 from ._text import count_of, describe, quoted
 
@@ -26,8 +27,11 @@ R = TypeVar("R")
 Aux = TypeVar("Aux")
 
 
+Unreached = Literal["zeros", "none", "error"]
+
+
 def value_and_grad(
-    f: Callable[P, R], trainable: Trainable = None, has_aux: bool = False
+    f: Callable[P, R], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
 ) -> Callable[P, tuple[R, PyTree]]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
@@ -52,16 +56,23 @@ def value_and_grad(
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         has_aux: whether `f` returns `(scalar, aux)`.
+        unreached: what stands at a slot that `f` does not reach, as told by `tp.reached`: `"zeros"`, as in JAX;
+            `"none"`, so that an optimiser takes no step there (with zeros AdamW would decay it); or `"error"`. For the
+            latter two `f` is traced once more.
 
     Returns:
         A function that takes what `f` takes and returns `(value, grads)`, or `((value, aux), grads)`. `grads` is the
         canonical tree: model-shaped, the gradient at each slot's path, summed over a tie, and `None` everywhere else.
-        There is a gradient at every slot, zero where `f` does not depend on it.
+
+    Raises:
+        ValueError: when called: `f` does not reach a slot, with `unreached="error"`; as `tp.layout`.
 
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
     call = cast(Callable[..., Any], f)
+    if unreached not in get_args(Unreached):
+        raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -69,28 +80,43 @@ def value_and_grad(
         if not parts.slots:
             warn(nothing_trained(parts.index))
             return call(model, *args, **kwargs), parts.canonical(())
+        hit = [True] * len(parts.slots) if unreached == "zeros" else reaches(call, parts, args, kwargs, has_aux)
+        if unreached == "error" and not all(hit):
+            missed = [slot.path for slot, yes in zip(parts.layout.slots, hit, strict=True) if not yes]
+            raise ValueError(
+                f"trained, but not reached by the loss: {quoted(missed, 5)}; freeze what it does not use, "
+                f"tp.layout(model, freeze=[{missed[0]!r}]), or take unreached='none'"
+            )
         of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except (RuntimeError, ValueError) as error:
             name_deleted(error, model)
             raise
-        return value, parts.canonical(grads)
+        return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
     return cast(Any, value_and_gradient)
 
 
 @overload
 def grad(
-    f: Callable[P, tuple[Any, Aux]], trainable: Trainable = None, *, has_aux: Literal[True]
+    f: Callable[P, tuple[Any, Aux]],
+    trainable: Trainable = None,
+    *,
+    has_aux: Literal[True],
+    unreached: Unreached = "zeros",
 ) -> Callable[P, tuple[PyTree, Aux]]: ...
 
 
 @overload
-def grad(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, PyTree]: ...
+def grad(
+    f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+) -> Callable[P, PyTree]: ...
 
 
-def grad(f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
@@ -98,18 +124,28 @@ def grad(f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = Fal
     >>> tp.grad(lambda m: jnp.sum(3 * m["x"] + 13 * m["z"]))({"x": weight, "z": weight})  # one array: one gradient
     {'x': Array([16., 16.], dtype=float32), 'z': None}
 
+    What the loss does not reach, and so is not to move:
+
+    >>> model = {"w": jnp.ones(2), "unused": jnp.ones(2)}
+    >>> tp.grad(lambda m: jnp.sum(m["w"]), unreached="none")(model)
+    {'unused': None, 'w': Array([1., 1.], dtype=float32)}
+
     Args:
         f: as for `value_and_grad`.
         trainable: as for `value_and_grad`.
         has_aux: as for `value_and_grad`.
+        unreached: as for `value_and_grad`.
 
     Returns:
         A function that returns the canonical gradient, or `(gradient, aux)`; see `value_and_grad`.
 
+    Raises:
+        ValueError: as `value_and_grad`.
+
     Warns:
         UserWarning: nothing is trained.
     """
-    with_value = value_and_grad(f, trainable, has_aux)
+    with_value = value_and_grad(f, trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:

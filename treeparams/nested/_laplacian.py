@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
+from .._programs import bind
 from ._inputs import basis, check_output, real_array
-from ._series import CALLS, CHECKPOINT, Series, bind, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
+from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
 
 _LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
 

@@ -8,9 +8,10 @@ network-based variational Monte Carlo with Forward Laplacian"). What a primitive
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+
+from .._programs import derivative
 
 CALLS = frozenset({"jit", "pjit", "closed_call"})  # "pjit" up to JAX 0.6
 CUSTOM = "custom_jvp_call"
@@ -56,15 +57,6 @@ class Series(NamedTuple):
 
 
 Rule = Callable[[Any, Function, list[Series]], list[Series]]
-
-
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, of these operands."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
-    with eqn.ctx.manager:
-        results = eqn.primitive.bind(*functions, *values, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def inner(eqn: Any) -> Any:
@@ -180,18 +172,6 @@ def _is_within(eqn: Any, shape: tuple[int, ...], rules: int = 2) -> bool:
         return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)
     if eqn.primitive.name == CUSTOM:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
-        programs = [inner(eqn)] + ([_derivative(eqn)] if rules > 0 else [])
+        programs = [inner(eqn)] + ([derivative(eqn)] if rules > 0 else [])
         return all(_is_within(each, shape, rules - 1) for program in programs for each in program.jaxpr.eqns)
     return eqn.primitive.name in _POINTWISE
-
-
-def _derivative(eqn: Any) -> Any:
-    """The program of value and derivative, by the rule that an equation has."""
-    operands = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    moves = [jnp.issubdtype(operand.dtype, jnp.floating) for operand in operands]
-
-    def of(values: Any, tangents: Any) -> Any:
-        moving, still = eqx.partition(values, moves)
-        return jax.jvp(lambda moving: bind(eqn, eqx.combine(moving, still)), (moving,), (eqx.filter(tangents, moves),))
-
-    return jax.make_jaxpr(of)(operands, operands)

@@ -12,24 +12,16 @@ it again (`optax.flatten`) is refused too, whatever it does between. Only what P
 many leaves there are, leaves no mark.
 """
 
-import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-# What calls one program with its own operands. Other operations hold a program too, such as reductions, but not how it
-# is called: their results get the marks of all operands.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"} | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
+from .._programs import carry, primitives, until_steady
+
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
 
@@ -47,12 +39,12 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
 
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
     update, (updates, _) = jax.make_jaxpr(step, return_shape=True)(leaves, state, leaves, np.float32(0))
-    if any(map(_draws, [*_primitives(init), *_primitives(update)])):
+    if any(map(_draws, [*primitives(init), *primitives(update)])):
         return "it draws random numbers, which would be the same for all leaves of one shape"
     own = [1 << i for i in range(len(leaves))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
-    run = lambda kept: _marks(update.jaxpr, [*own, *kept, *own, 0])
-    kept = _until_steady(lambda kept: run(kept)[len(slots) :], _marks(init.jaxpr, own))
+    run = lambda kept: carry(update.jaxpr, [*own, *kept, *own, 0])
+    kept = until_steady(lambda kept: run(kept)[len(slots) :], carry(init.jaxpr, own))
     found = []
     if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, run(kept), strict=False)):
         found.append("the update of one leaf depends on another")
@@ -61,65 +53,6 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
         name = "state" if type(state) is tuple else type(state).__name__
         found.append(f"{name}{jtu.keystr(shared)} depends on more than one leaf")
     return ", and ".join(found)
-
-
-def _marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-    """The marks of what a program returns, of those of its arguments."""
-    known = dict(zip(jaxpr.invars, marks, strict=True))
-    look = lambda atoms: [0 if isinstance(atom, Literal) else known.get(atom, 0) for atom in atoms]  # 0: a constant
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _through(eqn, look(eqn.invars)), strict=True))
-    return look(jaxpr.outvars)
-
-
-def _through(eqn: Any, marks: list[int]) -> list[int]:
-    """The marks of what one operation returns."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        branches = [_marks(branch.jaxpr, marks[1:]) for branch in params["branches"]]
-        return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
-    if name == "scan":
-        start = params["num_consts"]
-        end = start + params["num_carry"]
-        run = lambda carry: _marks(params["jaxpr"].jaxpr, [*marks[:start], *carry, *marks[end:]])
-        carry = _until_steady(run, marks[start:end])
-        return [*carry, *run(carry)[end - start :]]
-    if name == "while":
-        start = params["cond_nconsts"]
-        end = start + params["body_nconsts"]
-
-        def run(carry: list[int]) -> list[int]:
-            (goes_on,) = _marks(params["cond_jaxpr"].jaxpr, [*marks[:start], *carry])
-            return [goes_on | each for each in _marks(params["body_jaxpr"].jaxpr, [*marks[start:end], *carry])]
-
-        return _until_steady(run, marks[end:])
-    if name in _CALLS:
-        for program in _programs(eqn):
-            if (len(program.invars), len(program.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-                return _marks(program, marks)
-    return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
-
-
-def _until_steady(run: Callable[[list[int]], list[int]], marks: list[int]) -> list[int]:
-    """The marks of what is carried round, after any number of rounds; `run` may return more than that."""
-    while (after := [old | new for old, new in zip(marks, run(marks), strict=False)]) != marks:
-        marks = after
-    return marks
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, (ClosedJaxpr, Jaxpr)):
-                yield getattr(each, "jaxpr", each)
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """The names of all operations of a program, those of programs within it too."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for program in _programs(eqn):
-            yield from _primitives(program)
 
 
 def _draws(name: str) -> bool:

@@ -1,0 +1,149 @@
+"""What a function's value depends on, so far as derivatives go: read from its program, without running it."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from ._layout import Layout, Trainable, trained_at
+from ._parts import Parts, put_together, take_apart
+from ._programs import Marks, Run, bind, carry, derivative, is_floating, primitives, shapes_of, through
+
+P = ParamSpec("P")
+
+# Their results are floating, and their derivative is zero everywhere.
+_FLAT = frozenset({"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"})
+
+# They change an array in place (`jax.new_ref`), which is not followed.
+_WRITES = frozenset({"addupdate", "masked_swap", "swap"})
+
+_TRACED = "to see what f reaches it is traced, as by jax.jit, so what it does must not depend on values of the model"
+
+
+def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Layout]:
+    """What `f(model, *args, **kwargs)` reaches: which parameters it has a derivative in that is not always zero.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> model = {"w": jnp.ones(2), "target": jnp.ones(2), "unused": jnp.ones(3)}
+    >>> loss = lambda model, x: jnp.sum((model["w"] * x - jax.lax.stop_gradient(model["target"])) ** 2)
+    >>> tp.reached(loss)(model, jnp.ones(2)).paths
+    ('w',)
+
+    Of a parameter that a loss does not reach `jax.grad` gives zeros, and AdamW decays it all the same:
+    `tp.grad(loss, unreached="none")` gives `None` there, which is no step.
+
+    f is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
+    functions with derivative rules of their own, whose rule decides. What is in doubt counts as reached: a product with
+    zero, one part of a leaf. So does each place of a tie.
+
+    Args:
+        f: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's leaves.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        has_aux: whether f returns `(value, aux)`, of which only the value is looked at.
+
+    Returns:
+        A function that takes what f takes and returns the layout of the model in which only what f reaches is trained.
+        Its `diff` with `tp.layout(model)` names the rest.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`; f is controlled by values, as under `jax.jit`.
+    """
+
+    def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
+        parts = take_apart(model, trainable)
+        hit = reaches(f, parts, args, kwargs, has_aux)
+        return trained_at(parts.layout, [leaf for leaf, yes in zip(parts.index.positions, hit, strict=True) if yes])
+
+    return layout_of  # pyright: ignore
+
+
+def reaches(f: Callable[..., Any], parts: Parts, args: Any, kwargs: Any, has_aux: bool) -> list[bool]:
+    """Whether the value of f depends on each slot."""
+    # Taken apart and put together, so that objects that may be used once only (`equinox.nn.State`) can be used again.
+    leaves, treedef = jtu.tree_flatten((parts.rest, args, kwargs))
+
+    def value(slots: Any, shapes: Any) -> list[Any]:
+        given = iter(shapes)
+        rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
+        out = f(put_together(rest, slots), *args, **kwargs)
+        return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
+
+    try:
+        program = jax.make_jaxpr(value)(list(parts.slots), list(filter(_is_shape, leaves))).jaxpr
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        error.add_note(_TRACED)
+        raise
+    if not _WRITES.isdisjoint(primitives(program)):
+        return [True] * len(parts.slots)
+    marks = [1 << i for i in range(len(parts.slots))]
+    unmarked = [0] * (len(program.invars) - len(marks))
+    step = functools.partial(_differentiable, set())
+    found = functools.reduce(operator.or_, carry(program, [*marks, *unmarked], step), 0)
+    return [bool(found & mark) for mark in marks]
+
+
+_is_shape: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _differentiable(seen: set[Any], eqn: Any, marks: Marks, run: Run) -> Marks:
+    """Of the marks of what one operation returns those that its derivative passes on."""
+    name = eqn.primitive.name
+    floating = [is_floating(var.aval) for var in eqn.outvars]
+    if name in _FLAT or not any(floating):
+        return [0] * len(floating)
+    rule = _by_jvp if name == "custom_jvp_call" else _by_vjp if name.startswith("custom_vjp_call") else None
+    if rule is None:
+        return [each if yes else 0 for each, yes in zip(through(eqn, marks, run), floating, strict=True)]
+    # Rules take long to trace. One that has passed all on is taken to do so again where the same line calls it.
+    call = (name, eqn.source_info.traceback, *(str(atom.aval) for atom in eqn.invars))
+    operands = [i for i, atom in enumerate(eqn.invars) if is_floating(atom.aval)]
+    rows = [operands if yes else [] for yes in floating]
+    if call not in seen:
+        try:
+            found = rule(eqn)
+        except Exception:  # then so does the derivative, if it comes to that, and says why
+            found = rows
+        if found == rows:
+            seen.add(call)
+        rows = found
+    return [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
+
+
+# An operation with a rule of its own is traced once more with its derivative. What does not depend on the tangents, or
+# on the cotangents, is zero only if it depends on nothing: a rule may give anything. What is returned: for each result
+# the operands that it has a derivative in.
+
+
+def _by_jvp(eqn: Any) -> list[list[int]]:
+    count = len(eqn.invars)
+    return _dependent(derivative(eqn).jaxpr, count, count)[len(eqn.outvars) :]
+
+
+def _by_vjp(eqn: Any) -> list[list[int]]:
+    operands, results = shapes_of(eqn.invars), shapes_of(eqn.outvars)
+    moves, kept = list(map(is_floating, operands)), list(map(is_floating, results))
+
+    def of(values: Any, cotangents: Any) -> Any:
+        moving, still = eqx.partition(values, moves)
+        run = lambda moving: eqx.filter(bind(eqn, eqx.combine(moving, still)), kept)
+        return jax.vjp(run, moving)[1](eqx.filter(cotangents, kept))
+
+    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results).jaxpr, len(operands), len(results)))
+    of_operand = [next(columns) if move else [] for move in moves]
+    return [[i for i, column in enumerate(of_operand) if result in column] for result in range(len(results))]
+
+
+def _dependent(program: Any, others: int, along: int) -> list[list[int]]:
+    """For each result on which of its last arguments it depends: on all, if on other arguments or constants alone."""
+    other = 1 << along
+    rows = carry(program, [*[other] * others, *(1 << i for i in range(along))], constant=other)
+    return [[i for i in range(along) if row >> i & 1] or list(range(along if row else 0)) for row in rows]
