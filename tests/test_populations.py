@@ -1,0 +1,309 @@
+"""Many models as one matrix: what holds of each row holds of all, and the methods that the pages show are right."""
+
+import ast
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from .blocks import blocks
+from .test_docs import PAGES
+from .zoo import ZOO, as_data, assert_close, assert_same, gradient_of_loss, loss, ramp
+
+
+def functions_of(name):
+    """The functions that a page defines, without all else that it runs."""
+    code = ast.parse("\n".join(block.code for block in blocks(PAGES[f"how-to/{name}.md"].read_text())))
+    code.body = [node for node in code.body if isinstance(node, ast.Import | ast.FunctionDef)]
+    namespace = {}
+    exec(compile(code, name, "exec"), namespace)
+    return types.SimpleNamespace(**namespace)
+
+
+POPULATIONS, TASKS = functions_of("populations"), functions_of("task-vectors")
+
+
+def population(name, rows=3):
+    """A model of the zoo, its way back from a vector, and vectors of others like it, all different."""
+    model = ZOO[name].make()
+    vector, restructure = tp.ravel(model, ZOO[name].layout(model))
+    factors = jnp.linspace(0.5, 1.5, rows, dtype=jnp.float32).astype(vector.dtype)
+    return model, restructure, factors[:, None] * vector[None]
+
+
+@pytest.mark.parametrize(
+    "name", ["same array twice", "transposed tie", "functions and static fields", "mlp", "complex"]
+)
+def test_losses_and_gradients_of_all_are_those_of_each(name):
+    _, restructure, matrix = population(name)
+    values, grads = jax.jit(jax.vmap(jax.value_and_grad(lambda vector: loss(restructure(vector)))))(matrix)
+    models = [restructure(row) for row in matrix]
+    assert_close(values, jnp.stack([loss(model) for model in models]))
+    gradient = gradient_of_loss(restructure.layout)
+    assert_close(grads, jnp.stack([restructure.ravel_gradient(gradient(model)) for model in models]))
+    assert len({float(value) for value in values}) == len(matrix)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "same array twice",
+        "transposed tie",
+        "plain dataclass",
+        "ints and bools",
+        "all frozen",
+        "prng keys",
+        "empty leaves",
+    ],
+)
+def test_a_model_without_functions_comes_back_stacked(name):
+    _, restructure, matrix = population(name)
+    models = [restructure(row) for row in matrix]
+    stacked = jax.vmap(restructure)(matrix)
+    assert jax.tree.structure(stacked) == jax.tree.structure(models[0])
+    for array, *each in zip(*map(jax.tree.leaves, [stacked, *models]), strict=True):
+        np.testing.assert_array_equal(as_data(array), np.stack([np.asarray(as_data(leaf)) for leaf in each]))
+
+
+def a_model_with_functions(form):
+    """The way back from a form of it, and two rows of that form."""
+    model = eqx.nn.MLP(2, 1, 3, 1, jnp.tanh, key=jax.random.key(0))
+    one, restructure = form(model, "layers.1")
+    return restructure, jax.tree.map(lambda array: jnp.stack([array, 2 * array]), one)
+
+
+@pytest.mark.parametrize("form", [tp.ravel, tp.stack])
+def test_a_model_with_functions_does_not_come_back_from_a_map(form):
+    restructure, rows = a_model_with_functions(form)
+    with pytest.raises(TypeError, match=r"restructure\(v\)\(x\)"):
+        jax.vmap(restructure)(rows)
+
+
+@pytest.mark.parametrize("form", [tp.ravel, tp.stack])
+def test_a_model_with_functions_is_called_within_the_map(form):
+    restructure, rows = a_model_with_functions(form)
+    x, row = ramp(2), lambda i: jax.tree.map(lambda array: array[i], rows)
+    want = jnp.stack([restructure(row(0))(x), restructure(row(1))(x)])
+    assert_close(jax.vmap(lambda v, x: restructure(v)(x), (0, None))(rows, x), want)
+    assert_close(jax.jit(jax.vmap(lambda v, x, way: way(v)(x), (0, None, None)))(rows, x, restructure), want)
+    every = eqx.filter_vmap(restructure)(rows)  # hands functions around the map
+    assert_close(eqx.filter_vmap(lambda net, x: net(x), in_axes=(eqx.if_array(0), None))(every, x), want)
+
+
+def tied(key):
+    shared = jax.random.normal(key, (2, 3))
+    return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
+
+
+def test_a_population_is_drawn_from_keys():
+    _, restructure = tp.ravel(tied(jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(1), 4)
+    matrix = jax.vmap(lambda key: restructure.ravel(tied(key)))(keys)
+    assert matrix.shape == (4, 8)
+    assert_same(matrix, jnp.stack([tp.ravel(tied(key))[0] for key in keys]))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_adam_of_the_matrix_is_adam_of_each_model():
+    model = tied(jax.random.key(0))
+    vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
+    tx, each = optax.adam(0.1), optim.trainable(optax.adam(0.1), restructure.layout)
+
+    @jax.jit
+    def step_of_all(matrix, state):
+        grads = jax.vmap(jax.grad(lambda vector: loss(restructure(vector))))(matrix)
+        updates, state = tx.update(grads, state, matrix)
+        return optax.apply_updates(matrix, updates), state
+
+    @tp.jit
+    def step_of_one(model, state):
+        return optim.step(each, tp.grad(loss, state.layout)(model), state, model)
+
+    matrix = jnp.stack([vector, -2 * vector])
+    models, state = [restructure(row) for row in matrix], tx.init(matrix)
+    states = [each.init(model) for model in models]
+    for _ in range(3):
+        matrix, state = step_of_all(matrix, state)
+        models, states = zip(*map(step_of_one, models, states), strict=True)
+    assert_close(matrix, jnp.stack([restructure.ravel(model) for model in models]))
+    assert_same([restructure(row)["scale"] for row in matrix], [model["scale"]] * 2)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("clip", [optax.clip_by_global_norm, optim.clip_by_global_norm])
+def test_clipping_of_each_model_is_mapped(clip):
+    _, _, matrix = population("same array twice")
+    tx = optax.chain(clip(0.1), optax.trace(0.9))
+    update = lambda rows: tx.update(3 * rows, tx.init(rows))[0]
+    together, mapped, *each = jax.jit(lambda rows: [update(rows), jax.vmap(update)(rows), *map(update, rows)])(matrix)
+    assert_close(mapped, jnp.stack(each))
+    np.testing.assert_allclose(np.linalg.norm(mapped, axis=1), 0.1, 1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together), 0.1, 1e-5)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_rules_that_need_the_shapes_are_mapped_over_stacks():
+    stacks, _ = tp.stack({"layers": [{"w": ramp(2, 3), "b": ramp(3)}, {"w": ramp(2, 3, start=2), "b": ramp(3)}]})
+    tx = optim.per_leaf(optax.lamb(0.1))
+
+    def update(stacks):
+        return tx.update(jax.tree.map(jnp.sin, stacks), tx.init(stacks), stacks)[0]
+
+    of_each = jax.jit(update)
+    rows = [stacks, jax.tree.map(lambda array: 3 * array, stacks)]
+    stacked = lambda *arrays: jnp.stack(arrays)
+    got = jax.jit(jax.vmap(update))(jax.tree.map(stacked, *rows))
+    assert_close(got, jax.tree.map(stacked, *map(of_each, rows)))
+    assert got["float32[2,3]"].shape == (2, 2, 2, 3)
+
+
+def test_evolution_of_a_quadratic_comes_to_its_optimum():
+    _, restructure, matrix = population("same array twice", rows=2)
+    goal = restructure.ravel(restructure(matrix[1]))
+    away = lambda vector: jnp.sum((vector - goal) ** 2)
+    # Of a quadratic, the antithetic difference is the derivative along the noise.
+    noise = np.asarray(jax.random.normal(jax.random.key(0), (5, goal.size)), np.float64)
+    gradient = 2 * (np.asarray(matrix[0], np.float64) - np.asarray(goal))
+    estimate = jax.jit(lambda vector, key: POPULATIONS.es_gradient(away, vector, key, pairs=5))
+    got = estimate(matrix[0], jax.random.key(0))
+    np.testing.assert_allclose(got, np.mean([e * (e @ gradient) for e in noise], 0), 1e-3, 1e-3)
+    found = matrix[0]
+    for key in jax.random.split(jax.random.key(1), 300):
+        found = found - 0.05 * estimate(found, key)
+    np.testing.assert_allclose(found, goal, 1e-3, 1e-3)
+
+
+def log_density(vector):
+    return jnp.sum(jnp.cos(vector)) - 0.5 * jnp.sum(vector**2)
+
+
+svgd = jax.jit(lambda matrix: POPULATIONS.svgd(log_density, matrix))
+
+
+def test_svgd_is_its_double_loop():
+    matrix = jax.random.normal(jax.random.key(0), (5, 3)) + 10.0
+    x, n = np.asarray(matrix, np.float64), len(matrix)
+    slopes = -np.sin(x) - x
+    width = np.median([np.sum((a - b) ** 2) for a in x for b in x]) / np.log(n + 1)
+    want = np.zeros_like(x)
+    for i in range(n):
+        for j in range(n):
+            kernel = np.exp(-np.sum((x[j] - x[i]) ** 2) / width)
+            want[i] += (kernel * slopes[j] - 2 / width * (x[j] - x[i]) * kernel) / n
+    np.testing.assert_allclose(svgd(matrix), want, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_one_particle_climbs_and_equal_ones_climb_together(rows):
+    one = np.asarray(ramp(3))
+    np.testing.assert_allclose(svgd(np.stack([one] * rows)), [-np.sin(one) - one] * rows, 1e-5)
+
+
+MODELS = ["same array twice", "transposed tie", "functions and static fields", "mlp", "plain dataclass"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_soup_of_equal_models_is_the_model(name):
+    model, restructure, _ = population(name)
+    model = restructure(restructure.ravel(model))
+    assert_same(restructure(jnp.stack([restructure.ravel(model)] * 4).mean(0)), model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_arithmetic_of_vectors_is_that_of_each_array(name):
+    _, restructure, (base, tuned, _) = population(name)
+    np.testing.assert_allclose(restructure.ravel(restructure(base + (tuned - base))), tuned, 1e-6)
+    got = restructure(base - 0.5 * (tuned - base))
+    negate = lambda base, tuned: base - 0.5 * (tuned - base)
+    models = restructure(base), restructure(tuned)
+    assert_same(got, tp.maptrainable(negate, *models, trainable=restructure.layout, tied="first"))
+
+
+def test_frozen_arrays_and_functions_come_through_the_arithmetic():
+    model, restructure, (base, tuned, _) = population("mlp")
+    got = restructure(base - (tuned - base))
+    assert (got.layers[0].weight is model.layers[0].weight, got.activation is model.activation) == (True, True)
+    assert got.layers[1].weight is not model.layers[1].weight
+
+
+@pytest.mark.parametrize(
+    ("where", "changed"), [("head", ["body.1"]), ("body.0", ["body.0"]), ("**", ["body.0", "body.1"])]
+)
+def test_a_task_vector_of_one_part(where, changed):
+    _, restructure, (base, tuned, _) = population("same array twice")
+    task = tuned - base
+    places = restructure.layout.indices(where)
+    got = base.at[places].add(task[places])
+    part = restructure.view(task)[where]
+    assert_same(restructure.view(base).at[where].add(part), got)
+    before, after = restructure.view(base), restructure.view(got)
+    assert [path for path in before if (before[path] != after[path]).any()] == changed
+    model = restructure(got)
+    assert model["head"] is model["embed"] is model["body"][1]
+
+
+pcgrad = jax.jit(TASKS.pcgrad)
+
+
+def test_pcgrad_of_the_shared_part_alone():
+    shared = ramp(2, 2)
+    model = {"body": {"u": shared, "v": shared, "w": ramp(3)}, "heads": [ramp(2), ramp(2, start=3)], "scale": ramp(2)}
+    vector, restructure = tp.ravel(model, tp.layout(model, freeze="scale"))
+    grads = jax.random.normal(jax.random.key(0), (4, vector.size))
+    places, key = restructure.layout.indices("body"), jax.random.key(1)
+    operated = pcgrad(grads[:, places], key)
+    orders = jax.vmap(lambda key: jax.random.permutation(key, len(grads)))(jax.random.split(key, len(grads)))
+    rows, want = np.asarray(grads[:, places], np.float64), []
+    for i, order in enumerate(np.asarray(orders)):
+        row = rows[i]
+        for j in order:
+            if j != i and row @ rows[j] < 0:
+                row = row - row @ rows[j] / (rows[j] @ rows[j]) * rows[j]
+        want.append(row)
+    np.testing.assert_allclose(operated, want, 1e-5, 1e-5)
+    assert (abs(operated - grads[:, places]).max(1) > 0.1).sum() >= 3
+    total = restructure.view(grads.sum(0).at[places].set(operated.sum(0)))
+    plain = restructure.view(grads.sum(0))
+    assert list(total) == ["body.u", "body.w", "heads.0", "heads.1"]
+    assert [path for path in total if (total[path] != plain[path]).any()] == ["body.u", "body.w"]
+
+
+def test_pcgrad_leaves_gradients_that_agree_and_those_that_are_zero():
+    agree = jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    assert_same(pcgrad(agree, jax.random.key(0)), agree)
+
+
+def test_a_mass_matrix_by_name():
+    model = eqx.nn.MLP(2, 1, 3, 2, key=jax.random.key(0))
+    vector, restructure = tp.ravel(model, tp.layout(model, freeze="layers.1"))
+    mass = restructure.view(jnp.ones_like(vector)).at["layers.0.*"].set(0.1)
+    mass = restructure.view(mass).at["**.bias"].multiply(4)
+    values = {path: np.unique(part).tolist() for path, part in restructure.view(mass).items()}
+    tenth = float(np.float32(0.1))
+    first = {"layers.0.weight": [tenth], "layers.0.bias": [4 * tenth]}
+    assert values == first | {"layers.2.weight": [1.0], "layers.2.bias": [4.0]}
+    _, restructure, (row, *_) = population("same array twice")
+    by_alias = restructure.view(jnp.ones_like(row)).at["head"].set(0.5)
+    assert_same(by_alias, restructure.view(jnp.ones_like(row)).at["embed"].set(0.5))
+    assert int((by_alias == 0.5).sum()) == 6
+
+
+def test_hmc_with_the_variances_as_inverse_mass_sees_a_standard_normal():
+    @jax.jit
+    def samples(starts, keys, variances):
+        log_density = lambda vector: -0.5 * jnp.sum(vector**2 / variances)
+        hmc = lambda row, key: POPULATIONS.hmc(log_density, row, key, variances, step=0.5, steps=5)
+        return jax.lax.scan(lambda rows, keys: (jax.vmap(hmc)(rows, keys), None), starts, keys)[0]
+
+    variances = jnp.array([4.0, 1.0, 0.25, 2**-6])
+    keys, starts = jax.random.split(jax.random.key(0), (20, 400)), jnp.ones((400, 4))
+    found = samples(jnp.sqrt(variances)[None] * starts, keys, variances)
+    assert_close(found, jnp.sqrt(variances)[None] * samples(starts, keys, jnp.ones(4)))
+    np.testing.assert_allclose(found.var(0) / variances, 1.0, atol=0.25)
