@@ -1,6 +1,7 @@
 """Many models as one matrix: what holds of each row holds of all, and the methods that the pages show are right."""
 
 import ast
+import pathlib
 import types
 
 import equinox as eqx
@@ -14,13 +15,15 @@ import treeparams as tp
 from treeparams import optim
 
 from .blocks import blocks
-from .test_docs import PAGES
 from .zoo import ZOO, as_data, assert_close, assert_same, gradient_of_loss, loss, ramp
+
+
+HOW_TO = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to"
 
 
 def functions_of(name):
     """The functions that a page defines, without all else that it runs."""
-    code = ast.parse("\n".join(block.code for block in blocks(PAGES[f"how-to/{name}.md"].read_text())))
+    code = ast.parse("\n".join(block.code for block in blocks((HOW_TO / f"{name}.md").read_text())))
     code.body = [node for node in code.body if isinstance(node, ast.Import | ast.FunctionDef)]
     namespace = {}
     exec(compile(code, name, "exec"), namespace)
