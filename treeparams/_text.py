@@ -1,5 +1,6 @@
 """Tables, and values in words: what messages and prints are made of."""
 
+import importlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -122,3 +123,11 @@ def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
     if number < least:
         raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
     return number
+
+
+def imported(module: str, extra: str, by: str) -> Any:
+    """A module that is not always installed, or an error that names the extra with it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(f"{by} needs {module}: pip install 'treeparams[{extra}]'") from None

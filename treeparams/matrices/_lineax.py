@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from .._text import imported
 from ._matrix import AbstractMatrix
 from ._nodes import as_parameter
 
@@ -71,10 +72,7 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
         matrix: any matrix of this module.
         tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`; it is not checked.
     """
-    try:
-        import lineax
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("to_lineax needs lineax: pip install 'treeparams[lineax]'") from None
+    lineax = imported("lineax", "lineax", "to_lineax")
     return lineax.FunctionLinearOperator(
         lambda x: matrix @ x, jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype), tags
     )

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from .._mesh import vary, varying
 from .._recognise import structure_of
 from .._text import count_of, describe
 
@@ -112,20 +114,43 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
 
 
 def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -> Any:
-    """`f` of each of the values, a tree of arrays with one leading axis; `chunk` of them at once, stacked."""
+    """`f` of each of the values, a tree of arrays with one leading axis; about `chunk` of them at once, stacked."""
     length = len(jax.tree.leaves(values)[0])
     size = length if chunk is None else count_of("chunk", chunk, what)
     if size >= length:
         return jax.vmap(f)(values)
-    # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements.
-    whole = length // size
-    cut = jax.tree.map(lambda leaf: leaf[: whole * size].reshape(whole, size, *leaf.shape[1:]), values)
-    done = jax.lax.map(jax.vmap(f), cut)
-    done = jax.tree.map(lambda leaf: leaf.reshape(whole * size, *leaf.shape[2:]), done)
-    if whole * size == length:
-        return done
-    last = jax.vmap(f)(jax.tree.map(lambda leaf: leaf[whole * size :], values))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), done, last)
+    # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies the result
+    # where chunks do not come out even. Here the last ones overlap.
+    count = -(-length // size)
+    size = -(-length // count)
+
+    def piece(start: Any) -> Any:
+        return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))
+
+    starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
+    if count * size == length:
+        return jax.tree.map(lambda leaf: leaf.reshape(length, *leaf.shape[2:]), jax.lax.map(piece, starts))
+    program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
+
+    def start(shape: Any, aval: Any) -> jax.Array:
+        return vary(jnp.zeros((length, *shape.shape[1:]), shape.dtype), varying(aval))
+
+    def put(done: Any, start: Any) -> tuple[Any, None]:
+        update = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, start, 0)
+        return jax.tree.map(update, done, piece(start)), None
+
+    leaves, treedef = jax.tree.flatten(shapes)
+    zeros = treedef.unflatten(map(start, leaves, program.out_avals))
+    return jax.lax.scan(put, zeros, starts)[0]
+
+
+def length_of(batch: PyTree) -> int:
+    """How many samples there are in a tree of arrays with one leading axis in common."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or () in lengths:
+        raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
+    return shapes[0][0]
 
 
 def basis(like: jax.Array) -> jax.Array:

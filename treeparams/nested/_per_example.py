@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._joined import vector_of
 from .._layout import Trainable
-from ._inputs import mapped
-from ._slots import of_slots, parts_of
+from ._inputs import length_of, mapped
+from ._slots import own_copies, parts_of
 
 
 def per_example_gradients(
@@ -56,11 +55,9 @@ def per_example_gradients(
         ValueError: the arrays of the batch differ in length, or one has no axis; `chunk` is no count; as `tp.layout`.
         TypeError: the loss is no real scalar; as `tp.layout`.
     """
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
-    parts = parts_of(model, trainable, real=False)
+    length_of(batch)
+    parts = parts_of(model, trainable)
+    slots = own_copies(parts.slots, batch)
     form = vector_of(parts.layout).join if flat else parts.canonical
-    one = lambda example: form(jax.grad(of_slots(loss, parts, example))(parts.slots))
+    one = lambda example: form(jax.grad(lambda slots: loss(parts.model(slots), example))(slots))
     return mapped(one, batch, chunk, "examples")

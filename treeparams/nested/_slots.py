@@ -1,62 +1,159 @@
-"""A loss as a function of the trained parameters, one array per slot; tangents as vectors or as trees."""
+"""A function of a model as one of its trained parameters, all of them real; tangents as vectors or as trees.
 
-from collections.abc import Callable, Sequence
-from typing import Any
+A complex parameter is differentiated as the pair of its real and imaginary part: only so are Hessians symmetric and
+Jacobians of what is not holomorphic matrices. Tangents and products are complex again, `re + i im` of the pair.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
-from .._index import is_complex
-from .._joined import vector_of
-from .._layout import Layout, index_of
+from .._index import common_dtype
+from .._joined import Form, Joined, vector_of
+from .._layout import Layout, Trainable, index_of
 from .._match import slot_gradients
-from .._parts import Parts, take_apart
+from .._mesh import in_shard_map, vary, varying
+from .._parts import Parts, Rest, put_together, take_apart
 from .._structure import is_array
 
 
-def parts_of(model: PyTree, trainable: Any, real: bool = True) -> Parts:
-    """The model taken apart, with JAX arrays in its slots, which must be real for second derivatives."""
+class Pair(NamedTuple):
+    """The real and the imaginary part of a complex array, in its place in a tree."""
+
+    real: jax.Array
+    imag: jax.Array
+
+
+def in_reals(tree: PyTree) -> PyTree:
+    """A tree of arrays with complex ones as pairs."""
+    return jax.tree.map(lambda leaf: Pair(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf, tree)
+
+
+def from_reals(tree: PyTree) -> PyTree:
+    """A tree of arrays with pairs as complex ones."""
+    is_pair = lambda node: isinstance(node, Pair)
+    return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
+
+
+def parts_of(model: PyTree, trainable: Trainable) -> Parts:
+    """The model taken apart, with JAX arrays in its slots."""
     parts = take_apart(model, trainable)
-    found = next((slot for slot in parts.layout.slots if is_complex(slot.dtype)), None)
-    if real and found is not None:
-        raise TypeError(
-            f"{found.path!r} is {found.dtype}, and second derivatives are of real parameters; freeze it, or hold its "
-            "real and imaginary part as two parameters"
-        )
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
-def of_slots(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Sequence[Any]], Any]:
-    """`f(model, *args)` as a function of one array per slot."""
-    return lambda slots: f(parts.model(list(slots)), *args)
+def of_reals(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Any], Any]:
+    """`f(model, *args)` as a function of the slots in reals."""
+    return lambda reals: f(parts.model(from_reals(reals)), *args)
 
 
-def is_vector(layout: Layout, tangent: Any) -> bool:
-    """Whether a tangent is in the form of the vector; a tree is one of the model's structure, or of its paths."""
-    return getattr(tangent, "shape", None) == (layout.size,)
+def own_copies(slots: PyTree, batch: PyTree) -> PyTree:
+    """The slots as types that vary over devices as a batch does, inside of a `jax.shard_map`.
+
+    JAX takes a gradient in what is the same on all devices to be summed over them; those of examples are not.
+    """
+    if not in_shard_map():
+        return slots
+    axes = frozenset[str]().union(*(varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(batch)))
+    return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
 
 
-def taken(layout: Layout, tangent: Any) -> tuple[jax.Array, ...]:
-    """A tangent, vector or tree, as one array per slot in the slot's dtype; what a tree has not is zero.
+# -- Tangents ----------------------------------------------------------------------------------------------------------
+
+
+def real_form(layout: Layout) -> Form:
+    """The vector of the slots in reals: of a complex slot all real parts, then all imaginary ones."""
+    forms = index_of(layout).forms
+    if not index_of(layout).complex_slots:
+        return vector_of(layout)
+    if "reals" not in forms:
+        leaves = jax.tree.leaves(_shapes(layout))
+        shapes, dtypes = (tuple(getattr(leaf, name) for leaf in leaves) for name in ("shape", "dtype"))
+        length = sum(leaf.size for leaf in leaves)
+        block = Joined(shapes, dtypes, common_dtype(leaf.dtype for leaf in leaves if leaf.size), length)
+        forms["reals"] = Form(jtu.tree_structure(0), (block,), (tuple(range(len(leaves))),), layout.paths)
+    return forms["reals"]
+
+
+def _shapes(layout: Layout) -> tuple[Any, ...]:
+    """The slots in reals, shapes and dtypes alone."""
+    return jax.eval_shape(in_reals, tuple(jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots))
+
+
+def joined(layout: Layout, reals: PyTree) -> jax.Array:
+    """The real vector of one value per slot in reals."""
+    return real_form(layout).join(jax.tree.leaves(reals))
+
+
+def divided(layout: Layout, vector: Any) -> PyTree:
+    """The inverse of `joined`."""
+    pieces = tuple(real_form(layout).cut(vector))
+    return jtu.tree_unflatten(jtu.tree_structure(_shapes(layout)), pieces) if index_of(layout).complex_slots else pieces
+
+
+def taken(layout: Layout, tangent: Any) -> PyTree:
+    """A tangent, vector, real vector or tree, as one value per slot in reals; what a tree has not is zero.
 
     A tangent is a value of the parameters, so at a tie the slot's own entry counts, and not a sum of several.
     """
-    if is_vector(layout, tangent):
-        return tuple(vector_of(layout).cut(tangent))
-    index = index_of(layout)
+    index, shape = index_of(layout), getattr(tangent, "shape", None)
+    if shape == (layout.size,):
+        return in_reals(tuple(vector_of(layout).cut(tangent)))
+    length = real_form(layout).blocks[0].length
+    if shape == (length,):
+        return divided(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
+        pairs = f" (or {length}, complex ones as pairs of reals)" if index.complex_slots else ""
         raise ValueError(
-            f"expected a vector of {layout.size} elements, one per trained parameter, or a tree of the model's "
+            f"expected a vector of {layout.size} elements{pairs}, one per trained parameter, or a tree of the model's "
             f"structure, got an array of shape {jnp.shape(tangent)}"
         )
-    return tuple(slot_gradients(index, tangent, "zeros", tied="first"))
+    return in_reals(tuple(slot_gradients(index, tangent, "zeros", tied="first")))
 
 
-def given_back(layout: Layout, slots: Sequence[Any], tangent: Any) -> Any:
-    """One array per slot in the form of a tangent: the vector, or the canonical tree."""
-    if is_vector(layout, tangent):
-        return vector_of(layout).join(slots)
+def given_back(layout: Layout, reals: PyTree, tangent: Any) -> Any:
+    """One value per slot in reals, in the form of a tangent."""
+    shape = getattr(tangent, "shape", None)
+    if shape == (layout.size,):
+        return vector_of(layout).join(from_reals(reals))
+    if shape == (real_form(layout).blocks[0].length,):
+        return joined(layout, reals)
     index = index_of(layout)
-    return index.canonical(slots, index.structure.treedef)
+    return index.canonical(from_reals(reals), index.structure.treedef)
+
+
+def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array, " n"], Callable[[Any], Any]]:
+    """The trained parameters as one real vector, complex ones as pairs of reals, and the way back.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> vector, restructure = nested.real_vector({"w": jnp.array([1.0 + 2.0j, 3.0 + 4.0j]), "b": jnp.ones(1)})
+    >>> print(vector)
+    [1. 1. 3. 2. 4.]
+    >>> restructure(2 * vector)["w"]
+    Array([2.+4.j, 6.+8.j], dtype=complex64)
+
+    It is the vector that columns of `parameter_jacobian` are counted by. Where no parameter is complex it is that of
+    `tp.ravel`.
+
+    Args:
+        model: any pytree.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        The vector, shape `(n,)`: slots in order, ties once, of a complex slot all real parts and then all imaginary
+        ones; and a function from such a vector to the model, a pytree that may pass `jax.jit`.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    parts = parts_of(model, trainable)
+    return joined(parts.layout, in_reals(parts.slots)), jtu.Partial(_restructured, parts.rest)
+
+
+def _restructured(rest: Rest[Any], vector: Any) -> Any:
+    return put_together(rest, from_reals(divided(rest.layout, vector)))

@@ -1,0 +1,137 @@
+"""Products of Jacobians in the trained parameters, without the Jacobians."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Inexact, PyTree
+
+from .._index import widened
+from .._layout import Trainable
+from .._text import count_of
+from ._inputs import length_of
+from ._jacobian import Mode, Outputs
+
+
+def kernel(
+    f: Callable[..., Array],
+    model: PyTree,
+    xs: PyTree,
+    ys: PyTree | None = None,
+    *,
+    chunk: int | None = None,
+    mode: Mode = "real",
+    trainable: Trainable = None,
+    axis_name: Any = None,
+) -> Inexact[Array, "rows columns"]:
+    """The product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(0.5)}
+    >>> f = lambda model, x: x @ model["w"] + model["b"]
+    >>> nested.kernel(f, model, jnp.array([[1.0, 0.0], [1.0, 1.0]]))
+    Array([[2., 2.],
+           [2., 3.]], dtype=float32)
+
+    It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
+    Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for the samples of one
+    output at a time, so that J is never there: no array is larger than samples x the largest parameter. For each pair
+    of outputs the backward pass is done once more, which is little beside the product itself unless samples are few.
+    Where J fits into memory and there are many outputs of few samples, `parameter_jacobian` is faster.
+
+    Args:
+        f: called as `f(model, x)` for one sample, returns an array of any shape.
+        model: any pytree.
+        xs: a tree of arrays with one leading axis, the samples.
+        ys: the samples of the second Jacobian; `None`: those of the first, of which then one triangle is computed.
+        chunk: how many samples are differentiated at once: no array is then larger than chunk x the largest parameter,
+            but for the result; `None`: all.
+        mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        axis_name: of a mesh, inside of `jax.shard_map`, along which the samples lie: each device gives its own (of xs
+            as of ys), and gets the kernel of all.
+
+    Returns:
+        The kernel, shape `(samples * outputs, samples_y * outputs)`: sample by sample, with the outputs of each as the
+        rows of `parameter_jacobian`. It is summed and returned in at least float32, with matrix products as precise as
+        `jax.default_matmul_precision` says.
+
+    Raises:
+        ValueError: as `parameter_jacobian`.
+        TypeError: as `parameter_jacobian`.
+    """
+    own, others = length_of(xs), length_of(xs if ys is None else ys)
+    of = Outputs(f, model, (xs, ys), mode, trainable)
+    outputs = jax.eval_shape(of, of.slots, jax.tree.map(lambda leaf: leaf[0], xs)).shape[0]
+    left = right = _Blocks(of, xs, outputs, own if chunk is None else count_of("chunk", chunk, "samples"))
+    if ys is not None or axis_name is not None:
+        ys = xs if ys is None else ys
+        if axis_name is not None:
+            ys = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), ys)
+        right = _Blocks(of, ys, outputs, others if chunk is None else chunk)
+    dtype = widened(of.form.blocks[0].dtype)
+
+    def product(rows: list[jax.Array], columns: list[jax.Array]) -> jax.Array:
+        total = jnp.zeros((left.size, right.size), dtype)
+        for a, b in zip(rows, columns, strict=True):
+            total += jnp.matmul(a, b.conj().T, preferred_element_type=widened(a.dtype))
+        return total
+
+    def across(i: Any) -> jax.Array:
+        rows = left.rows(i)
+        if left is not right:
+            return _each(lambda j: product(rows, right.rows(j)), right.count)
+        if left.count == 1:
+            return product(rows, rows)[None]
+        nothing = jnp.zeros_like(product(rows, rows))
+        return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.rows(j)), lambda: nothing), left.count)
+
+    blocks = _each(across, left.count)
+    if left is right:
+        above = np.triu(np.ones((left.count, left.count), bool), 1)[:, :, None, None]
+        blocks = jnp.where(above, blocks.conj().transpose(1, 0, 3, 2), blocks)
+    pieces = blocks.reshape(-1, outputs, right.count // outputs, outputs, left.size, right.size)
+    whole = pieces.transpose(0, 4, 1, 2, 5, 3).reshape(left.padded * outputs, right.padded * outputs)
+    whole = whole[: own * outputs, : right.samples * outputs]
+    if axis_name is None:
+        return whole
+    # Summed and not gathered: so the type says that it is the same on all devices.
+    devices, place = jax.lax.psum(1, axis_name), jax.lax.axis_index(axis_name)
+    zeros = jnp.zeros((devices * len(whole), whole.shape[1]), dtype)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, place * len(whole), 0), axis_name)
+
+
+class _Blocks:
+    """The rows of a Jacobian, those of one output of some samples at a time."""
+
+    def __init__(self, of: Outputs, samples: PyTree, outputs: int, size: int) -> None:
+        self.samples = length_of(samples)
+        pieces = max(1, -(-self.samples // size))
+        self.size = -(-self.samples // pieces)  # of each; the last sample fills up what is missing
+        self.padded = pieces * self.size
+        self.count = pieces * outputs
+        missing = ((0, self.padded - self.samples),)
+        pad = lambda leaf: jnp.pad(leaf, missing + ((0, 0),) * (jnp.ndim(leaf) - 1), mode="edge")
+        self._samples = jax.tree.map(pad, samples) if self.padded > self.samples else samples
+        self._of, self._outputs = of, outputs
+
+    def rows(self, block: Any) -> list[jax.Array]:
+        """The rows of one block, a matrix for each slot."""
+        of, start = self._of, block // self._outputs * self.size
+        some = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, self.size), self._samples)
+
+        def one(x: Any) -> PyTree:
+            y, pull = jax.vjp(lambda slots: of(slots, x), of.slots)
+            unit = jax.nn.one_hot(block % self._outputs, self._outputs, dtype=y.dtype)
+            return pull(unit + jnp.zeros_like(y))[0]  # as y varies over devices
+
+        leaves = jax.tree.leaves(jax.vmap(one)(some))
+        return [leaf.reshape(self.size, math.prod(leaf.shape[1:])) for leaf in leaves]
+
+
+def _each(f: Callable[[Any], jax.Array], count: int) -> jax.Array:
+    return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

@@ -1,0 +1,201 @@
+"""The Hessian and the Gauss-Newton matrix as operators, linearised once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
+
+from .._layout import Layout, Trainable
+from .._text import describe, imported
+from ._inputs import mapped
+from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, real_form, taken
+
+
+class Operator(eqx.Module):
+    """A symmetric matrix over the trained parameters, known by its products: `operator(tangent)`.
+
+    A pytree: it may be passed to and returned from `jax.jit`, closed over, mapped and scanned. Made by
+    `hessian_operator` and `ggn_operator`.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0])}
+    >>> operator = nested.hessian_operator(lambda model: jnp.prod(model["w"]) ** 2, model, damping=1.0)
+    >>> operator @ jnp.eye(2)
+    Array([[9., 8.],
+           [8., 3.]], dtype=float32)
+    >>> operator.diagonal()
+    Array([9., 3.], dtype=float32)
+
+    Attributes:
+        layout: of the model; the matrix is `(layout.size, layout.size)`, with a complex parameter as a pair of reals.
+        damping: what is added to the diagonal; `None`: nothing.
+    """
+
+    _linear: Any
+    damping: ArrayLike | None
+    layout: Layout = eqx.field(static=True)
+
+    def __call__(self, tangent: PyTree) -> PyTree:
+        """The product with a tangent, plus `damping` times the tangent: arguments, result and errors as of `hvp`.
+
+        Args:
+            tangent: as for `hvp`.
+        """
+        direction = taken(self.layout, tangent)
+        product = self._linear(direction)
+        if self.damping is not None:
+            damped = lambda each, along: each + jnp.asarray(self.damping, each.dtype) * along
+            product = jax.tree.map(damped, product, direction)
+        return given_back(self.layout, product, tangent)
+
+    def __matmul__(self, matrix: Array) -> Array:
+        """The product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
+        if getattr(matrix, "ndim", None) not in (1, 2):
+            raise TypeError(
+                f"operator @ takes a vector (n,) or a matrix (n, k), got {describe(matrix)}; call it with a tree"
+            )
+        return self(matrix) if matrix.ndim == 1 else jax.vmap(self, 1, 1)(matrix)
+
+    def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
+        """The diagonal over the real vector of the parameters, damping included: exact, by n products.
+
+        Args:
+            chunk: how many products are computed at once, which bounds the memory; `None`: all.
+
+        Returns:
+            The diagonal, shape `(n,)` with n the length of `real_vector`; without complex parameters of `tp.ravel`.
+
+        Raises:
+            ValueError: `chunk` is no count.
+        """
+        block = real_form(self.layout).blocks[0]
+        if block.length == 0:
+            return jnp.zeros(0, block.dtype)
+        one = lambda i: self(jax.nn.one_hot(i, block.length, dtype=block.dtype))[i]
+        return mapped(one, jnp.arange(block.length), chunk, "products")
+
+    def as_lineax(self, tags: Any = None) -> Any:
+        """The operator for lineax's solvers, over the real vector of the parameters.
+
+        >>> import jax.numpy as jnp, lineax
+        >>> from treeparams import nested
+        >>> model = {"w": jnp.array([1.0, 2.0])}
+        >>> operator = nested.hessian_operator(lambda model: jnp.sum(model["w"] ** 3), model, damping=2.0)
+        >>> linear = operator.as_lineax(lineax.positive_semidefinite_tag)
+        >>> print(lineax.linear_solve(linear, jnp.ones(2), lineax.CG(1e-5, 1e-5)).value)
+        [0.125      0.07142857]
+
+        Args:
+            tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`, which is not checked;
+                `None`: that it is symmetric.
+
+        Returns:
+            A `lineax.FunctionLinearOperator` from vectors `(n,)` to the same, as of `diagonal`.
+
+        Raises:
+            ModuleNotFoundError: lineax is not installed.
+        """
+        lineax, block = imported("lineax", "lineax", "as_lineax"), real_form(self.layout).blocks[0]
+        shape = jax.ShapeDtypeStruct(block.shape, block.dtype)
+        return lineax.FunctionLinearOperator(self, shape, lineax.symmetric_tag if tags is None else tags)
+
+
+Operator.__module__ = "treeparams.nested"
+
+
+def hessian_operator(
+    loss: Callable[..., Array], model: PyTree, *args: Any, damping: ArrayLike | None = None, trainable: Trainable = None
+) -> Operator:
+    """The Hessian of a loss as an operator, linearised once: each product costs the linear part alone.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> loss = lambda model: jnp.sum(model["a"] ** 2) * model["b"] + model["b"] ** 2
+    >>> vector, restructure = tp.ravel({"a": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)})
+    >>> @jax.jit
+    ... def newton(vector):  # a damped step
+    ...     model = restructure(vector)
+    ...     operator = nested.hessian_operator(loss, model, damping=10.0)
+    ...     gradient = restructure.ravel_gradient(tp.grad(loss)(model))
+    ...     return vector - jax.scipy.sparse.linalg.cg(operator, gradient)[0]
+    >>> bool(loss(restructure(newton(vector))) < loss(restructure(vector)))
+    True
+
+    Made within the compiled function, as here, it is traced with it once. One that is made outside is a program of its
+    own, for which a compiled function that takes it as an argument is compiled anew.
+
+    For lineax's solvers there is `operator.as_lineax()`.
+
+    Args:
+        loss: called as `loss(model, *args)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        damping: a number or traced scalar added to the diagonal; `None`: nothing.
+        trainable: as for `hvp`.
+
+    Returns:
+        An `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    parts = parts_of(model, trainable)
+    _, linear = jax.linearize(jax.grad(of_reals(loss, parts, *args)), in_reals(parts.slots))
+    return Operator(linear, damping, parts.layout)
+
+
+def ggn_operator(
+    model_fn: Callable[..., PyTree],
+    loss: Callable[[Any], Array],
+    model: PyTree,
+    *args: Any,
+    damping: ArrayLike | None = None,
+    trainable: Trainable = None,
+) -> Operator:
+    """The generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
+
+    J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. Where H is
+    positive semi-definite, as of squared errors and cross-entropies, so is the product, which the Hessian of a network
+    is not (Schraudolph, 2002). Where the outputs are linear in the parameters, the two are equal.
+
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model, x = {"w": jnp.array([1.0, 2.0])}, jnp.array([[1.0, 0.0], [1.0, 1.0]])
+    >>> operator = nested.ggn_operator(lambda model, x: x @ model["w"], lambda y: jnp.sum(y**2), model, x)
+    >>> operator(jnp.array([1.0, 0.0]))  # the first column of 2 x^T x
+    Array([4., 2.], dtype=float32)
+
+    Args:
+        model_fn: called as `model_fn(model, *args)`, returns the outputs, an array or a tree of arrays; complex ones
+            count as pairs of reals.
+        loss: called as `loss(outputs)`, returns a scalar.
+        model: any pytree.
+        *args: passed on.
+        damping: as for `hessian_operator`.
+        trainable: as for `hvp`.
+
+    Returns:
+        An `Operator`, from vectors or trees to the same.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `hvp`.
+    """
+    parts = parts_of(model, trainable)
+    of_parameters = of_reals(model_fn, parts, *args)
+    outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), in_reals(parts.slots))
+    _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
+    return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout)
+
+
+def _between(forward: Any, curvature: Any, direction: PyTree) -> PyTree:
+    """`J^T H J` times a direction, of linear functions that are pytrees."""
+    (product,) = jax.linear_transpose(forward, direction)(curvature(forward(direction)))
+    return product
