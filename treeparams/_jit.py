@@ -1,6 +1,7 @@
 """`jit` for models as they are: functions among the leaves, one array in several places."""
 
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,7 @@ from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Ty
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 
 from ._declare import registry
 from ._difference import Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
@@ -242,3 +244,24 @@ class _Result:
 jtu.register_pytree_node(
     _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, static)
 )
+
+
+def refuse_functions(leaves: Sequence[Any]) -> None:
+    """Refuses to hand a model with functions to a transformation of JAX, if it is JAX that called for it.
+
+    `jax.vmap(restructure)` fails for such a model in any case, with a message about one of the functions.
+    """
+    strange = next((leaf for leaf in leaves if not isinstance(leaf, _RESULTS)), None)
+    frame: Any = inspect.currentframe()
+    while _module(frame).startswith(("treeparams.", "jaxtyping.", "beartype.")):  # the latter check calls at run time
+        frame = frame.f_back
+    if strange is not None and _module(frame).startswith("jax."):
+        raise TypeError(
+            f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "
+            "returns; use it within, jax.vmap(lambda v, x: restructure(v)(x), (0, None)), or take "
+            "eqx.filter_vmap(restructure), which stacks its arrays"
+        )
+
+
+_RESULTS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+_module: Callable[[Any], str] = lambda frame: frame.f_globals.get("__name__", "")

@@ -234,15 +234,16 @@ class Layout:
     def __repr__(self) -> str:
         names = f" ({first_few(self.paths)})" if self.slots else ""
         frozen = len(self._index.frozen)
-        return f"Layout({_count(self.slots)}{names}, {self.size:,} elements, {self.dtype}; {frozen} frozen)"
+        counts = f"{_count(len(self.slots), 'slot')}{names}, {_count(self.size, 'element')}"
+        return f"Layout({counts}, {self.dtype}; {frozen} frozen)"
 
     def __str__(self) -> str:
         frozen, tied_to = self._index.frozen, self._index.tied_to
         rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in self.slots]
         rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
         lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
-        total = f"{_count(self.slots)}, {self.size:,} elements, {self.nbytes:,} bytes"
-        held = f"; {sum(slot.size for slot in frozen):,} elements frozen" if frozen else ""
+        total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
+        held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
         return "\n".join([*lines, total + held])
 
 
@@ -273,8 +274,8 @@ def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[
     return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
 
 
-def _count(slots: tuple[Slot, ...]) -> str:
-    return f"{len(slots)} slot{'' if len(slots) == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def slot_at(layout: Layout, path: str) -> int:

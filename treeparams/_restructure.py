@@ -6,9 +6,11 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jaxtyping import Array, Inexact, PyTree
 
 from ._index import Index
+from ._jit import refuse_functions
 from ._joined import Form
 from ._layout import Layout, slot_at
 from ._match import read_slots, slot_gradients
@@ -65,9 +67,12 @@ class Restructure(Generic[M]):
 
         Raises:
             ValueError: another shape; a stack too many, or missing.
-            TypeError: an integer dtype, or complex where all is real.
+            TypeError: an integer dtype, or complex where all is real; within `jax.vmap(restructure)` the model holds
+                functions.
         """
         slots = self._form.cut(form)
+        if slots and isinstance(slots[0], Tracer):
+            refuse_functions(others(self._rest))
         return put_together(released(self), slots)
 
     def ravel(self, model: PyTree) -> Any:
