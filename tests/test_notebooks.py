@@ -15,7 +15,7 @@ SCREEN = 40  # lines of code in a cell
 
 def test_all_are_there():
     names = [path.stem for path in NOTEBOOKS]
-    assert names == ["flat_methods", "global_norm_clipping", "target_networks", "tour"]
+    assert names == ["derivatives_in_losses", "flat_methods", "global_norm_clipping", "target_networks", "tour"]
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
