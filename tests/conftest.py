@@ -13,26 +13,12 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     quick = os.environ["XLA_FLAGS"] + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    start = [sys.executable, "-c", "import jax; jax.devices()"]
+    start = [sys.executable, "-c", "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"]
     if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
         os.environ["XLA_FLAGS"] = quick
 
 import jaxtyping
-
-jaxtyping.install_import_hook("treeparams", "beartype.beartype")
-
-import jax
 import pytest
-
-from treeparams import _recognise
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Tracing makes many objects that live on; looking for cycles among them at Python's pace takes 5% of the time.
-gc.freeze()
-gc.set_threshold(50_000, 20, 50)
-
 
 _compiled: list[str] = []  # since the last time that they were forgotten
 
@@ -42,7 +28,23 @@ def _count_compilations(event: str, *_, **__):
         _compiled.append(event)
 
 
-jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+def pytest_configure(config):
+    """Before any test is imported; the process that only hands tests to others starts them sooner without."""
+    if config.getoption("dist", "no") != "no":
+        return
+    jaxtyping.install_import_hook("treeparams", "beartype.beartype")
+
+    import jax
+
+    import treeparams  # noqa: F401 - with its types checked, before what else imports it
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+
+    # Tracing makes many objects that live on; looking for cycles among them at Python's pace takes 5% of the time.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,6 +52,8 @@ def _forget_compiled_programs():
     """Each takes about a megabyte, and memory is finite; those of single operations serve the next files too."""
     yield
     if len(_compiled) > 1500:
+        import jax
+
         jax.clear_caches()
         _compiled.clear()
 
@@ -58,6 +62,8 @@ def _forget_compiled_programs():
 def _forget_ties():
     """Small models of different tests look alike; a tie of one must not be missed in another."""
     yield
+    from treeparams import _recognise
+
     for memory in (_recognise._met_tied, _recognise._met_apart, _recognise._warned_of):
         memory.clear()
 
@@ -65,6 +71,8 @@ def _forget_ties():
 @pytest.fixture
 def standard_promotion():
     """As most users have it; rules of Optax multiply floats by integer counts."""
+    import jax
+
     with jax.numpy_dtype_promotion("standard"):
         yield
 
