@@ -99,6 +99,19 @@ def test_a_model_with_functions_is_called_within_the_map(form):
     assert_close(eqx.filter_vmap(lambda net, x: net(x), in_axes=(eqx.if_array(0), None))(every, x), want)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda restructure, row, x: tp.jit(restructure)(row)(x),
+        lambda restructure, row, x: eqx.filter_jit(restructure)(row)(x),
+        lambda restructure, row, x: jax.jit(lambda v: jax.tree.map(restructure, [v, 2 * v])[0](x))(row),
+    ],
+)
+def test_a_model_with_functions_comes_back_from_what_hands_functions_on(use):
+    restructure, (row, _) = a_model_with_functions(tp.ravel)
+    assert_close(use(restructure, row, ramp(2)), restructure(row)(ramp(2)))
+
+
 def tied(key):
     shared = jax.random.normal(key, (2, 3))
     return {"embed": shared, "f": jnp.tanh, "head": shared, "scale": jnp.ones(2)}
