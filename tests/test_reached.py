@@ -1,0 +1,316 @@
+"""What a function reaches, read from its program, against what JAX's derivatives say."""
+
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import treeparams as tp
+from treeparams import optim
+
+from .zoo import ZOO, cost, ramp
+
+MODEL = {name: ramp(3) for name in "abcd"}
+
+
+@jax.custom_jvp
+def by_jvp(x, y):
+    return x * y
+
+
+by_jvp.defjvp(lambda primals, tangents: (primals[0] * primals[1], tangents[0] * primals[1]))
+
+
+def with_vjp(second):
+    @jax.custom_vjp
+    def product(x, y):
+        return x * y
+
+    product.defvjp(lambda x, y: (x * y, y), lambda y, cotangent: (cotangent * y, second(y, cotangent)))
+    return product
+
+
+@jax.custom_jvp
+def counted(x, n):  # one result has no derivative
+    return x * n.astype(x.dtype), n
+
+
+counted.defjvp(lambda p, t: ((p[0] * p[1].astype(p[0].dtype), p[1]), (2 * t[0], t[1])))
+
+
+@jax.custom_vjp
+def broken(x):
+    return 2 * x
+
+
+def _fails(_, cotangent):
+    raise NotImplementedError("no derivative")
+
+
+broken.defvjp(lambda x: (2 * x, None), _fails)
+
+
+def scanned(m):
+    """`a` is reached in the last round alone, by way of `b` and `c`."""
+    step = lambda carry, x: ((carry[1], carry[2], carry[2] * x), carry[0])
+    return jax.lax.scan(step, (m["a"].sum(), m["b"].sum(), m["c"].sum()), jnp.ones(3))
+
+
+def counted_down(m):
+    start = (0, m["a"].sum(), m["b"].sum())
+    return jax.lax.while_loop(lambda c: c[0] < m["d"].sum(), lambda c: (c[0] + 1, c[2], c[2]), start)[1]
+
+
+PROGRAMS = {
+    "a product": (lambda m: jnp.sum(m["a"] * m["c"]), "ac"),
+    "nothing": (lambda m: jnp.float32(3), ""),
+    "a Python number": (lambda m: 3.0, ""),
+    "stop_gradient": (lambda m: jnp.sum(m["a"] * jax.lax.stop_gradient(m["b"])), "a"),
+    "softmax, which stops a part": (lambda m: jax.nn.softmax(m["a"])[0], "a"),
+    "rounded": (lambda m: jnp.sum(m["a"] * jnp.round(m["b"])), "a"),
+    "by way of integers": (lambda m: jnp.sum(m["a"].astype(int).astype(float) + m["b"]), "b"),
+    "by way of an order": (lambda m: jnp.sum(m["b"][jnp.argsort(m["a"])]), "b"),
+    "a choice": (lambda m: jnp.sum(jnp.where(m["a"] > 1, m["b"], m["c"])), "bc"),
+    "a top": (lambda m: jnp.sum(m["b"][jax.lax.top_k(m["a"], 2)[1]]), "b"),
+    "branches": (lambda m: jax.lax.cond(m["a"][0] > 1, lambda: m["b"][0], lambda: m["c"][0]), "bc"),
+    "a switch with operands": (
+        lambda m: jax.lax.switch(1, [lambda x, y: x, lambda x, y: y * 2, lambda x, y: 0.0], m["a"][0], m["d"][0]),
+        "ad",
+    ),
+    "scan, the carry": (lambda m: scanned(m)[0][0], "abc"),
+    "scan, what comes out": (lambda m: jnp.sum(scanned(m)[1]), "abc"),
+    "scan, one of its results": (lambda m: scanned(m)[0][2], "c"),
+    "while": (counted_down, "ab"),
+    "fori_loop": (lambda m: jnp.sum(jax.lax.fori_loop(0, 2, lambda i, x: x * m["b"], m["a"])), "ab"),
+    "map": (lambda m: jnp.sum(jax.lax.map(lambda x: x * m["b"], m["a"])), "ab"),
+    "jit": (lambda m: jnp.sum(jax.jit(lambda x, y: (x, y))(m["a"], m["b"])[1]), "b"),
+    "checkpoint": (lambda m: jnp.sum(jax.checkpoint(lambda x, y: (jnp.sin(x), y))(m["a"], m["b"])[0]), "a"),
+    "eqx.filter_checkpoint": (lambda m: eqx.filter_checkpoint(lambda m: jnp.sum(m["a"]))(m), "a"),
+    "vmap": (lambda m: jnp.sum(jax.vmap(lambda x, y: by_jvp(x, y))(m["a"], m["b"])), "a"),
+    "a derivative": (lambda m: jnp.sum(jax.grad(lambda x: jnp.sum(x**2 * m["b"] + m["c"]))(m["a"])), "ab"),
+    "a solve": (lambda m: jnp.sum(jnp.linalg.solve(jnp.diag(m["a"]), m["b"])), "ab"),
+    "a loop of Equinox": (
+        lambda m: eqx.internal.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * m["b"]), (0, m["a"]), kind="checkpointed", max_steps=2
+        )[1][0],
+        "ab",
+    ),
+    "a rule for jvp": (lambda m: jnp.sum(by_jvp(m["a"], m["b"])), "a"),
+    "the same, jitted": (lambda m: jnp.sum(jax.jit(by_jvp)(m["a"], m["b"])), "a"),
+    "the same, in a loop": (
+        lambda m: jnp.sum(jax.lax.scan(lambda x, _: (by_jvp(x, m["b"]), None), m["a"], None, 3)[0]),
+        "a",
+    ),
+    "a rule for jvp with an integer": (lambda m: jnp.sum(counted(m["a"], jnp.arange(3))[0]), "a"),
+    "a rule for vjp with None": (lambda m: jnp.sum(with_vjp(lambda y, c: None)(m["a"], m["b"])), "a"),
+    "a rule for vjp with zeros": (lambda m: jnp.sum(with_vjp(lambda y, c: jnp.zeros_like(y))(m["a"], m["b"])), "a"),
+    "a rule for vjp with ones": (lambda m: jnp.sum(with_vjp(lambda y, c: jnp.ones_like(y))(m["a"], m["b"])), "ab"),
+    "a rule for vjp of values": (lambda m: jnp.sum(with_vjp(lambda y, c: y)(m["a"], m["b"])), "ab"),
+    "a rule that fails, but is not used": (lambda m: jnp.sum(m["b"] * jax.lax.stop_gradient(broken(m["a"]))), "b"),
+    "two rules at one line": (
+        lambda m: sum(jnp.sum(rule(m["a"], m[n])) for rule, n in ((with_vjp(lambda y, c: None), "b"), (by_jvp, "c"))),
+        "a",
+    ),
+    "a product with zero, in doubt": (lambda m: jnp.sum(m["a"] * 0), "a"),
+}
+if hasattr(jax, "new_ref"):
+
+    def _written(m):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = m["a"]
+        return ref[...].sum()
+
+    PROGRAMS["what is written in place, in doubt"] = (_written, "abcd")
+NOT_IN_REVERSE = ("while", "a rule that fails, but is not used", "a loop of Equinox")  # the last one takes long
+
+
+@pytest.mark.parametrize(("f", "expected"), PROGRAMS.values(), ids=PROGRAMS)
+def test_programs(f, expected):
+    assert tp.reached(f)(MODEL).paths == tuple(expected)
+    assert jax.jit(lambda m: jnp.arange(len(tp.reached(f)(m).paths)))(MODEL).shape == (len(expected),)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_IN_REVERSE])
+def test_where_nothing_is_reached_jax_gives_zeros(name):
+    f, expected = PROGRAMS[name]
+    if name not in ("nothing", "a Python number"):
+        gradient = jax.grad(lambda m: f(m).real)(MODEL)
+        assert not any(np.any(gradient[each]) for each in MODEL if each not in expected)
+        holes = tp.grad(f, unreached="none")(MODEL)
+        assert "".join(each for each in MODEL if holes[each] is not None) == expected
+        assert all(np.array_equal(holes[each], gradient[each]) for each in expected)
+
+
+UNARY = {
+    jnp: "abs arctan cbrt ceil conj copy cos cumsum exp exp2 expm1 floor log log1p negative real reciprocal rint round "
+    "sign sin sinc sort sqrt square tanh trunc max median isfinite signbit argmax argsort",
+    jax.nn: "relu relu6 hard_tanh gelu silu logsumexp softmax standardize",
+    jax.scipy.special: "erf gammaln digamma",
+}
+
+
+def test_functions_of_jax_are_reached_where_their_derivative_is_not_zero():
+    model, reached = {"x": jnp.array([0.3, 0.9, 0.6])}, {}
+    for home, names in UNARY.items():
+        for name in names.split():
+            function = getattr(home, name)
+            f = lambda m, g=function: jnp.sum(jnp.square(g(m["x"]).astype(float)))
+            reached[name] = bool(tp.reached(f)(model).slots)
+            assert reached[name] or not np.any(jax.grad(f)(model)["x"]), name
+    assert " ".join(name for name in reached if not reached[name]) == (
+        "ceil floor rint round sign trunc isfinite signbit argmax argsort"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "all frozen"])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_subset_of_the_slots(name, data):
+    model = ZOO[name].make()
+    layout = ZOO[name].layout(model)
+    chosen = {path for path in layout.paths if data.draw(st.booleans())}
+
+    def f(model):
+        return [jnp.sum(abs(leaf)) for path, leaf in tp.trainables(model, layout).items() if path in chosen]
+
+    got = tp.reached(f, layout)(model)
+    assert (set(got.paths), got.ties) == (chosen, layout.ties)
+
+
+def test_a_tie_is_reached_at_any_of_its_places():
+    shared = ramp(2)
+    model = {"embed": shared, "head": shared, "decoder": ramp(2, 2).T, "encoder": ramp(2, 2)}
+    layout = tp.layout(model, ties={"decoder": ("encoder", jnp.transpose)})
+    got = tp.reached(lambda m: jnp.sum(m["head"]) + jnp.sum(m["decoder"]), layout)(model)
+    assert got == layout
+
+
+def test_only_the_value_counts_and_not_aux():
+    f = lambda m: (jnp.sum(m["a"]), {"more": m["b"], "text": "x"})
+    assert tp.reached(f, has_aux=True)(MODEL).paths == ("a",)
+    assert tp.reached(f)(MODEL).paths == ("a", "b")
+    grads, aux = tp.grad(f, has_aux=True, unreached="none")(MODEL)
+    assert (grads["b"], aux["text"]) == (None, "x")
+
+
+def test_nothing_is_run():
+    ran = []
+
+    def f(m, x):
+        jax.debug.callback(ran.append, m["a"])
+        return jnp.sum(m["a"] @ x)
+
+    large = jax.ShapeDtypeStruct((3, 10**12), jnp.float32)
+    assert tp.reached(f)(MODEL, large).paths == ("a",)
+    shapes = jax.eval_shape(lambda: MODEL)
+    assert tp.reached(f, ["a", "b"])(shapes, x=large) == tp.layout(MODEL, "a")
+    jax.effects_barrier()
+    assert ran == []
+
+
+def test_within_transformations():
+    gradient = tp.grad(lambda m, x: jnp.sum(m["a"] * x) ** 2, unreached="none")
+    expected = gradient(MODEL, 2.0)
+    models, twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), MODEL), jnp.full(2, 2.0)
+    assert sorted(path for path, leaf in expected.items() if leaf is not None) == ["a"]
+    assert eqx.tree_equal(jax.jit(gradient)(MODEL, 2.0), expected)
+    assert eqx.tree_equal(jax.vmap(gradient)(models, twice)["a"], jnp.stack([expected["a"]] * 2))
+    assert jax.vmap(gradient)(models, twice)["b"] is None
+    _, scanned = jax.lax.scan(lambda _, x: (None, gradient(MODEL, x)), None, twice)
+    assert eqx.tree_equal(scanned["a"][1], expected["a"])
+    of_a_norm = jax.grad(lambda m: jnp.sum(gradient(m, 2.0)["a"] ** 2))(MODEL)
+    np.testing.assert_allclose(of_a_norm["a"], 2 * 3 * 8 * expected["a"])
+
+
+def test_one_more_trace_and_nothing_in_the_program():
+    traces = []
+
+    def f(m):
+        traces.append(1)
+        return jnp.sum(m["a"])
+
+    compiled = jax.jit(tp.grad(f, unreached="none"))
+    compiled(MODEL)
+    compiled(MODEL)
+    assert len(traces) == 2
+    by_hand = jax.jit(lambda m: jax.grad(lambda a: f(m | {"a": a}))(m["a"]))
+    assert compiled.lower(MODEL).compile().as_text().count(" = ") == by_hand.lower(MODEL).compile().as_text().count(
+        " = "
+    )
+
+
+def test_a_state_that_may_be_used_once():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    model = {"norm": norm, "unused": ramp(2)}
+
+    def f(model, state, x):
+        y, state = jax.vmap(model["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.sum(y**2), state
+
+    grads, state = tp.grad(f, has_aux=True, unreached="none")(model, state, ramp(4, 3))
+    assert grads["unused"] is None
+    assert grads["norm"].weight is not None
+
+
+def test_errors():
+    loss = lambda m: jnp.sum(m["a"] * m["c"])
+    with pytest.raises(
+        ValueError, match=r"not reached by the loss: 'b', 'd'; freeze what it does not use, tp.layout\("
+    ):
+        tp.grad(loss, unreached="error")(MODEL)
+    np.testing.assert_array_equal(tp.grad(loss, ["a", "c"], unreached="error")(MODEL)["a"], MODEL["c"])
+    with pytest.raises(ValueError, match="unreached must be 'zeros', 'none' or 'error', got 'zero'"):
+        inspect.unwrap(tp.value_and_grad)(loss, unreached="zero")
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        tp.reached(lambda m: m["a"][0] if m["b"][0] > 0 else m["c"][0])(MODEL)
+    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+
+
+# -- Three cases of users ----------------------------------------------------------------------------------------------
+
+
+class WithUnused(eqx.Module):
+    w: jax.Array
+    v: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+
+@pytest.mark.usefixtures("standard_promotion")  # Optax relies on it
+@pytest.mark.parametrize(("unreached", "kept"), [("none", 1.0), ("zeros", 0.99**2)])  # zeros: 0.1 * 0.1 decay each
+def test_a_field_that_is_never_used_stays_put_under_adamw(unreached, kept):
+    model = start = WithUnused(ramp(3), jnp.ones(2))
+    tx = optim.trainable(optax.adamw(0.1, weight_decay=0.1))
+    state = tx.init(model)
+
+    @jax.jit
+    def step(model, state):
+        grads = tp.grad(lambda model: jnp.sum(model(2.0) ** 2), state.layout, unreached=unreached)(model)
+        return optim.step(tx, grads, state, model)
+
+    for _ in range(2):
+        model, state = step(model, state)
+    assert not np.array_equal(model.w, start.w)
+    np.testing.assert_allclose(model.v, kept * start.v, 0 if kept == 1 else 1e-6)
+
+
+def test_the_step_of_a_generator_alone_costs_no_weight_gradients_of_the_discriminator():
+    net = lambda key: eqx.nn.MLP(32, 32, 64, 2, activation=jnp.tanh, key=jax.random.key(key))
+    model, z = {"generator": net(0), "discriminator": net(1)}, np.ones((16, 32), "f")
+
+    def loss(model, z):
+        fake = jax.vmap(model["generator"])(z)
+        return jnp.mean(jax.nn.softplus(-jax.vmap(model["discriminator"])(fake)))
+
+    params, rest = tp.partition(model)
+    of = lambda trainable: cost(lambda p, r, z: tp.grad(loss, trainable)(tp.combine(p, r), z), params, rest, z)["flops"]
+    both, generator = of(tp.layout(model)), of(tp.layout(model, "generator"))
+    weights = sum(slot.size for slot in tp.layout(model).slots if slot.path.startswith("dis") and len(slot.shape) == 2)
+    assert both - generator == pytest.approx(2 * weights * len(z), rel=0.02)
+    assert tp.trainables(tp.grad(loss, "generator")(model, z)).keys() == set(tp.layout(model, "generator").paths)
