@@ -9,7 +9,6 @@ import json
 import pathlib
 import sys
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +33,11 @@ def make(width=8, dtype=jnp.float32):
 
     That is a scalar: arrays that are whole in each process are divided when Orbax saves them, by what JAX 0.6 lacks.
     """
-    layers = [eqx.nn.Linear(width, width, key=key, dtype=dtype) for key in jax.random.split(jax.random.key(0), 4)]
-    top = {"same": layers[1].bias, "scale": jnp.ones(width, dtype), "shift": jnp.ones((), dtype)}
+    draw = np.random.default_rng(0)  # JAX would compile programs to draw by, in each process
+    array = lambda *shape: jnp.asarray(draw.uniform(-0.35, 0.35, shape).astype(dtype))
+    layers = [{"weight": array(width, width), "bias": array(width)} for _ in range(4)]
+    one = lambda *shape: jnp.asarray(np.ones(shape, dtype))
+    top = {"same": layers[1]["bias"], "scale": one(width), "shift": one()}
     return {"layers": layers, "top": top}
 
 
@@ -43,20 +45,24 @@ def error(top, x, y):
     return jnp.mean(jnp.square(x * top["scale"] + top["shift"] + top["same"] - y))
 
 
+def through(x, layer):
+    return jnp.tanh(x @ layer["weight"] + layer["bias"])
+
+
 def loss(model, x, y):
     for layer in model["layers"]:
-        x = jnp.tanh(jax.vmap(layer)(x))
+        x = through(x, layer)
     return error(model["top"], x, y)
 
 
 def loss_of_stacks(stacks, restructure, x, y):
-    x, _ = restructure.scan(lambda x, layer: (jnp.tanh(jax.vmap(layer)(x)), None), x, stacks, "layers.*")
+    x, _ = restructure.scan(lambda x, layer: (through(x, layer), None), x, stacks, "layers.*")
     return error(restructure.part(stacks, "top"), x, y)
 
 
 def batches():
     """A batch for each step, the same in all processes."""
-    return [np.asarray(jax.random.normal(key, (2, BATCH, 8))) for key in jax.random.split(jax.random.key(1), 2 * STEPS)]
+    return np.random.default_rng(1).normal(size=(2 * STEPS, 2, BATCH, 8)).astype(np.float32)
 
 
 def laid(batch, plan):
@@ -76,11 +82,16 @@ def prepared(form, model, rules=None):
 def alone():
     """The parameters of one process after some steps, without this module of the library."""
     params, restructure = tp.ravel(make(), "!top.shift")
-    step = jax.jit(jax.grad(lambda params, *batch: loss(restructure(params), *batch)))
+
+    @jax.jit
+    def step(params, state, x, y):
+        gradient = jax.grad(lambda params: loss(restructure(params), x, y))(params)
+        updates, state = RULE.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
     state = RULE.init(params)
-    for batch in batches()[:STEPS]:
-        updates, state = RULE.update(step(params, *batch), state, params)
-        params = optax.apply_updates(params, updates)
+    for x, y in batches()[:STEPS]:
+        params, state = step(params, state, x, y)
     return np.asarray(params)
 
 
