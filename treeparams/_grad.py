@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from ._index import Index, widened
 from ._layout import Trainable
-from ._mesh import in_shard_map, split_over, vary, varying
+from ._mesh import result_varies, split_over, vary, varying
 from ._parts import take_apart
 from ._reached import reaches
 from ._recognise import name_deleted, warn
@@ -223,9 +223,7 @@ def accumulate(
 
         # Where the loss differs from device to device, so do the parameters from here on: each device sums a gradient
         # of its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
-        local = frozenset[str]()
-        if in_shard_map():
-            local = varying(jax.make_jaxpr(lambda slots: of_piece(slots, 0, size))(slots).out_avals[0])
+        local = result_varies(lambda slots: of_piece(slots, 0, size), slots)
         added = [local - varying(jax.typeof(slot)) for slot in slots]
         slots = tuple(vary(slot, axes) for slot, axes in zip(slots, added, strict=True))
         wide = [jax.dtypes.canonicalize_dtype(float), *(widened(slot.dtype) for slot in slots)]

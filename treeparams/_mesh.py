@@ -95,6 +95,13 @@ def varying(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
 
 
+def result_varies(f: Callable[..., Any], *args: Any) -> frozenset[str]:
+    """The axes along which what a function returns differs from device to device; outside of `shard_map` none."""
+    if not in_shard_map():
+        return frozenset()
+    return frozenset[str]().union(*map(varying, jax.make_jaxpr(f)(*args).out_avals))
+
+
 def varying_alike(arrays: Sequence[Any]) -> list[Any]:
     """The arrays as types that vary along all of the axes along which any does."""
     if not in_shard_map():

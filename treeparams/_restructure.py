@@ -6,7 +6,6 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.tree_util as jtu
-from jax.core import Tracer
 from jaxtyping import Array, Inexact, PyTree
 
 from ._index import Index
@@ -71,8 +70,7 @@ class Restructure(Generic[M]):
                 functions.
         """
         slots = self._form.cut(form)
-        if slots and isinstance(slots[0], Tracer):
-            refuse_functions(others(self._rest))
+        refuse_functions(others(self._rest), slots, __name__)
         return put_together(released(self), slots)
 
     def ravel(self, model: PyTree) -> Any:

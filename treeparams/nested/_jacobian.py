@@ -52,8 +52,8 @@ def parameter_jacobian(
         f: called as `f(model, x)` for one sample, returns an array of any shape.
         model: any pytree.
         xs: a tree of arrays with one leading axis, the samples.
-        chunk: how many samples are differentiated at once. Beside the result nothing is then larger than chunk x n;
-            `None`: all.
+        chunk: how many samples are differentiated at once. Beside the result nothing is then larger than their rows,
+            `(chunk, outputs, n)`; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
             real parts, then all imaginary ones, as variational Monte Carlo needs. In both a complex parameter is a pair
             of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f must
@@ -78,8 +78,10 @@ def parameter_jacobian(
     def one(x: Any) -> jax.Array:
         y, push = jax.linearize(lambda slots: of(slots, x), of.slots)
         if y.size > vector.length:
+            # As each slot varies over devices.
+            along = lambda column: jax.tree.map(lambda x, slot: x + jnp.zeros_like(slot), of.cut(column), of.slots)
             columns = jnp.eye(vector.length, dtype=vector.dtype)
-            return jax.vmap(lambda column: push(of.cut(column)), out_axes=1)(columns)
+            return jax.vmap(lambda column: push(along(column)), out_axes=1)(columns).astype(vector.dtype)
         pull = jax.linear_transpose(push, of.slots)
         return jax.vmap(lambda row: of.form.join(jtu.tree_leaves(pull(row)[0])))(basis(y))
 
@@ -103,7 +105,7 @@ class Outputs:
                     f"mode='holomorphic' is of complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
                     "take mode='complex'"
                 )
-        self.slots = own_copies(slots, batch)
+        self.slots = own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
 
     def __call__(self, slots: PyTree, x: Any) -> jax.Array:
         """The outputs of one sample."""
@@ -138,7 +140,7 @@ def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable 
     Jacot et al., 2018) is convex in the direction where the loss is in the outputs.
 
     Args:
-        f: called as `f(model, *args)`, returns an array or a tree of floating arrays.
+        f: called as `f(model, *args)`, returns an array or a tree of arrays; what is not floating stays as it is.
         model: any pytree; the parameters to start from.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
@@ -155,6 +157,7 @@ def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable 
     def near(direction: PyTree, *args: Any) -> PyTree:
         along = taken(parts.layout, direction)
         value, change = jax.jvp(of_reals(f, parts, *args), (in_reals(parts.slots),), (along,))
-        return jax.tree.map(jnp.add, value, change)
+        add = lambda value, change: value if change.dtype == jax.dtypes.float0 else value + change
+        return jax.tree.map(add, value, change)
 
     return near

@@ -64,21 +64,18 @@ def kernel(
         ValueError: as `parameter_jacobian`.
         TypeError: as `parameter_jacobian`.
     """
-    own, others = length_of(xs), length_of(xs if ys is None else ys)
-    of = Outputs(f, model, (xs, ys), mode, trainable)
-    outputs = jax.eval_shape(of, of.slots, jax.tree.map(lambda leaf: leaf[0], xs)).shape[0]
-    left = right = _Blocks(of, xs, outputs, own if chunk is None else count_of("chunk", chunk, "samples"))
-    if ys is not None or axis_name is not None:
-        ys = xs if ys is None else ys
-        if axis_name is not None:
-            ys = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis_name, tiled=True), ys)
-        right = _Blocks(of, ys, outputs, others if chunk is None else chunk)
+    of = Outputs(f, model, xs, mode, trainable)
     dtype = widened(of.form.blocks[0].dtype)
+    left = right = _Blocks(of, xs, chunk)
+    if ys is not None or axis_name is not None:
+        own = xs if ys is None else ys
+        gather = lambda leaf: leaf if axis_name is None else jax.lax.all_gather(leaf, axis_name, tiled=True)
+        right = _Blocks(of, jax.tree.map(gather, own), length_of(own) if chunk is None else chunk)
 
     def product(rows: list[jax.Array], columns: list[jax.Array]) -> jax.Array:
         total = jnp.zeros((left.size, right.size), dtype)
         for a, b in zip(rows, columns, strict=True):
-            total += jnp.matmul(a, b.conj().T, preferred_element_type=widened(a.dtype))
+            total += jnp.matmul(a, b.conj().T, preferred_element_type=widened(a.dtype)).astype(dtype)
         return total
 
     def across(i: Any) -> jax.Array:
@@ -90,43 +87,47 @@ def kernel(
         nothing = jnp.zeros_like(product(rows, rows))
         return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.rows(j)), lambda: nothing), left.count)
 
+    shape = left.samples * left.outputs, right.samples * right.outputs
+    if 0 in shape:
+        return jnp.zeros(shape, dtype)
     blocks = _each(across, left.count)
     if left is right:
         above = np.triu(np.ones((left.count, left.count), bool), 1)[:, :, None, None]
         blocks = jnp.where(above, blocks.conj().transpose(1, 0, 3, 2), blocks)
-    pieces = blocks.reshape(-1, outputs, right.count // outputs, outputs, left.size, right.size)
-    whole = pieces.transpose(0, 4, 1, 2, 5, 3).reshape(left.padded * outputs, right.padded * outputs)
-    whole = whole[: own * outputs, : right.samples * outputs]
+    pieces = blocks.reshape(-1, left.outputs, right.pieces, right.outputs, left.size, right.size)
+    padded = pieces.transpose(0, 4, 1, 2, 5, 3).reshape(left.count * left.size, right.count * right.size)
+    whole = padded[: shape[0], : shape[1]]
     if axis_name is None:
         return whole
     # Summed and not gathered: so the type says that it is the same on all devices.
     devices, place = jax.lax.psum(1, axis_name), jax.lax.axis_index(axis_name)
-    zeros = jnp.zeros((devices * len(whole), whole.shape[1]), dtype)
-    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, place * len(whole), 0), axis_name)
+    zeros = jnp.zeros((devices * shape[0], shape[1]), dtype)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, place * shape[0], 0), axis_name)
 
 
 class _Blocks:
     """The rows of a Jacobian, those of one output of some samples at a time."""
 
-    def __init__(self, of: Outputs, samples: PyTree, outputs: int, size: int) -> None:
+    def __init__(self, of: Outputs, samples: PyTree, chunk: int | None) -> None:
         self.samples = length_of(samples)
-        pieces = max(1, -(-self.samples // size))
-        self.size = -(-self.samples // pieces)  # of each; the last sample fills up what is missing
-        self.padded = pieces * self.size
-        self.count = pieces * outputs
-        missing = ((0, self.padded - self.samples),)
-        pad = lambda leaf: jnp.pad(leaf, missing + ((0, 0),) * (jnp.ndim(leaf) - 1), mode="edge")
-        self._samples = jax.tree.map(pad, samples) if self.padded > self.samples else samples
-        self._of, self._outputs = of, outputs
+        self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
+        at_once = max(1, self.samples) if chunk is None else count_of("chunk", chunk, "samples")
+        self.pieces = max(1, -(-self.samples // at_once))
+        self.size = -(-self.samples // self.pieces)  # of each; the last sample fills up what is missing
+        self.count = self.pieces * self.outputs
+        missing = self.pieces * self.size - self.samples
+        pad = lambda leaf: jnp.pad(leaf, ((0, missing), *[(0, 0)] * (jnp.ndim(leaf) - 1)), mode="edge")
+        self._samples = jax.tree.map(pad, samples) if missing else samples
+        self._of = of
 
     def rows(self, block: Any) -> list[jax.Array]:
         """The rows of one block, a matrix for each slot."""
-        of, start = self._of, block // self._outputs * self.size
+        of, start = self._of, block // self.outputs * self.size
         some = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, self.size), self._samples)
 
         def one(x: Any) -> PyTree:
             y, pull = jax.vjp(lambda slots: of(slots, x), of.slots)
-            unit = jax.nn.one_hot(block % self._outputs, self._outputs, dtype=y.dtype)
+            unit = jax.nn.one_hot(block % self.outputs, self.outputs, dtype=y.dtype)
             return pull(unit + jnp.zeros_like(y))[0]  # as y varies over devices
 
         leaves = jax.tree.leaves(jax.vmap(one)(some))

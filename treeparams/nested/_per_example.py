@@ -57,7 +57,7 @@ def per_example_gradients(
     """
     length_of(batch)
     parts = parts_of(model, trainable)
-    slots = own_copies(parts.slots, batch)
     form = vector_of(parts.layout).join if flat else parts.canonical
-    one = lambda example: form(jax.grad(lambda slots: loss(parts.model(slots), example))(slots))
-    return mapped(one, batch, chunk, "examples")
+    of = lambda slots, example: loss(parts.model(slots), example)
+    slots = own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
+    return mapped(lambda example: form(jax.grad(of)(slots, example)), batch, chunk, "examples")

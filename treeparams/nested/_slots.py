@@ -13,11 +13,12 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._index import common_dtype
+from .._jit import refuse_functions
 from .._joined import Form, Joined, vector_of
 from .._layout import Layout, Trainable, index_of
 from .._match import slot_gradients
-from .._mesh import in_shard_map, vary, varying
-from .._parts import Parts, Rest, put_together, take_apart
+from .._mesh import result_varies, vary, varying
+from .._parts import Parts, Rest, others, put_together, take_apart
 from .._structure import is_array
 
 
@@ -50,14 +51,12 @@ def of_reals(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Any],
     return lambda reals: f(parts.model(from_reals(reals)), *args)
 
 
-def own_copies(slots: PyTree, batch: PyTree) -> PyTree:
-    """The slots as types that vary over devices as a batch does, inside of a `jax.shard_map`.
+def own_copies(f: Callable[[Any], Any], slots: PyTree) -> PyTree:
+    """The slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
 
     JAX takes a gradient in what is the same on all devices to be summed over them; those of examples are not.
     """
-    if not in_shard_map():
-        return slots
-    axes = frozenset[str]().union(*(varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(batch)))
+    axes = result_varies(f, slots)
     return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
 
 
@@ -90,6 +89,11 @@ def joined(layout: Layout, reals: PyTree) -> jax.Array:
 
 def divided(layout: Layout, vector: Any) -> PyTree:
     """The inverse of `joined`."""
+    if index_of(layout).complex_slots and jnp.iscomplexobj(vector):
+        raise TypeError(
+            "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
+            f"got {vector.dtype}"
+        )
     pieces = tuple(real_form(layout).cut(vector))
     return jtu.tree_unflatten(jtu.tree_structure(_shapes(layout)), pieces) if index_of(layout).complex_slots else pieces
 
@@ -156,4 +160,6 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
 
 def _restructured(rest: Rest[Any], vector: Any) -> Any:
-    return put_together(rest, from_reals(divided(rest.layout, vector)))
+    slots = from_reals(divided(rest.layout, vector))
+    refuse_functions(others(rest), slots, __name__)
+    return put_together(rest, slots)
