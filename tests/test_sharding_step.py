@@ -77,11 +77,13 @@ class Case(NamedTuple):
     axes: dict = {}
 
 
-OF_ELEMENTS = [name for name in RULES if name not in OF_MATRICES]
+# Momentum and Adam by themselves are in the two clips, and below on other meshes.
+OF_EACH = [name for name in RULES if name not in ("momentum", "adam")]
+OF_ELEMENTS = [name for name in OF_EACH if name not in OF_MATRICES]
 CASES = [
     *[Case(name, "tree", SPLIT, mesh_of(4)) for name in OF_ELEMENTS],
     *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in OF_ELEMENTS],
-    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in RULES],
+    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in OF_EACH],
     *[Case(name, "tree", {"**": "whole"}, mesh_of(4)) for name in OF_MATRICES],
     *[Case("clip", form, SPLIT, mesh_of(2, EXPLICIT), "state") for form in ("tree", "vector", "stacks")],
     Case("clip", "vector", SPLIT, mesh_of(1, EXPLICIT)),
@@ -193,9 +195,14 @@ def test_complex_tied_and_narrow_parameters(form, rules):
     tx = optim.trainable(RULES["momentum"], layout)
     want, state = model, tx.init(model)
     plan, step, params, over = started(RULES["momentum"], rules, form, of=of, model=model, layout=layout)
-    for _ in range(3):
+
+    @tp.jit
+    def on_one(want, state):
         value, gradient = tp.value_and_grad(of, layout)(want, x)
-        want, state = optim.step(tx, gradient, state, want)
+        return *optim.step(tx, gradient, state, want), value
+
+    for _ in range(3):
+        want, state, value = on_one(want, state)
         params, over, got = step(params, over, x)
         np.testing.assert_allclose(got, value, 1e-5)
     back = plan.model(params, over)
@@ -212,9 +219,14 @@ def test_groups_of_stacks_have_rules_of_their_own():
     tx = optim.groups({"layers": RULES["momentum"]}, default=ADAM)
     want, rest = tp.partition(model_of(), LAYOUT)
     before = tx.init(want)
-    for _ in range(3):
+
+    @jax.jit
+    def on_one(want, before):
         gradient = jax.grad(lambda params: loss(tp.combine(params, rest), *BATCH))(want)
         updates, before = tx.update(gradient, before, want)
-        want = optax.apply_updates(want, updates)
+        return optax.apply_updates(want, updates), before
+
+    for _ in range(3):
+        want, before = on_one(want, before)
         params, state, _ = step(params, state, *BATCH)
     assert_near(plan.model(params, state), tp.combine(want, rest), 1e-5)
