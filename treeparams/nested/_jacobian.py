@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
-from .._index import is_complex
+from .._index import common_dtype, is_complex
 from .._joined import vector_of
 from .._layout import Trainable
 from ._inputs import basis, check_output, length_of, mapped
@@ -73,15 +73,15 @@ def parameter_jacobian(
     """
     length_of(xs)
     of = Outputs(f, model, xs, mode, trainable)
-    vector = of.form.blocks[0]
+    length = of.form.blocks[0].length
 
     def one(x: Any) -> jax.Array:
         y, push = jax.linearize(lambda slots: of(slots, x), of.slots)
-        if y.size > vector.length:
+        if y.size > length:
             # As each slot varies over devices.
             along = lambda column: jax.tree.map(lambda x, slot: x + jnp.zeros_like(slot), of.cut(column), of.slots)
-            columns = jnp.eye(vector.length, dtype=vector.dtype)
-            return jax.vmap(lambda column: push(along(column)), out_axes=1)(columns).astype(vector.dtype)
+            columns = jnp.eye(length, dtype=of.dtype)
+            return jax.vmap(lambda column: push(along(column)), out_axes=1)(columns).astype(of.dtype)
         pull = jax.linear_transpose(push, of.slots)
         return jax.vmap(lambda row: of.form.join(jtu.tree_leaves(pull(row)[0])))(basis(y))
 
@@ -97,8 +97,10 @@ class Outputs:
         parts = parts_of(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
         slots, self.form = in_reals(parts.slots), real_form(parts.layout)
+        self.dtype = self.form.dtype
         if mode == "holomorphic":
             slots, self.form = parts.slots, vector_of(parts.layout)
+            self.dtype = common_dtype([self.form.dtype, jnp.complex64])  # also where there are no slots
             real = next((slot for slot in parts.layout.slots if not is_complex(slot.dtype)), None)
             if real is not None:
                 raise TypeError(

@@ -65,12 +65,12 @@ def kernel(
         TypeError: as `parameter_jacobian`.
     """
     of = Outputs(f, model, xs, mode, trainable)
-    dtype = widened(of.form.blocks[0].dtype)
+    dtype = widened(of.dtype)
     left = right = _Blocks(of, xs, chunk)
     if ys is not None or axis_name is not None:
         own = xs if ys is None else ys
         gather = lambda leaf: leaf if axis_name is None else jax.lax.all_gather(leaf, axis_name, tiled=True)
-        right = _Blocks(of, jax.tree.map(gather, own), length_of(own) if chunk is None else chunk)
+        right = _Blocks(of, jax.tree.map(gather, own), max(1, length_of(own)) if chunk is None else chunk)
 
     def product(rows: list[jax.Array], columns: list[jax.Array]) -> jax.Array:
         total = jnp.zeros((left.size, right.size), dtype)

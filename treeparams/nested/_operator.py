@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from .._layout import Layout, Trainable
+from .._structure import is_array
 from .._text import describe, imported
 from ._inputs import mapped
 from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, real_form, taken
@@ -54,13 +55,13 @@ class Operator(eqx.Module):
             product = jax.tree.map(damped, product, direction)
         return given_back(self.layout, product, tangent)
 
-    def __matmul__(self, matrix: Array) -> Array:
+    def __matmul__(self, matrix: Any) -> Array:
         """The product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
-        if getattr(matrix, "ndim", None) not in (1, 2):
+        if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2):
             raise TypeError(
                 f"operator @ takes a vector (n,) or a matrix (n, k), got {describe(matrix)}; call it with a tree"
             )
-        return self(matrix) if matrix.ndim == 1 else jax.vmap(self, 1, 1)(matrix)
+        return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
 
     def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
         """The diagonal over the real vector of the parameters, damping included: exact, by n products.
