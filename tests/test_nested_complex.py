@@ -11,7 +11,7 @@ import pytest
 import treeparams as tp
 from treeparams import nested
 
-from .zoo import ZOO, assert_close, assert_same, enable_x64, inexact_leaves, ramp
+from .zoo import assert_close, enable_x64, inexact_leaves, ramp
 
 
 @pytest.fixture(autouse=True)
@@ -21,9 +21,7 @@ def _double():
 
 
 def close(got, want, tolerance=1e-10):
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    np.testing.assert_allclose(got, want, tolerance, tolerance * np.abs(want).max(initial=1))
+    assert_close(got, want, tolerance)
 
 
 def complex_ramp(*shape, dtype=jnp.complex128, start=0.3):
@@ -105,7 +103,7 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
         }
 
     got = run(vector, direction)
-    tolerance = 1e-5 if "single" in name else 1e-10
+    tolerance = 1e-4 if "single" in name else 1e-10
     damped = got["hessian"] + 0.5 * jnp.eye(len(vector))
     for matrix, want in (
         (got["matrix"], got["hessian"]),
@@ -118,7 +116,7 @@ def test_products_and_matrices_are_those_over_the_real_vector(name):
     for key, matrix in {"products": got["hessian"], "by operator": damped, "by ggn": got["gauss newton"]}.items():
         want = forms(matrix @ direction)
         for i, product in got[key].items():
-            jax.tree.map(lambda ours, theirs: close(ours, theirs, tolerance), product, want[i])
+            close(product, want[i], tolerance)
 
 
 def test_signs_are_those_of_the_pair_and_conjugate_to_gradients():
@@ -132,7 +130,7 @@ def test_signs_are_those_of_the_pair_and_conjugate_to_gradients():
         return change, nested.hvp(loss, model, tangent, 0.1)
 
     change, product = run(model, tangent)
-    assert_close(product, jax.tree.map(jnp.conj, change), 1e-10)
+    close(product, jax.tree.map(jnp.conj, change))
     assert np.abs(product["z"].imag).min() > 1e-3
 
 
@@ -167,7 +165,7 @@ def test_the_hessian_of_half_the_squared_modulus_is_the_identity():
     close(matrix, jnp.eye(6))
     close(diagonal, jnp.full(6, 1.25))
     for product, tangent in zip(products, forms, strict=True):
-        assert_close(product, jax.tree.map(lambda leaf: 1.25 * leaf, tangent), 1e-12)
+        close(product, jax.tree.map(lambda leaf: 1.25 * leaf, tangent), 1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -256,40 +254,6 @@ def test_without_lineax_the_extra_is_named(problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "lineax", None)
     with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax: pip install 'treeparams\[lineax\]'"):
         problem[1].as_lineax()
-
-
-# -- The real vector ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_the_real_vector_goes_there_and_back(name):
-    model = ZOO[name].make()
-    layout = ZOO[name].layout(model)
-    vector, restructure = nested.real_vector(model, layout)
-    parts = []
-    for leaf in map(np.asarray, jax.tree.leaves(tp.partition(model, layout)[0])):
-        parts += [leaf.real, leaf.imag] if np.iscomplexobj(leaf) else [leaf]
-    want = np.concatenate([np.zeros(0), *(part.astype(float).ravel() for part in parts)])
-    np.testing.assert_array_equal(vector, want)
-    assert not jnp.iscomplexobj(vector)
-    if name != "complex":
-        assert vector.dtype == layout.dtype
-    by_jit = jax.jit(lambda restructure, vector: inexact_leaves(restructure(vector)))(restructure, vector)
-    assert_same(by_jit, inexact_leaves(model), identity=False)
-    back = restructure(vector)
-    if name != "numpy leaves":
-        assert_same(back, tp.tie(model, layout))
-
-
-def test_gradients_through_the_real_vector_are_those_of_the_parts():
-    model = {"z": complex_ramp(2), "x": ramp(2, dtype=np.float64)}
-    vector, restructure = nested.real_vector(model)
-    of = lambda x, real, imag: loss({"x": x, "z": jax.lax.complex(real, imag)}, 0.1)
-    want = jax.grad(of, (0, 1, 2))(model["x"], model["z"].real, model["z"].imag)
-    both = jax.jit(jax.vmap(jax.grad(lambda v: loss(restructure(v), 0.1))))(jnp.stack([vector, vector]))
-    close(both, jnp.stack([jnp.concatenate(want)] * 2))
-    gradient = tp.grad(loss)(model, 0.1)
-    close(nested.real_vector(jax.tree.map(jnp.conj, gradient))[0], both[0])
 
 
 def test_directions_of_linearised_models_and_gradients_of_examples(problem):

@@ -9,7 +9,7 @@ import pytest
 import treeparams as tp
 from treeparams import nested
 
-from .zoo import ZOO, enable_x64, inexact_leaves, ramp
+from .zoo import ZOO, assert_close, enable_x64, inexact_leaves, ramp
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,7 @@ def normal(key, *shape, dtype=jnp.float64):
 
 
 def close(got, want, tolerance=1e-10):
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    np.testing.assert_allclose(got, want, tolerance, tolerance * np.abs(want).max(initial=1))
+    assert_close(got, want, tolerance)
 
 
 def product(rows, others=None):
@@ -319,35 +317,6 @@ def test_under_vmap_scan_and_grad():
     close(gradient, by_hand)
 
 
-def test_linearised_is_value_and_derivative():
-    vector, restructure = tp.ravel(NET)
-    outputs = lambda model, x, *, scale: {"y": net(model, x) * scale, "norm": jnp.sum(model["a"] ** 2)}
-    f = lambda model, x, scale: outputs(model, x, scale=scale)
-    directions = normal(9, 2, 23)
-
-    @jax.jit
-    def run(vector, directions):
-        near = nested.linearised(f, restructure(vector))
-        jacobian = nested.parameter_jacobian(net, restructure(vector), X[:1])[0]
-        gradient = jax.grad(lambda d: jnp.sum(near(d, X[0], 2.0)["y"]))(directions[0])
-        tree = near(tp.partition(restructure(directions[0]))[0], X[0], 2.0)
-        return jax.vmap(lambda d: near(d, X[0], 2.0))(directions), tree, near(0 * vector, X[0], 2.0), jacobian, gradient
-
-    along, of_tree, here, jacobian, gradient = run(vector, directions)
-    value = f(NET, X[0], 2.0)
-    for got, want in zip(jax.tree.leaves(here), jax.tree.leaves(value), strict=True):
-        close(got, want)
-    close(along["y"], value["y"][None] + 2 * directions @ jacobian.T)
-    close(along["norm"], value["norm"] + 2 * directions[:, :3] @ NET["a"])
-    close(of_tree["y"], along["y"][0])
-    close(gradient, 2 * jnp.sum(jacobian, axis=0))
-    partial = nested.linearised(net, NET)({"c": jnp.ones((2, 4))}, X[0])
-    close(partial, net(NET, X[0]) + jacobian[:, -8:] @ jnp.ones(8))
-    mixed = nested.linearised(lambda model: (model["a"], jnp.arange(3)), NET)(jnp.ones(23))
-    close(mixed[0], NET["a"] + 1)
-    np.testing.assert_array_equal(mixed[1], np.arange(3))
-
-
 # -- Errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -382,7 +351,7 @@ def test_errors(method, without_type_checks):
         method(net, NET, X, trainable="missing")
 
 
-def test_errors_of_one_alone():
+def test_errors_of_others():
     with pytest.raises(ValueError, match=r"arrays with one leading axis in common, got shapes \[\(7, 3\), \(2, 3\)\]"):
         nested.kernel(net, NET, X, {"x": X, "y": X[:2]})
     with pytest.raises(ValueError, match=r"expected a vector of 23 elements, .* got an array of shape \(22,\)"):
