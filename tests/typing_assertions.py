@@ -168,6 +168,8 @@ def functions() -> None:
     assert_type(tp.value_and_grad(loss, "encoder")(model, x), tuple[jax.Array, Any])
     (_, aux), _ = tp.value_and_grad(loss_and_output, has_aux=True)(model, x)
     assert_type(aux, dict[str, jax.Array])
+    assert_type(tp.reached(loss)(model, x), tp.Layout)
+    tp.grad(loss, unreached="none")(model, x)
     _, aux = tp.grad(loss_and_output, has_aux=True)(model, x)
     assert_type(aux, dict[str, jax.Array])
     tp.grad(lambda model: jnp.sum(model["w"] ** 2))({"w": jnp.ones(2)})  # a lambda's parameters are anything
