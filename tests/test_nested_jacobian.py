@@ -317,6 +317,16 @@ def test_under_vmap_scan_and_grad():
     close(gradient, by_hand)
 
 
+def test_what_fills_up_a_chunk_is_a_sample():
+    """And no zeros, of which f may have no value; a gradient would be NaN."""
+    f = lambda model, x: jnp.sin(jnp.sum(model["a"] * x)) * jnp.log(jnp.sum(x**2))
+    xs = X[:3]
+    dense = lambda a: jax.vmap(lambda x: jax.grad(lambda a: f({"a": a}, x))(a))(xs)
+    total = lambda kernel: lambda a: jnp.sum(jnp.sin(kernel(a)))
+    want = jax.jit(jax.grad(total(lambda a: dense(a) @ dense(a).T)))(NET["a"])
+    close(jax.jit(jax.grad(total(lambda a: nested.kernel(f, {"a": a}, xs, chunk=2))))(NET["a"]), want)
+
+
 # -- Errors ------------------------------------------------------------------------------------------------------------
 
 
