@@ -80,7 +80,7 @@ def parameter_jacobian(
         if y.size > length:
             # As each slot varies over devices.
             along = lambda column: jax.tree.map(lambda x, slot: x + jnp.zeros_like(slot), of.cut(column), of.slots)
-            columns = jnp.eye(length, dtype=of.dtype)
+            columns = jnp.eye(length, dtype=of.form.dtype)
             return jax.vmap(lambda column: push(along(column)), out_axes=1)(columns).astype(of.dtype)
         pull = jax.linear_transpose(push, of.slots)
         return jax.vmap(lambda row: of.form.join(jtu.tree_leaves(pull(row)[0])))(basis(y))

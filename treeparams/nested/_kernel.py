@@ -41,7 +41,8 @@ def kernel(
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for the samples of one
     output at a time, so that J is never there: no array is larger than samples x the largest parameter. For each pair
     of outputs the backward pass is done once more, which is little beside the product itself unless samples are few.
-    Where J fits into memory and there are many outputs of few samples, `parameter_jacobian` is faster.
+    Where J fits into memory and there are many outputs of few samples, `parameter_jacobian` is faster. Call it within
+    `jax.jit`: its loops are compiled anew at each call outside.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
@@ -88,8 +89,9 @@ def kernel(
         return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.rows(j)), lambda: nothing), left.count)
 
     shape = left.samples * left.outputs, right.samples * right.outputs
+    devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
     if 0 in shape:
-        return jnp.zeros(shape, dtype)
+        return jnp.zeros((devices * shape[0], shape[1]), dtype)
     blocks = _each(across, left.count)
     if left is right:
         above = np.triu(np.ones((left.count, left.count), bool), 1)[:, :, None, None]
@@ -100,7 +102,7 @@ def kernel(
     if axis_name is None:
         return whole
     # Summed and not gathered: so the type says that it is the same on all devices.
-    devices, place = jax.lax.psum(1, axis_name), jax.lax.axis_index(axis_name)
+    place = jax.lax.axis_index(axis_name)
     zeros = jnp.zeros((devices * shape[0], shape[1]), dtype)
     return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, place * shape[0], 0), axis_name)
 
