@@ -21,7 +21,7 @@ BY_LEAF = optim.per_leaf(MOMENTUM)
 BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
-specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
+specimens = pytest.mark.parametrize("name", trained)
 forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
 
 
@@ -50,21 +50,40 @@ def assert_near(got, want):
 
 
 def two():
-    return {"a": jnp.ones(2), "b": jnp.ones(2)}
+    return {name: jnp.asarray(np.ones(2, np.float32)) for name in "ab"}
+
+
+# One of each kind is stepped outside of jit, too: there every operation is a program of its own.
+EAGERLY = (
+    "ints and bools",
+    "complex",
+    "bf16 with f32",
+    "functions and static fields",
+    "transposed tie",
+    "numpy leaves",
+)
 
 
 @specimens
-def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(specimen: Specimen):
+def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
+    specimen = trained[name]
     model = specimen.make()
     layout = specimen.layout(model)
     params, rest = tp.partition(model, layout)
     known = layout if specimen.options else None
     txs = [made(form, CLIPPED, known) for form in (optim.trainable, optim.flat)] + [made(optim.stacked, BY_ROW, known)]
 
+    def assert_kept(kept):
+        kept = zip(jax.tree.leaves(rest), jax.tree.leaves(kept), strict=True)
+        assert all(new is old for old, new in kept)  # what is frozen: the very same objects
+
     def by_us(tx, carry, _):
         current = tp.combine(carry[0], rest)
-        current, state = optim.step(tx, tp.grad(zoo.loss, layout)(current), carry[1], current)
-        return (tp.partition(current, layout)[0], state), None
+        grads = tp.grad(zoo.loss, layout)(current)
+        current, state = optim.step(tx, grads, carry[1], current)
+        after, kept = tp.partition(current, layout)
+        assert_kept(kept)
+        return (after, state), grads
 
     def by_hand(carry, _):
         grads = tp.grad(zoo.loss, layout)(tp.combine(carry[0], rest))
@@ -76,17 +95,20 @@ def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(specimen: S
     def run(params):
         starts = [(functools.partial(by_us, tx), (params, tx.init(model))) for tx in txs]
         starts.append((by_hand, (params, CLIPPED.init(params))))
-        return [jax.lax.scan(step, start, length=2)[0] for step, start in starts]
+        ends, (grads, *_) = zip(*(jax.lax.scan(step, start, length=2) for step, start in starts), strict=True)
+        return ends, grads
 
-    (ours, state), (flat, _), (stacked, _), (plain, of_plain) = run(params)
+    ((ours, state), (flat, _), (stacked, _), (plain, of_plain)), grads = run(params)
     assert_near((ours, jax.tree.leaves(state.runs), flat, stacked), (plain, jax.tree.leaves(of_plain), plain, plain))
+    if name not in EAGERLY:
+        return
     eager, state = model, txs[0].init(model)
-    for _ in range(2):
-        eager, state = optim.step(txs[0], zoo.gradient_of_loss(layout)(eager), state, eager)
+    for i in range(2):
+        now = jax.tree.map(lambda x, i=i: jnp.asarray(np.asarray(x)[i]), grads)
+        eager, state = optim.step(txs[0], now, state, eager)
     after, kept = tp.partition(eager, layout)
     assert_near(after, ours)
-    kept = zip(jax.tree.leaves(rest), jax.tree.leaves(kept), strict=True)
-    assert all(new is old for old, new in kept)  # what is frozen: the very same objects
+    assert_kept(kept)
 
 
 @forms
@@ -101,21 +123,19 @@ def test_over_an_ensemble_by_vmap(form):
             model, state = optim.step(tx, tp.grad(zoo.loss)(model), state, model)
         return model, state
 
-    together = jax.vmap(train)(models)
-    for i in range(3):
-        member = functools.partial(jax.tree.map, lambda x, i=i: x[i])
-        assert_close(member(together), train(member(models)))
+    together, one_by_one = jax.jit(lambda models: (jax.vmap(train)(models), jax.lax.map(train, models)))(models)
+    assert_close(together, one_by_one)
 
 
-WRAPPERS = {
-    "inject_hyperparams": lambda make: optax.inject_hyperparams(make)(optax.linear_schedule(0.1, 0.01, 5)),
-    "MultiSteps": lambda make: optax.MultiSteps(make(0.1), 2).gradient_transformation(),
-    "apply_if_finite": lambda make: optax.apply_if_finite(make(0.1), 3),
-    "masked": lambda make: optax.masked(make(0.1), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
-    "partition": lambda make: optax.multi_transform(
-        {"a": optax.sgd(0.2), "b": make(0.1)}, lambda params: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
+WRAPPERS = {  # of a transformation and of its maker from a rate
+    "inject_hyperparams": lambda tx, make: optax.inject_hyperparams(make)(optax.linear_schedule(0.1, 0.01, 5)),
+    "MultiSteps": lambda tx, make: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx, make: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx, make: optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "partition": lambda tx, make: optax.multi_transform(
+        {"a": optax.sgd(0.2), "b": tx}, lambda params: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
     ),
-    "line search": lambda make: optax.chain(make(1.0), optax.scale_by_backtracking_linesearch(10)),
+    "line search": lambda tx, make: optax.chain(tx, optax.scale_by_backtracking_linesearch(10)),
 }
 
 
@@ -124,8 +144,9 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     wrap = WRAPPERS[name]
     model = {"w": zoo.ramp(2, 2), "b": zoo.ramp(2), "frozen": zoo.ramp(3), "act": jnp.tanh, "n": 3}
     params, rest = tp.partition(model, ("w", "b"))
-    make = lambda rate: optax.sgd(rate, momentum=0.9)
-    around = lambda form: wrap(lambda rate: form(make(rate)))
+    make = functools.partial(optax.sgd, momentum=0.9)
+    around = lambda form: wrap(made(form, MOMENTUM), lambda rate: form(make(rate)))
+    plainly = wrap(MOMENTUM, make)
 
     def run(tx, at, loss):
         tx = optax.with_extra_args_support(tx)
@@ -140,9 +161,9 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
     @jax.jit
     def all_ways(params):
         on_params = lambda params: zoo.loss(tp.combine(params, rest))
-        after, state = run(optim.trainable(wrap(make), ("w", "b")), tp.combine(params, rest), zoo.loss)
+        after, state = run(optim.trainable(plainly, ("w", "b")), tp.combine(params, rest), zoo.loss)
         others = [run(around(form), params, on_params)[0] for form in (optim.trainable, optim.flat, optim.stacked)]
-        return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(wrap(make), params, on_params)
+        return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(plainly, params, on_params)
 
     afters, run_state, (want, plain) = all_ways(params)
     for after in afters:
@@ -170,8 +191,8 @@ def test_a_run_is_plain_optax(form):
     model, rule = two(), optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
     tx = form(rule)
     state = tx.init(model)
-    sevens = optax.tree_utils.tree_map_params(rule, lambda x: jnp.full_like(x, 7), state.runs[0])
-    assert all(bool((leaf == 7).all()) for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
+    sevens = optax.tree_utils.tree_map_params(rule, lambda x: np.full_like(x, 7), state.runs[0])
+    assert all((leaf == 7).all() for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
     assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
     with pytest.raises(TypeError, match=r"the transformation within optim.trainable and state.runs\[0\]"):
         optax.tree_utils.tree_map_params(tx, lambda x: x, state)
@@ -181,21 +202,19 @@ three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
 
 
 @forms
-@pytest.mark.parametrize(
-    ("grads", "tie"),
-    [([three, 10 + seven], [-1.0, 0.0]), ([three, None], [0.7, 1.7]), ([None, five + 2], [0.3, 1.3])],
-)
-def test_a_tie_stays_one_array_and_gets_the_sum(form, grads, tie):
-    t = jnp.array([1.0, 2.0])
-    model, tx = {"t": [t, (t,)], "copy": [t + 0, t + 0]}, made(form, BY_LEAF if form is optim.stacked else MOMENTUM)
-    grads = {"t": [grads[0], (grads[1],)], "copy": [None, five]}
+def test_a_tie_stays_one_array_and_gets_the_sum(form):
+    t, copy, other = (jnp.array([1.0, 2.0]) for _ in range(3))
+    model, tx = {"t": [t, (t,)], "copy": [copy, other]}, made(form, BY_LEAF if form is optim.stacked else MOMENTUM)
+    cases = [(three, 10 + seven), (three, None), (None, five + 2)]
+    grads = [{"t": [first, (second,)], "copy": [None, five]} for first, second in cases]
     state = tx.init(model)
-    after, _ = optim.step(tx, grads, state, model)
-    assert after["t"][0] is after["t"][1][0]
-    np.testing.assert_allclose(after["t"][0], tie, atol=1e-6)
-    np.testing.assert_allclose(after["copy"][1], [0.5, 1.5], rtol=1e-6)
-    by_jit, _ = jax.jit(functools.partial(optim.step, tx))(grads, state, model)  # knows the tie from the state
-    assert_same(by_jit, after, identity=False)
+    by_jit = jax.jit(lambda grads, *args: [optim.step(tx, each, *args)[0] for each in grads])(grads, state, model)
+    for each, tie, traced in zip(grads, ([-1.0, 0.0], [0.7, 1.7], [0.3, 1.3]), by_jit, strict=True):
+        after, _ = optim.step(tx, each, state, model)
+        assert after["t"][0] is after["t"][1][0]
+        np.testing.assert_allclose(after["t"][0], tie, atol=1e-6)
+        np.testing.assert_allclose(after["copy"][1], [0.5, 1.5], rtol=1e-6)
+        assert_same(traced, after, identity=False)  # knows the tie from the state
 
 
 @pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
@@ -206,9 +225,9 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
     tx = form(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.adamw(0.1))), layout)
     arrays, static = eqx.partition(model, eqx.is_array)
 
-    def step(apply, carry, _):
+    def step(tx, apply, carry, _):
         model, state = eqx.combine(carry[0], static), carry[1]
-        grads = tp.grad(zoo.loss, state.layout)(model)
+        grads = tp.jit(tp.grad(zoo.loss, state.layout))(model)
         if apply is None:
             model, state = optim.step(tx, grads, state, model)
         else:
@@ -217,12 +236,14 @@ def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen
         return (eqx.filter(model, eqx.is_array), state), None
 
     @jax.jit
-    def run(arrays, state):
+    def run(arrays):
+        start = arrays, tx.init(eqx.combine(arrays, static))
         ways = (None, optim.apply_updates, eqx.apply_updates)
-        return [jax.lax.scan(functools.partial(step, way), (arrays, state), length=3)[0][0] for way in ways]
+        return [jax.lax.scan(functools.partial(step, tx, way), start, length=3)[0][0] for way in ways]
 
-    (eager, _), _ = step(None, (arrays, tx.init(model)), None)
-    for each in (eager, *run(arrays, tx.init(model))):
+    few = made(form, BY_ROW, layout)  # of few operations, as each is a program of its own
+    (eager, _), _ = step(few, None, (arrays, few.init(model)), None)
+    for each in (eager, *run(arrays)):
         after = eqx.combine(each, static)
         assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
         first = layout.paths[0]
@@ -254,9 +275,9 @@ def test_gradients_of_every_maker_are_the_same_step():
     state = tx.init(model)
     grads = tp.grad(zoo.loss)(model)
     arrays, static = eqx.partition(model, eqx.is_array)
-    want, _ = tx.update(tp.grad(zoo.loss, "last")(model), state, model)
+    want, _ = tx.update(tp.jit(tp.grad(zoo.loss, "last"))(model), state, model)
     for form in (
-        eqx.filter_grad(zoo.loss)(model),
+        eqx.filter_jit(eqx.filter_grad(zoo.loss))(model),
         jax.grad(lambda arrays: zoo.loss(eqx.combine(arrays, static)), allow_int=True)(arrays),  # float0 for integers
         grads | {"first": optax.MaskedNode()},
         {"last": {0: grads["last"][0]}},  # by path
@@ -314,36 +335,37 @@ def test_a_state_that_is_not_kept_leaf_by_leaf_is_refused_for_some_leaves_only()
         jax.eval_shape(tx.update, whole, state, model)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])  # of NumPy; without x64 single precision
 @forms
-def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(form, dtype):
+def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(form):
     seen = []
     look = optax.GradientTransformation(
         lambda p: (), lambda u, s, p=None: (seen.append(jax.tree.leaves(u)[0].dtype) or u, s)
     )
-    model, tx = {"w": np.ones(2, dtype)}, form(optax.chain(look, optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    after, _ = optim.step(tx, {"w": np.full(2, 1e5, np.float32)}, tx.init(model), model)  # no number of half precision
-    np.testing.assert_allclose(after["w"].astype(jnp.float32), 1 - np.sqrt(0.5), rtol=1e-2)
-    jax.eval_shape(tx.update, model, tx.init(model), model)
-    assert [jnp.float32, after["w"].dtype] == seen[-2:] == [jnp.float32, jax.dtypes.canonicalize_dtype(dtype)]
+    tx = form(optax.chain(look, optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    grads = {"w": np.full(2, 1e5, np.float32)}  # no number of half precision
+    for dtype in ("float16", "bfloat16", "float64"):  # of NumPy; without x64 single precision
+        model = {"w": np.ones(2, dtype)}
+        after = jax.jit(lambda model=model: optim.step(tx, grads, tx.init(model), model)[0])()
+        np.testing.assert_allclose(np.asarray(after["w"], np.float32), 1 - np.sqrt(0.5), rtol=1e-2)
+        jax.eval_shape(lambda model: tx.update(model, tx.init(model), model), model)
+        assert [jnp.float32, after["w"].dtype] == seen[-2:] == [jnp.float32, jax.dtypes.canonicalize_dtype(dtype)]
 
 
 def test_functions_among_the_extra_arguments_are_called_with_models():
-    model = {"w": jnp.zeros(2), "f": jnp.tanh, "n": 3, "v": jnp.ones(1)}
+    model = {"w": jnp.asarray(np.zeros(2, np.float32)), "f": jnp.tanh, "n": 3, "v": zoo.ramp(1)}
     loss = lambda m: jnp.sum((m["f"](m["w"]) - 0.5) ** 2) + m["n"] * jnp.sum(m["v"] ** 2)
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True)
-    value, grads = tp.value_and_grad(loss)(model)
-    for tx, extra in (
+    value, grads = tp.jit(tp.value_and_grad(loss))(model)
+    ways = (
         (optim.trainable(sam, "w"), {"grad_fn": lambda m, _: eqx.filter_grad(loss)(m)}),
         (optim.trainable(optax.contrib.hutchinson_estimator_diag_hessian(), "w"), {"obj_fn": loss}),
         (optim.flat(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
         (optim.stacked(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
-    ):
-        after, _ = tp.jit(lambda state, tx=tx, extra=extra: optim.step(tx, grads, state, model, **extra))(
-            tx.init(model)
-        )
+    )
+    run = lambda: [optim.step(tx, grads, tx.init(model), model, **extra)[0] for tx, extra in ways]
+    for after in tp.jit(run)():
         np.testing.assert_array_equal(after["v"], model["v"])
-        assert bool((after["w"] != model["w"]).all())
+        assert (np.asarray(after["w"]) != 0).all()
 
 
 @forms
