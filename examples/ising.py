@@ -87,8 +87,8 @@ def natural(matrix: Array, restructure: Any, momentum: float) -> Callable[[Array
 def centred(kernel: Array, psi: Array) -> Array:
     """`J J^T` of the amplitudes, from that of their logarithms: less its mean, times the amplitudes."""
     chance = psi**2
-    kernel = kernel - chance @ kernel
-    return psi[:, None] * (kernel - (kernel @ chance)[:, None]) * psi
+    mean = kernel @ chance
+    return jnp.outer(psi, psi) * (kernel - mean[:, None] - mean[None] + chance @ mean)
 
 
 def by_adam(matrix: Array, restructure: Any, tx: optax.GradientTransformation) -> Callable[[Array, Any], Any]:

@@ -133,6 +133,63 @@ def test_pinn_goes_down_by_gauss_newton_and_what_is_called_exact_solves_the_equa
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_ising_takes_natural_steps_to_the_ground_state(example, monkeypatch, tmp_path):
+    with enable_x64(True):
+        ising = example("ising")
+        monkeypatch.setattr(ising, "SITES", 6)
+        monkeypatch.setattr(ising, "SPINS", ising.SPINS[:64, :6])
+        adam, minsr, spring = ising.main(steps=60, adam=3, plot=str(tmp_path / "plot.png")).values()
+        assert len(adam) == 3
+        assert 0 < minsr[-1] < ising.CLOSE
+        assert 0 < spring[-1] < ising.CLOSE
+        matrix = ising.hamiltonian()
+        np.testing.assert_allclose(np.linalg.eigvalsh(matrix)[0], -2 / np.sin(np.pi / 12), rtol=1e-12)  # Pfeuty, 1970
+
+        vector, restructure = tp.ravel(ising.Chain(key=jax.random.key(3)))
+        previous = 0.1 * jax.random.normal(jax.random.key(4), vector.shape)
+        _, direction, energy = ising.natural(jnp.asarray(matrix), restructure, 0.8)(vector, previous)
+        psi = np.asarray(ising.amplitudes(restructure(vector)))
+        np.testing.assert_allclose([psi @ psi, psi @ matrix @ psi], [1, energy], rtol=1e-12)
+        jacobian = np.asarray(jax.jacobian(lambda vector: ising.amplitudes(restructure(vector)))(vector))
+        normal = jacobian.T @ jacobian + ising.DAMPING * np.eye(len(vector))
+        wanted = jacobian.T @ (matrix @ psi - energy * psi) + ising.DAMPING * 0.8 * previous
+        np.testing.assert_allclose(direction, np.linalg.solve(normal, wanted), rtol=0, atol=1e-10)
+
+        chain = restructure(vector)
+        want = chain(ising.SPINS[11])
+        for alike in (np.roll(ising.SPINS[11], 2), ising.SPINS[11, ::-1], -ising.SPINS[11]):
+            np.testing.assert_allclose(chain(alike), want, rtol=1e-12)
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_laplace_gives_the_variances_of_the_dense_posterior(example, monkeypatch, tmp_path):
+    laplace = example("laplace")
+    monkeypatch.setattr(laplace, "TRAIN", 60)
+    outcome = laplace.main(epochs=300, plot=str(tmp_path / "plot.png"))
+    assert outcome.apart < 0.01
+    for before, after in outcome.qualities.values():
+        assert before.bins[2].sum() == after.bins[2].sum() == 1437
+    _, (turned, less_sure), _ = outcome.qualities.values()
+    assert less_sure.loss < turned.loss
+    (images, labels), _ = example("_common").digits(1, only=range(2))
+    net = laplace.train(jnp.asarray(images[:60]), jnp.asarray(labels[:60]), jax.random.key(1), 1)
+    found = laplace.posterior(net, jnp.asarray(images[:5]), jnp.asarray(labels[:5]))
+    hidden = lambda image: jnp.append(jax.nn.relu(net.layers[1](jax.nn.relu(net.layers[0](image.reshape(-1))))), 1)
+    precision = 2 * np.eye(330)
+    for image in images[:5]:
+        chance = np.asarray(jax.nn.softmax(net(image.reshape(-1))), float)
+        curvature = np.diag(chance) - np.outer(chance, chance)
+        precision += np.kron(curvature, np.outer(hidden(image), hidden(image)))
+    rows = np.kron(np.eye(10), hidden(images[7]))
+    want = np.diagonal(rows @ np.linalg.solve(precision, rows.T))
+    np.testing.assert_allclose(found.variances(jnp.asarray(images[7:8]), 2.0)[0], want, rtol=1e-4)
+    chances = np.array([[0.9, 0.1], [0.3, 0.7], [0.92, 0.08], [0.25, 0.75]])
+    quality = laplace.quality(chances, np.array([0, 1, 1, 1]))
+    np.testing.assert_allclose(quality.error, (2 * abs(0.91 - 0.5) + 2 * abs(0.725 - 1)) / 4)
+    np.testing.assert_allclose(quality.loss, -np.log([0.9, 0.7, 0.08, 0.75]).mean())
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_lbfgs_finds_the_minimum_that_newton_finds_in_numpy(example):
     measured, benign = example("_common").tumours()
     standard = (measured - measured.mean(0)) / measured.std(0)
