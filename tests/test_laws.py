@@ -92,7 +92,7 @@ def test_each_stack_has_a_row_for_each_slot_in_tree_order(model, layout):
         key = f"{dtype}[{','.join(map(str, leaf.shape))}]"
         assert restructure.place(path) == (None, key, len(rows.setdefault(key, [])))
         rows[key].append(np.asarray(leaf, dtype))
-    assert_same(stacks, {key: jnp.asarray(np.stack(its)) for key, its in rows.items()})
+    assert_same(stacks, {key: np.stack(its) for key, its in rows.items()})
 
 
 @generated(20)
@@ -165,7 +165,8 @@ def test_the_gradient_in_a_form_is_the_gradient_in_that_form(model, layout):
     in_form, in_params, in_tree, brought = gradients(forms, params, rest)
     assert_close(in_form, brought, 1e-5)
     assert_close(in_params, in_tree, 1e-5)
-    assert_close(in_tree, tp.grad(zoo.loss, layout)(model), 1e-5)  # and the same outside of `jit`
+    if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(model)):  # of arrays alone law 8 says it
+        assert_close(in_tree, tp.grad(zoo.loss, layout)(model), 1e-5)  # and the same outside of `jit`
 
 
 # -- 4. and 5. Walks ---------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_mapreduce_is_a_fold_over_trainables(model, layout):
 def test_without_ties_and_frozen_parts_all_is_as_jax_has_it(model):
     layout = tp.layout(model, jax.tree.map(lambda _: True, model))
     hypothesis.assume(len(layout.slots) == len(jax.tree.leaves(model)))
-    double = lambda x: np.float32(2) * x
+    double = lambda x: np.float32(2) * np.asarray(x)
     assert_same(tp.maptrainable(double, model, trainable=layout), jax.tree.map(double, model), identity=False)
     if layout.slots:
         vector, restructure = tp.ravel(model, layout)
@@ -220,7 +221,8 @@ def test_no_optimiser_moves_a_frozen_leaf(name, tx, form):
         return optax.apply_updates(params, updates), state
 
     state, jitted = tx.init(params), jax.jit(step)
-    params, state = step(params, state, rest)  # once as it is
+    if name == "functions and static fields":
+        params, state = step(params, state, rest)  # once outside of `jit`
     for _ in range(10):
         params, state = jitted(params, state, rest)
     model = back(params, rest)
@@ -238,14 +240,14 @@ def test_no_optimiser_moves_a_frozen_leaf(name, tx, form):
 @pytest.mark.parametrize("form", [tp.partition, tp.ravel, tp.stack])
 def test_one_trace_for_equal_layouts(specimen, form):
     first, second = specimen.make(), specimen.make()
-    second = tp.maptrainable(lambda x: x * 2, second, trainable=specimen.layout(second))
+    second = tp.maptrainable(lambda x: -np.asarray(x), second, trainable=specimen.layout(second))
     layouts = specimen.layout(first), specimen.layout(second)
     assert layouts[0] == layouts[1]
     assert hash(layouts[0]) == hash(layouts[1])
     traces = []
     f = jax.jit(lambda *halves: traces.append(halves) or 0)
     for model, layout in zip((first, second), layouts, strict=True):
-        f(*form(model, layout))
+        f.trace(*form(model, layout))
     assert len(traces) == 1
 
 
@@ -275,10 +277,11 @@ def test_all_forms_in_transformations(model, layout):
 
     def losses(at_rest, ways):
         (vector, stacks, params), (of_vector, of_stacks, rest) = at_rest, ways
-        return [zoo.loss(of_vector(vector)), zoo.loss(of_stacks(stacks)), zoo.loss(tp.combine(params, rest))]
+        models = of_vector(vector), of_stacks(stacks), tp.combine(params, rest), model
+        return [zoo.loss(each) for each in models]
 
     for name, got in _variants(losses, at_rest, ways).items():
-        np.testing.assert_allclose(got, [zoo.loss(model)] * 3, 1e-5, err_msg=name)
+        np.testing.assert_allclose(got[:3], [got[3]] * 3, 1e-5, err_msg=name)
 
 
 def test_a_layout_from_outside_is_the_way_through_plain_jit(specimen):

@@ -50,7 +50,7 @@ def assert_near(got, want):
 
 
 def two():
-    return {name: jnp.asarray(np.ones(2, np.float32)) for name in "ab"}
+    return {name: jax.device_put(np.ones(2, np.float32)) for name in "ab"}
 
 
 # One of each kind is stepped outside of jit, too: there every operation is a program of its own.
@@ -104,7 +104,7 @@ def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
         return
     eager, state = model, txs[0].init(model)
     for i in range(2):
-        now = jax.tree.map(lambda x, i=i: jnp.asarray(np.asarray(x)[i]), grads)
+        now = jax.tree.map(lambda x, i=i: jax.device_put(np.asarray(x)[i]), grads)
         eager, state = optim.step(txs[0], now, state, eager)
     after, kept = tp.partition(eager, layout)
     assert_near(after, ours)
@@ -352,7 +352,7 @@ def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(fo
 
 
 def test_functions_among_the_extra_arguments_are_called_with_models():
-    model = {"w": jnp.asarray(np.zeros(2, np.float32)), "f": jnp.tanh, "n": 3, "v": zoo.ramp(1)}
+    model = {"w": jax.device_put(np.zeros(2, np.float32)), "f": jnp.tanh, "n": 3, "v": zoo.ramp(1)}
     loss = lambda m: jnp.sum((m["f"](m["w"]) - 0.5) ** 2) + m["n"] * jnp.sum(m["v"] ** 2)
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True)
     value, grads = tp.jit(tp.value_and_grad(loss))(model)

@@ -97,7 +97,7 @@ def test_any_choice_is_one_trace_and_moves_the_same_bits_as_if_all_moved():
 
 def test_what_waits_keeps_its_bits():
     odd, more = jnp.array([-0.0, 0.0, jnp.inf, jnp.nan, 1e-6]), ramp(5)
-    low, pairs = (jnp.asarray(np.asarray(odd).astype(dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
+    low, pairs = (jax.device_put(np.asarray(odd).astype(dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
     model = {"odd": odd, "low": low, "c": pairs, "moves": more, "tied": odd}
     tx = optim.stacked(optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1)), tp.layout(model))
     grads = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), model) | {"moves": more}
@@ -305,7 +305,7 @@ def test_any_history_is_that_of_gradients_that_are_missing_leaf_by_leaf(stages):
 
 
 def test_each_model_of_an_ensemble_has_flags_of_its_own():
-    nets = jax.tree.map(lambda leaf: jnp.asarray(np.stack([leaf, np.asarray(leaf) + 1])), _net())
+    nets = jax.tree.map(lambda leaf: jax.device_put(np.stack([leaf, np.asarray(leaf) + 1])), _net())
     flags = np.array([[True, False, True], [False, False, True]])
 
     def run(net, flags):
