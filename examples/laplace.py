@@ -176,7 +176,9 @@ def draw_reliability(plot: str, qualities: dict[str, tuple[Quality, Quality]]) -
     for axes, (name, both) in zip(picture.subplots(1, len(qualities), sharey=True), qualities.items(), strict=True):
         axes.plot([0, 1], [0, 1], "k:", linewidth=1)
         for each, label in zip(both, ("the net", "Laplace"), strict=True):
-            axes.plot(each.bins[0], each.bins[1], "o-", label=f"{label}: {each.error:.3f}")
+            sure, right, count = each.bins
+            enough = count >= 10  # of fewer images the share of right ones is chance
+            axes.plot(sure[enough], right[enough], "o-", label=f"{label}: {each.error:.3f}")
         axes.set(title=name, xlabel="how sure of the digit")
         axes.legend(title="calibration error")
     picture.axes[0].set_ylabel("how often right")

@@ -119,8 +119,8 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
     size = length if chunk is None else count_of("chunk", chunk, what)
     if size >= length:
         return jax.vmap(f)(values)
-    # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies the result
-    # where chunks do not come out even. Here the last ones overlap.
+    # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies it where
+    # chunks do not come out even (here the last ones overlap), or for another order of axes.
     count = -(-length // size)
     size = -(-length // count)
 
@@ -128,11 +128,9 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
         return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))
 
     starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
-    if count * size == length:
-        return jax.tree.map(lambda leaf: leaf.reshape(length, *leaf.shape[2:]), jax.lax.map(piece, starts))
     program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
 
-    def start(shape: Any, aval: Any) -> jax.Array:
+    def empty(shape: Any, aval: Any) -> jax.Array:
         return vary(jnp.zeros((length, *shape.shape[1:]), shape.dtype), varying(aval))
 
     def put(done: Any, start: Any) -> tuple[Any, None]:
@@ -140,8 +138,7 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
         return jax.tree.map(update, done, piece(start)), None
 
     leaves, treedef = jax.tree.flatten(shapes)
-    zeros = treedef.unflatten(map(start, leaves, program.out_avals))
-    return jax.lax.scan(put, zeros, starts)[0]
+    return jax.lax.scan(put, treedef.unflatten(map(empty, leaves, program.out_avals)), starts)[0]
 
 
 def length_of(batch: PyTree) -> int:
