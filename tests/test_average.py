@@ -25,16 +25,17 @@ def test_a_copy_is_equal_and_shares_nothing(name):
             assert as_data(ours).unsafe_buffer_pointer() != as_data(theirs).unsafe_buffer_pointer()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.complex64])
-def test_one_step_in_at_least_float32(dtype):
-    old, new = ramp(4, dtype=dtype), ramp(4, dtype=dtype, start=3.0)
-    wide = lambda x: np.asarray(x).astype(dtype if np.dtype(dtype).itemsize > 2 else np.float32)
+def test_one_step_in_at_least_float32():
+    dtypes = [np.float32, jnp.bfloat16, np.float16, np.complex64]
+    old, new = ([ramp(4, dtype=dtype, start=start) for dtype in dtypes] for start in (0.5, 3.0))
+    wide = lambda x: np.asarray(x).astype(x.dtype if x.dtype.itemsize > 2 else np.float32)
     jitted = jax.jit(lambda a, m, d: tp.ema(a, m, decay=d))
     for decay in (0.0, 0.9, 1.0, jnp.float32(0.9), np.float64(0.9)):
-        want = (wide(old) + np.float32(1 - decay) * (wide(new) - wide(old))).astype(dtype)
-        for got in (tp.ema(old, new, decay=decay), jitted(old, new, decay)):
-            assert got.dtype == dtype
-            np.testing.assert_allclose(wide(got), wide(want), 1e-6)
+        for each in (tp.ema(old, new, decay=decay), jitted(old, new, decay)):
+            for got, before, after, dtype in zip(each, old, new, dtypes, strict=True):
+                want = (wide(before) + np.float32(1 - decay) * (wide(after) - wide(before))).astype(dtype)
+                assert got.dtype == dtype
+                np.testing.assert_allclose(wide(got), wide(want), 1e-6)
 
 
 def test_ties_and_declarations_are_those_of_the_average():

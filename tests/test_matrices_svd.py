@@ -40,9 +40,11 @@ def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
         got, want = jax.jit(lambda vectors: [derivatives(way, vectors) for way in ways])(np.float64(q.vectors))
     assert_close(got, want, 1e-9)
     dense = np.asarray(want[0])
-    np.testing.assert_allclose(entries(q), dense, atol=5e-6)
-    np.testing.assert_allclose(entries(q.T), dense.T, atol=5e-6)
-    for determinant in jax.jit(lambda q: [each.slogdet() for each in (q, q.T, q.inv())])(q):
+    in_single = lambda q: (q.to_dense(), q.T.to_dense(), [each.slogdet() for each in (q, q.T, q.inv())])
+    of_q, of_transpose, determinants = jax.jit(in_single)(q)
+    np.testing.assert_allclose(of_q, dense, atol=5e-6)
+    np.testing.assert_allclose(of_transpose, dense.T, atol=5e-6)
+    for determinant in determinants:
         np.testing.assert_allclose(determinant, np.linalg.slogdet(dense), atol=1e-5)
 
 
@@ -134,11 +136,16 @@ def test_orthogonal_after_a_thousand_steps():
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 1), (0, 3)])
 def test_from_dense(shape: tuple[int, int]):
     w = normal(7, *shape)
-    decomposed = jax.jit(matrices.SVD.from_dense)(w)
-    assert_close(entries(decomposed), w)
-    np.testing.assert_allclose(np.sort(abs(decomposed.d))[::-1], np.linalg.svd(w, compute_uv=False), rtol=1e-5)
-    # Of what is a matrix already.
-    assert_close(jax.jit(lambda svd: matrices.SVD.from_dense(svd.T).to_dense())(decomposed), w.T)
+
+    @jax.jit
+    def there_and_back(w: jax.Array) -> Any:
+        decomposed = matrices.SVD.from_dense(w)
+        of_a_matrix = matrices.SVD.from_dense(decomposed.T)
+        return decomposed.d, decomposed.to_dense(), of_a_matrix.to_dense()
+
+    d, dense, transposed = there_and_back(w)
+    assert_close((dense, transposed), (w, np.asarray(w).T))
+    np.testing.assert_allclose(np.sort(np.abs(d))[::-1], np.linalg.svd(w, compute_uv=False), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "n"), [("householder", 1), ("householder", 64), ("givens", 64)])
@@ -174,7 +181,8 @@ def test_the_determinant_is_that_of_the_entries():
     for each in (weight, weight.inv().T):
         assert_close(*checked(each), 1e-4)
     stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), weight)
-    assert_close(stacked.slogdet(), tuple(jnp.stack([each, each]) for each in weight.slogdet()))
+    of_both, of_one = jax.jit(lambda *both: [each.slogdet() for each in both])(stacked, weight)
+    assert_close(of_both, tuple(np.stack([each, each]) for each in of_one))
 
 
 def test_the_inverse_is_tied_to_the_original():
