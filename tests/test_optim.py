@@ -21,7 +21,7 @@ BY_LEAF = optim.per_leaf(MOMENTUM)
 BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
 LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
 trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
-specimens = pytest.mark.parametrize("name", trained)
+specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
 forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
 
 
@@ -64,7 +64,7 @@ EAGERLY = (
 )
 
 
-@specimens
+@pytest.mark.parametrize("name", trained)
 def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
     specimen = trained[name]
     model = specimen.make()
