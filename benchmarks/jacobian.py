@@ -97,18 +97,21 @@ class _Loop(eqx.Module):
 
 def run(scale: Scale) -> Iterator[Table]:
     width, depth, inputs, many, few, chunk = (8, 1, 4, 4, 4, 2) if scale.is_smoke else (224, 3, 32, 200, 100, 20)
-    scale = scale._replace(rounds=min(scale.rounds, 4))  # some calls take seconds
+    scale = scale._replace(rounds=min(scale.rounds, 3))  # some calls take seconds
     dense = lambda outputs: eqx.nn.MLP(inputs, outputs, width, depth, jnp.tanh, key=jax.random.key(0))
     samples = lambda *shape: jax.random.normal(jax.random.key(1), shape)
     one = _Subject("1 output", dense("scalar"), samples(many, inputs), chunk)
     ten = _Subject("10 outputs", dense(10), samples(few, inputs), chunk, jax.jacrev)
     complex_one = _Subject("1 complex output", _Amplitude(dense(2)), one.xs, chunk, jax.jacrev, "complex")
     images = _Subject("1 output of images", _Convolutions(16), samples(few, 1, 28, 28), chunk)
-    for subject in (one, ten, complex_one) if not scale.is_smoke else (complex_one,):
+    if scale.is_smoke:
+        of_jacobians, of_kernels = [complex_one], [ten]
+    else:
+        of_jacobians = [one, ten, complex_one]
+        of_kernels = [one._replace(xs=samples(500, inputs)), ten, ten._replace(xs=ten.xs[:50]), images]
+    for subject in of_jacobians:
         yield _jacobians(subject, scale)
-    for subject in (
-        (one._replace(xs=samples(500, inputs)), ten._replace(xs=ten.xs[:50]), images) if not scale.is_smoke else (ten,)
-    ):
+    for subject in of_kernels:
         yield _kernels(subject, scale)
     yield _reached(scale)
 
