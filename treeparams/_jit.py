@@ -1,7 +1,6 @@
 """`jit` for models as they are: functions among the leaves, one array in several places."""
 
 import functools
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +8,6 @@ from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Ty
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
-from jax.core import Tracer
 
 from ._declare import registry
 from ._difference import Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
@@ -245,26 +242,3 @@ class _Result:
 jtu.register_pytree_node(
     _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, static)
 )
-
-
-def refuse_functions(leaves: Sequence[Any], slots: Sequence[Any], module: str) -> None:
-    """Refuses to hand a traced model with functions to a transformation of JAX, if it is JAX that called a module.
-
-    `jax.vmap(restructure)` fails for such a model in any case, with a message about one of the functions.
-    """
-    strange = next((leaf for leaf in leaves if not isinstance(leaf, _RESULTS)), None)
-    if strange is None or not (slots and isinstance(slots[0], Tracer)):
-        return
-    here: Any = inspect.currentframe()
-    frame = here.f_back
-    while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
-        frame = frame.f_back  # the latter check calls at run time
-    if caller.startswith("jax.") and "tree" not in caller:  # `jax.tree.map` hands over what it is given
-        raise TypeError(
-            f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "
-            "returns; use it within, jax.vmap(lambda v, x: restructure(v)(x), (0, None)), or take "
-            "eqx.filter_vmap(restructure), which stacks its arrays"
-        )
-
-
-_RESULTS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)

@@ -20,6 +20,9 @@ Marks = list[int]
 Run = Callable[[Any, Sequence[int]], Marks]
 """From a program within an operation, and the marks of its arguments, to those of its results."""
 
+# Each result is of the operand at its place.
+_PAIRED = {"device_put", "optimization_barrier"}
+
 # What calls one program with its own operands. Other operations hold a program too, such as reductions, but not how it
 # is called: their results get the marks of all operands.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"} | {
@@ -54,24 +57,34 @@ def through(eqn: Any, marks: Marks, run: Run) -> Marks:
         for program in programs(eqn):
             if (len(program.invars), len(program.outvars)) == (len(eqn.invars), len(eqn.outvars)):
                 return run(program, marks)
-    return [functools.reduce(operator.or_, marks)] * len(eqn.outvars)
+    if name in _PAIRED:
+        return marks
+    return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
 
 
 def carry(
     jaxpr: Jaxpr, marks: Sequence[int], step: Callable[[Any, Marks, Run], Marks] = through, constant: int = 0
 ) -> Marks:
     """The marks of what a program returns, of those of its arguments; constants that are not zero have their own."""
-    known = dict(zip(jaxpr.invars, marks, strict=True)) | dict.fromkeys(jaxpr.constvars, constant)
+    done: dict[Any, Marks] = {}  # a program may be called at many places
 
-    def look(atoms: Sequence[Any]) -> Marks:
-        return [(constant if np.any(atom.val) else 0) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    def run(jaxpr: Any, marks: Sequence[int]) -> Marks:
+        key = id(jaxpr), *marks
+        if key not in done:
+            done[key] = along(jaxpr, marks)
+        return done[key]
 
-    run = lambda inner, given: carry(inner, given, step, constant)
-    for eqn in jaxpr.eqns:
-        its = look(eqn.invars) or [constant]
-        found = step(eqn, its, run) if any(its) else [0] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, found, strict=True))
-    return look(jaxpr.outvars)
+    def along(jaxpr: Any, marks: Sequence[int]) -> Marks:
+        known = dict(zip(jaxpr.invars, marks, strict=True)) | dict.fromkeys(jaxpr.constvars, constant)
+        of_literal = lambda literal: constant if np.any(literal.val) else 0
+        look = lambda atoms: [of_literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+        for eqn in jaxpr.eqns:
+            its = look(eqn.invars)
+            found = step(eqn, its, run) if constant or any(its) else [0] * len(eqn.outvars)
+            known.update(zip(eqn.outvars, found, strict=True))
+        return look(jaxpr.outvars)
+
+    return run(jaxpr, marks)
 
 
 def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
@@ -90,22 +103,19 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def derivative(eqn: Any) -> ClosedJaxpr:
-    """The program of an operation and its derivative: of operands and tangents, one for each, to results and theirs."""
-    operands = shapes_of(eqn.invars)
-    moves = [is_floating(operand) for operand in operands]
+def derivative(eqn: Any, moves: Sequence[bool]) -> ClosedJaxpr:
+    """The program of an operation and its derivative in the operands that move.
+
+    From operands and tangents, one for each operand, to results and their tangents.
+    """
 
     def of(values: Any, tangents: Any) -> Any:
-        moving, still = eqx.partition(values, moves)
+        moving, still = eqx.partition(values, list(moves))
         run = lambda moving: bind(eqn, eqx.combine(moving, still))
-        return jax.jvp(run, (moving,), (eqx.filter(tangents, moves),))
+        return jax.jvp(run, (moving,), (eqx.filter(tangents, list(moves)),))
 
+    operands = [atom.aval for atom in eqn.invars]
     return jax.make_jaxpr(of)(operands, operands)
-
-
-def shapes_of(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of operands or results."""
-    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
 
 
 def is_floating(aval: Any) -> bool:
@@ -121,9 +131,13 @@ def programs(eqn: Any) -> Iterator[Any]:
                 yield getattr(each, "jaxpr", each)
 
 
-def primitives(jaxpr: Any) -> Iterator[str]:
-    """The names of all operations of a program, those of programs within it too."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for program in programs(eqn):
-            yield from primitives(program)
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of all operations of a program, those of programs within it too, but for kernels of Pallas."""
+    found, seen, waiting = set(), set(), [jaxpr]
+    while waiting:
+        jaxpr = waiting.pop()
+        if id(jaxpr) not in seen:  # a program may be called at many places
+            seen.add(id(jaxpr))
+            found |= {eqn.primitive.name for eqn in jaxpr.eqns}
+            waiting += [each for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for each in programs(eqn)]
+    return found

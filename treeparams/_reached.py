@@ -11,16 +11,23 @@ import jax.tree_util as jtu
 
 from ._layout import Layout, Trainable, trained_at
 from ._parts import Parts, put_together, take_apart
-from ._programs import Marks, Run, bind, carry, derivative, is_floating, primitives, shapes_of, through
+from ._programs import Marks, Run, bind, carry, derivative, is_floating, primitives, programs, through
+from ._text import describe
 
 P = ParamSpec("P")
 
 # Their results are floating, and their derivative is zero everywhere.
-_FLAT = frozenset({"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"})
+_FLAT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 
 # They change an array in place (`jax.new_ref`), which is not followed.
 _WRITES = frozenset({"addupdate", "masked_swap", "swap"})
 
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _TRACED = "to see what f reaches it is traced, as by jax.jit, so what it does must not depend on values of the model"
 
 
@@ -38,7 +45,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 
     f is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
     functions with derivative rules of their own, whose rule decides. What is in doubt counts as reached: a product with
-    zero, one part of a leaf. So does each place of a tie.
+    zero, a part of a leaf, what passes through an array that is written in place. A tie is reached at any place.
 
     Args:
         f: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's leaves.
@@ -70,16 +77,14 @@ def reaches(f: Callable[..., Any], parts: Parts, args: Any, kwargs: Any, has_aux
     def value(slots: Any, shapes: Any) -> list[Any]:
         given = iter(shapes)
         rest, args, kwargs = treedef.unflatten([next(given) if _is_shape(leaf) else leaf for leaf in leaves])
-        out = f(put_together(rest, slots), *args, **kwargs)
+        out: Any = f(put_together(rest, slots), *args, **kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
         return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
 
     try:
         program = jax.make_jaxpr(value)(list(parts.slots), list(filter(_is_shape, leaves))).jaxpr
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
+    except _NEEDS_VALUES as error:
         error.add_note(_TRACED)
         raise
     if not _WRITES.isdisjoint(primitives(program)):
@@ -95,21 +100,25 @@ _is_shape: Callable[[Any], bool] = lambda leaf: isinstance(leaf, jax.ShapeDtypeS
 
 
 def _differentiable(seen: set[Any], eqn: Any, marks: Marks, run: Run) -> Marks:
-    """Of the marks of what one operation returns those that its derivative passes on."""
+    """The marks of what one operation returns, without those that its derivative does not pass on."""
     name = eqn.primitive.name
     floating = [is_floating(var.aval) for var in eqn.outvars]
     if name in _FLAT or not any(floating):
         return [0] * len(floating)
     rule = _by_jvp if name == "custom_jvp_call" else _by_vjp if name.startswith("custom_vjp_call") else None
     if rule is None:
-        return [each if yes else 0 for each, yes in zip(through(eqn, marks, run), floating, strict=True)]
-    # Rules take long to trace. One that has passed all on is taken to do so again where the same line calls it.
-    call = (name, eqn.source_info.traceback, *(str(atom.aval) for atom in eqn.invars))
-    operands = [i for i, atom in enumerate(eqn.invars) if is_floating(atom.aval)]
+        # Where an entry goes when sorted is no derivative.
+        found = marks if name == "sort" else through(eqn, marks, run)
+        return [each if yes else 0 for each, yes in zip(found, floating, strict=True)]
+    # A rule may ask which operands move. It takes long to trace; one that has passed all on is taken to do so again
+    # where the same line calls it.
+    moves = [bool(mark) and is_floating(atom.aval) for mark, atom in zip(marks, eqn.invars, strict=True)]
+    operands = [i for i, move in enumerate(moves) if move]
+    call = (name, eqn.source_info.traceback, *moves, *(str(atom.aval) for atom in eqn.invars))
     rows = [operands if yes else [] for yes in floating]
-    if call not in seen:
+    if operands and call not in seen:
         try:
-            found = rule(eqn)
+            found = rule(eqn, moves)
         except Exception:  # then so does the derivative, if it comes to that, and says why
             found = rows
         if found == rows:
@@ -118,19 +127,20 @@ def _differentiable(seen: set[Any], eqn: Any, marks: Marks, run: Run) -> Marks:
     return [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
 
 
-# An operation with a rule of its own is traced once more with its derivative. What does not depend on the tangents, or
-# on the cotangents, is zero only if it depends on nothing: a rule may give anything. What is returned: for each result
-# the operands that it has a derivative in.
+# An operation with a rule of its own is traced once more with its derivative in what moves. A derivative that does not
+# depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything. What
+# is returned: for each result the operands that it has a derivative in.
 
 
-def _by_jvp(eqn: Any) -> list[list[int]]:
+def _by_jvp(eqn: Any, moves: list[bool]) -> list[list[int]]:
     count = len(eqn.invars)
-    return _dependent(derivative(eqn).jaxpr, count, count)[len(eqn.outvars) :]
+    rows = _dependent(derivative(eqn, moves).jaxpr, count, count)[len(eqn.outvars) :]
+    return [[i for i in row if moves[i]] for row in rows]
 
 
-def _by_vjp(eqn: Any) -> list[list[int]]:
-    operands, results = shapes_of(eqn.invars), shapes_of(eqn.outvars)
-    moves, kept = list(map(is_floating, operands)), list(map(is_floating, results))
+def _by_vjp(eqn: Any, moves: list[bool]) -> list[list[int]]:
+    operands, results = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    kept = list(map(is_floating, results))
 
     def of(values: Any, cotangents: Any) -> Any:
         moving, still = eqx.partition(values, moves)
@@ -143,7 +153,20 @@ def _by_vjp(eqn: Any) -> list[list[int]]:
 
 
 def _dependent(program: Any, others: int, along: int) -> list[list[int]]:
-    """For each result on which of its last arguments it depends: on all, if on other arguments or constants alone."""
+    """For each result of a program, on which of its last arguments it depends; on all of them, if in doubt."""
     other = 1 << along
-    rows = carry(program, [*[other] * others, *(1 << i for i in range(along))], constant=other)
+
+    def step(eqn: Any, marks: Marks, run: Run) -> Marks:
+        found = through(eqn, marks, run)
+        makes_something = not any(marks) and eqn.primitive.name not in _KEEPS_ZERO and not any(programs(eqn))
+        return [other] * len(found) if makes_something else found
+
+    rows = carry(program, [*[other] * others, *(1 << i for i in range(along))], step, other)
     return [[i for i in range(along) if row >> i & 1] or list(range(along if row else 0)) for row in rows]
+
+
+# What they make of zeros is zero; others, such as `exp`, may make anything of them.
+_KEEPS_ZERO = frozenset({
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put", "dot_general",
+    "mul", "neg", "pad", "reduce_sum", "reshape", "select_n", "slice", "squeeze", "sub", "transpose",
+})  # fmt: skip

@@ -9,12 +9,20 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree
 
 from ._index import Index
-from ._jit import refuse_functions
 from ._joined import Form
 from ._layout import Layout, slot_at
 from ._match import read_slots, slot_gradients
 from ._mesh import broadcast_as
-from ._parts import Rest, index_in, kept_arrays, others, put_together, take_apart, with_kept_arrays
+from ._parts import (
+    Rest,
+    index_in,
+    kept_arrays,
+    others,
+    put_together,
+    refuse_functions,
+    take_apart,
+    with_kept_arrays,
+)
 from ._repeated import Source, alike_nodes, part
 from ._stacks import NOTHING, held_of
 from ._text import first_few
@@ -70,7 +78,7 @@ class Restructure(Generic[M]):
                 functions.
         """
         slots = self._form.cut(form)
-        refuse_functions(others(self._rest), slots, __name__)
+        refuse_functions(self._rest, slots, __name__)
         return put_together(released(self), slots)
 
     def ravel(self, model: PyTree) -> Any:

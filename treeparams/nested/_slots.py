@@ -13,12 +13,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._index import common_dtype
-from .._jit import refuse_functions
 from .._joined import Form, Joined, vector_of
 from .._layout import Layout, Trainable, index_of
 from .._match import slot_gradients
 from .._mesh import result_varies, vary, varying
-from .._parts import Parts, Rest, others, put_together, take_apart
+from .._parts import Parts, Rest, put_together, refuse_functions, take_apart
 from .._structure import is_array
 
 
@@ -161,5 +160,5 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
 def _restructured(rest: Rest[Any], vector: Any) -> Any:
     slots = from_reals(divided(rest.layout, vector))
-    refuse_functions(others(rest), slots, __name__)
+    refuse_functions(rest, slots, __name__)
     return put_together(rest, slots)

@@ -39,7 +39,7 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
 
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
     update, (updates, _) = jax.make_jaxpr(step, return_shape=True)(leaves, state, leaves, np.float32(0))
-    if any(map(_draws, [*primitives(init), *primitives(update)])):
+    if any(map(_draws, primitives(init) | primitives(update))):
         return "it draws random numbers, which would be the same for all leaves of one shape"
     own = [1 << i for i in range(len(leaves))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
