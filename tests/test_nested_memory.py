@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import nested
 
 from .matrix_zoo import equations
-from .zoo import assert_close, ramp
+from .zoo import assert_close, enable_x64, ramp
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
 
@@ -139,3 +139,48 @@ def test_a_kernel_over_a_mesh_of_two_axes(axes):
     of = lambda axis_name: lambda model, xs: nested.kernel(net, model, xs, trainable=LAYOUT, axis_name=axis_name)
     sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 multiplies little that lies split by type")
+def test_meshes_with_explicit_axes():
+    """What lies over devices by type is brought together where rows are multiplied; tangents lie as the slots do."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    model, xs, vector = {"w": ramp(4, 4), "b": ramp(4)}, jnp.sin(ramp(8, 4) * 9), ramp(20)
+    f = lambda model, x: jnp.tanh(x @ model["w"] + model["b"])
+    loss = lambda model: jnp.sum(jnp.tanh(model["w"]) ** 2 * model["b"][None])
+
+    @jax.jit
+    def of_samples(model, xs):
+        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), model, xs, flat=True, chunk=3)
+        kernels = [nested.kernel(f, model, xs, chunk=chunk) for chunk in (None, 3)]
+        return nested.parameter_jacobian(f, model, xs, chunk=3), gradients, kernels
+
+    @jax.jit
+    def of_parameters(model, xs, vector):
+        operator = nested.hessian_operator(loss, model, damping=0.1)
+        outputs = nested.ggn_operator(lambda m: jnp.tanh(m["w"]), lambda y: jnp.sum(y**2), model)
+        return (
+            nested.kernel(f, model, xs),
+            operator(vector),
+            operator @ jnp.eye(20),
+            operator.diagonal(),
+            outputs(vector),
+        )
+
+    want = of_samples(model, xs), of_parameters(model, xs, vector)
+    with jax.set_mesh(mesh):
+        put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+        whole = jax.tree.map(put, model)
+        split = {"w": put(model["w"], "d"), "b": whole["b"]}
+        got = of_samples(whole, put(xs, "d")), of_parameters(split, put(xs), put(vector))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
+
+
+def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
+    with enable_x64(True):
+        model = {"a": jnp.asarray(np.linspace(0.1, 1, 3), jnp.float32), "b": jnp.asarray(np.linspace(-1, 1, 3))}
+        f = lambda model, x: jnp.tanh(x @ model["b"]) * jnp.sum(model["a"].astype(x.dtype) ** 2)
+        xs = jnp.sin(jnp.arange(15.0)).reshape(5, 3)
+        rows = nested.parameter_jacobian(f, model, xs)[:, 0]
+        np.testing.assert_allclose(nested.kernel(f, model, xs), rows @ rows.T, 1e-12)

@@ -21,8 +21,8 @@ enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.
 
 def ramp(*shape: int, dtype: Any = jnp.float32, start: float = 0.5) -> jax.Array:
     """Distinct values, so that a mixed-up leaf shows."""
-    # NumPy makes and casts them: JAX would compile a program for each shape.
-    return jnp.asarray(np.linspace(start, start + 1, math.prod(shape)).reshape(shape).astype(dtype))
+    # NumPy makes and casts them: JAX would compile a program for each shape, `jnp.asarray` too.
+    return jax.device_put(np.linspace(start, start + 1, math.prod(shape)).reshape(shape).astype(dtype))
 
 
 class Norm(eqx.Module):

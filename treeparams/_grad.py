@@ -57,8 +57,8 @@ def value_and_grad(
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         has_aux: whether `f` returns `(scalar, aux)`.
         unreached: what stands at a slot that `f` does not reach, as told by `tp.reached`: `"zeros"`, as in JAX;
-            `"none"`, so that an optimiser takes no step there (with zeros AdamW would decay it); or `"error"`. For the
-            latter two `f` is traced once more.
+            `"none"`, so that `optim.trainable` takes no step there (with zeros AdamW would decay it); or `"error"`. For
+            the latter two `f` is traced once more.
 
     Returns:
         A function that takes what `f` takes and returns `(value, grads)`, or `((value, aux), grads)`. `grads` is the
@@ -66,6 +66,7 @@ def value_and_grad(
 
     Raises:
         ValueError: when called: `f` does not reach a slot, with `unreached="error"`; as `tp.layout`.
+        TypeError: when called: as `tp.reached`, with `"none"` or `"error"`; as `tp.layout`.
 
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.

@@ -49,6 +49,18 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
 
 
+def shardings_of(tree: Any) -> tuple[Any, ...]:
+    """How each array lies by its type; `None` if on each device whole."""
+    return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
+
+
+def typed_as(tree: Any, shardings: tuple[Any, ...]) -> Any:
+    """A tree whose arrays lie by type as `shardings_of` said of another."""
+    leaves, treedef = jax.tree.flatten(tree)
+    lay = lambda leaf, sharding: leaf if sharding is None else _reshard(leaf, sharding)
+    return treedef.unflatten(map(lay, leaves, shardings))
+
+
 def laid_as(array: Any, like: Any) -> Any:
     """The array as another lies over the devices; if that is whole on each, as it is."""
     if is_sharded(like) and (isinstance(array, Tracer) or isinstance(like, Tracer)):

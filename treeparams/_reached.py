@@ -54,7 +54,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 
     Returns:
         A function that takes what f takes and returns the layout of the model in which only what f reaches is trained.
-        Its `diff` with `tp.layout(model)` names the rest.
+        Its `diff` with `tp.layout(model)` names the rest; as `trainable` of anything here it freezes the rest.
 
     Raises:
         ValueError: as `tp.layout`.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from .._mesh import vary, varying
+from .._mesh import first_axis_whole, vary, varying
 from .._recognise import structure_of
 from .._text import count_of, describe
 
@@ -123,6 +123,7 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
     # chunks do not come out even (here the last ones overlap), or for another order of axes.
     count = -(-length // size)
     size = -(-length // count)
+    values = jax.tree.map(lambda leaf: first_axis_whole(jnp.asarray(leaf)), values)
 
     def piece(start: Any) -> Any:
         return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))

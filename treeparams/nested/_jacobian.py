@@ -28,7 +28,7 @@ def parameter_jacobian(
 ) -> Inexact[Array, "samples outputs n"]:
     """The Jacobian of `f(model, x)` in the trained parameters, for each sample x.
 
-    >>> import jax.numpy as jnp
+    >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> model = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(0.5)}
     >>> xs = jnp.array([[1.0, 0.0], [1.0, 1.0]])
@@ -39,7 +39,7 @@ def parameter_jacobian(
 
     The columns are in the order of `tp.ravel` (here `b` comes first). So a step of natural gradient is a few lines:
 
-    >>> vector, restructure = nested.real_vector(model)
+    >>> vector, restructure = tp.ravel(model)
     >>> rows = nested.parameter_jacobian(lambda model, x: x @ model["w"] + model["b"], model, xs)[:, 0]
     >>> kernel = rows @ rows.T + 1e-6 * jnp.eye(2)
     >>> model = restructure(vector - rows.T @ jnp.linalg.solve(kernel, jnp.array([1.5, 3.5])))
@@ -53,7 +53,7 @@ def parameter_jacobian(
         model: any pytree.
         xs: a tree of arrays with one leading axis, the samples.
         chunk: how many samples are differentiated at once. Beside the result nothing is then larger than their rows,
-            `(chunk, outputs, n)`; `None`: all.
+            `(chunk, outputs, n)`, and what f itself computes; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
             real parts, then all imaginary ones, as variational Monte Carlo needs. In both a complex parameter is a pair
             of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f must
@@ -67,9 +67,10 @@ def parameter_jacobian(
         backward, unless there are fewer parameters than outputs.
 
     Raises:
-        ValueError: `chunk` or `mode` is none; the arrays of xs differ in length, or one has no axis; as `tp.layout`.
-        TypeError: f returns no floating array, or a complex one with `mode="real"`, or a real one, or has real
-            parameters, with `"holomorphic"`; as `tp.layout`.
+        ValueError: `chunk` is no count; there is no such `mode`; the arrays of xs differ in length, or one has no axis;
+            as `tp.layout`.
+        TypeError: f returns no floating array; a complex one, with `mode="real"`; a real one, with `"holomorphic"`; a
+            parameter is real, with `"holomorphic"`; as `tp.layout`.
     """
     length_of(xs)
     of = Outputs(f, model, xs, mode, trainable)

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._index import widened
 from .._layout import Trainable
+from .._mesh import replicated
 from .._text import count_of
 from ._inputs import length_of
 from ._jacobian import Mode, Outputs
@@ -39,22 +39,24 @@ def kernel(
 
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for the samples of one
-    output at a time, so that J is never there: no array is larger than samples x the largest parameter. For each pair
-    of outputs the backward pass is done once more, which is little beside the product itself unless samples are few.
-    Where J fits into memory and there are many outputs of few samples, `parameter_jacobian` is faster. Call it within
-    `jax.jit`: its loops are compiled anew at each call outside.
+    output at a time, so that J is never there: beside the result and what f itself computes, no array is larger than
+    samples x the largest parameter. The price: the backward pass is done anew for each pair of blocks of rows, a block
+    being one output of all samples, or of a chunk. Beside the products of dense weights that is little, but not where
+    samples or chunks are few, or f is long (convolutions): if J fits into memory, `parameter_jacobian` is faster there.
+
+    Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
+    and parameters are first brought together on each device; to share the work, take `axis_name`.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
         model: any pytree.
         xs: a tree of arrays with one leading axis, the samples.
         ys: the samples of the second Jacobian; `None`: those of the first, of which then one triangle is computed.
-        chunk: how many samples are differentiated at once: no array is then larger than chunk x the largest parameter,
-            but for the result; `None`: all.
+        chunk: how many samples are differentiated at once: for samples read chunk in what is said above; `None`: all.
         mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        axis_name: of a mesh, inside of `jax.shard_map`, along which the samples lie: each device gives its own (of xs
-            as of ys), and gets the kernel of all.
+        axis_name: the axis of a mesh along which the samples lie, inside of `jax.shard_map`. Each device passes its own
+            samples, xs and ys, and gets the kernel of all.
 
     Returns:
         The kernel, shape `(samples * outputs, samples_y * outputs)`: sample by sample, with the outputs of each as the
@@ -66,6 +68,7 @@ def kernel(
         TypeError: as `parameter_jacobian`.
     """
     of = Outputs(f, model, xs, mode, trainable)
+    of.slots = jax.tree.map(replicated, of.slots)
     dtype = widened(of.dtype)
     left = right = _Blocks(of, xs, chunk)
     if ys is not None or axis_name is not None:
@@ -76,7 +79,7 @@ def kernel(
     def product(rows: list[jax.Array], columns: list[jax.Array]) -> jax.Array:
         total = jnp.zeros((left.size, right.size), dtype)
         for a, b in zip(rows, columns, strict=True):
-            total += jnp.matmul(a, b.conj().T, preferred_element_type=widened(a.dtype)).astype(dtype)
+            total += jnp.matmul(a, b.conj().T, preferred_element_type=dtype)
         return total
 
     def across(i: Any) -> jax.Array:
@@ -85,7 +88,7 @@ def kernel(
             return _each(lambda j: product(rows, right.rows(j)), right.count)
         if left.count == 1:
             return product(rows, rows)[None]
-        nothing = jnp.zeros_like(product(rows, rows))
+        nothing = jnp.zeros_like(product(rows, rows))  # what is above the diagonal is that below it, turned
         return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.rows(j)), lambda: nothing), left.count)
 
     shape = left.samples * left.outputs, right.samples * right.outputs
@@ -94,8 +97,10 @@ def kernel(
         return jnp.zeros((devices * shape[0], shape[1]), dtype)
     blocks = _each(across, left.count)
     if left is right:
-        above = np.triu(np.ones((left.count, left.count), bool), 1)[:, :, None, None]
-        blocks = jnp.where(above, blocks.conj().transpose(1, 0, 3, 2), blocks)
+        number = jnp.arange(left.count)
+        is_above = (number[:, None] < number[None])[:, :, None, None]
+        blocks = jnp.where(is_above, blocks.conj().transpose(1, 0, 3, 2), blocks)
+    # From (piece, output) pairs of blocks to rows and columns that go sample by sample, outputs within.
     pieces = blocks.reshape(-1, left.outputs, right.pieces, right.outputs, left.size, right.size)
     padded = pieces.transpose(0, 4, 1, 2, 5, 3).reshape(left.count * left.size, right.count * right.size)
     whole = padded[: shape[0], : shape[1]]
@@ -108,7 +113,10 @@ def kernel(
 
 
 class _Blocks:
-    """The rows of a Jacobian, those of one output of some samples at a time."""
+    """The rows of a Jacobian, those of one output of some samples at a time.
+
+    There are `pieces` of the samples, each of `size`, and for each the blocks of all outputs follow one another.
+    """
 
     def __init__(self, of: Outputs, samples: PyTree, chunk: int | None) -> None:
         self.samples = length_of(samples)
@@ -119,6 +127,7 @@ class _Blocks:
         self.count = self.pieces * self.outputs
         missing = self.pieces * self.size - self.samples
         pad = lambda leaf: jnp.pad(leaf, ((0, missing), *[(0, 0)] * (jnp.ndim(leaf) - 1)), mode="edge")
+        samples = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf)), samples)
         self._samples = jax.tree.map(pad, samples) if missing else samples
         self._of = of
 
@@ -137,4 +146,5 @@ class _Blocks:
 
 
 def _each(f: Callable[[Any], jax.Array], count: int) -> jax.Array:
+    """`f` of each number below the count; without a loop where there is one."""
     return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from .._layout import Layout, Trainable
+from .._mesh import shardings_of, typed_as
 from .._structure import is_array
 from .._text import describe, imported
 from ._inputs import mapped
@@ -34,13 +35,24 @@ class Operator(eqx.Module):
     Array([9., 3.], dtype=float32)
 
     Attributes:
-        layout: of the model; the matrix is `(layout.size, layout.size)`, with a complex parameter as a pair of reals.
+        layout: of the model.
+        shape: `(n, n)` with n the length of `real_vector`, in which a complex parameter is a pair of reals.
         damping: what is added to the diagonal; `None`: nothing.
     """
 
     _linear: Any
     damping: ArrayLike | None
     layout: Layout = eqx.field(static=True)
+    _shardings: Any = eqx.field(static=True)  # of the slots in reals, where their types say how they lie
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        (length,) = real_form(self.layout).blocks[0].shape
+        return length, length
+
+    def __repr__(self) -> str:
+        return f"Operator(shape={self.shape}, damping={self.damping}, {self.layout!r})"
 
     def __call__(self, tangent: PyTree) -> PyTree:
         """The product with a tangent, plus `damping` times the tangent: arguments, result and errors as of `hvp`.
@@ -49,7 +61,7 @@ class Operator(eqx.Module):
             tangent: as for `hvp`.
         """
         direction = taken(self.layout, tangent)
-        product = self._linear(direction)
+        product = self._linear(typed_as(direction, self._shardings))
         if self.damping is not None:
             damped = lambda each, along: each + jnp.asarray(self.damping, each.dtype) * along
             product = jax.tree.map(damped, product, direction)
@@ -148,8 +160,9 @@ def hessian_operator(
         TypeError: as `hvp`.
     """
     parts = parts_of(model, trainable)
-    _, linear = jax.linearize(jax.grad(of_reals(loss, parts, *args)), in_reals(parts.slots))
-    return Operator(linear, damping, parts.layout)
+    slots = in_reals(parts.slots)
+    _, linear = jax.linearize(jax.grad(of_reals(loss, parts, *args)), slots)
+    return Operator(linear, damping, parts.layout, shardings_of(slots))
 
 
 def ggn_operator(
@@ -190,10 +203,10 @@ def ggn_operator(
         TypeError: as `hvp`.
     """
     parts = parts_of(model, trainable)
-    of_parameters = of_reals(model_fn, parts, *args)
-    outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), in_reals(parts.slots))
+    of_parameters, slots = of_reals(model_fn, parts, *args), in_reals(parts.slots)
+    outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
     _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
-    return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout)
+    return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout, shardings_of(slots))
 
 
 def _between(forward: Any, curvature: Any, direction: PyTree) -> PyTree:

@@ -49,7 +49,7 @@ def per_example_gradients(
 
     Returns:
         The canonical tree of gradients with a leading axis, `None` where nothing is trained; or the matrix, shape
-        `(batch, n)` with n the length of the vector.
+        `(batch, n)` with n the length of the vector. Of complex parameters they are as of `tp.grad`.
 
     Raises:
         ValueError: the arrays of the batch differ in length, or one has no axis; `chunk` is no count; as `tp.layout`.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._index import common_dtype
+from .._index import common_dtype, is_complex
 from .._joined import Form, Joined, vector_of
 from .._layout import Layout, Trainable, index_of
 from .._match import slot_gradients
@@ -24,8 +24,8 @@ from .._structure import is_array
 class Pair(NamedTuple):
     """The real and the imaginary part of a complex array, in its place in a tree."""
 
-    real: jax.Array
-    imag: jax.Array
+    real: Any
+    imag: Any
 
 
 def in_reals(tree: PyTree) -> PyTree:
@@ -53,7 +53,8 @@ def of_reals(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Any],
 def own_copies(f: Callable[[Any], Any], slots: PyTree) -> PyTree:
     """The slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
 
-    JAX takes a gradient in what is the same on all devices to be summed over them; those of examples are not.
+    Of slots that are the same on all devices JAX would sum each gradient over the devices. The gradient of one example
+    is of that example alone.
     """
     axes = result_varies(f, slots)
     return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
@@ -78,7 +79,8 @@ def real_form(layout: Layout) -> Form:
 
 def _shapes(layout: Layout) -> tuple[Any, ...]:
     """The slots in reals, shapes and dtypes alone."""
-    return jax.eval_shape(in_reals, tuple(jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in layout.slots))
+    one = lambda slot: jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype)
+    return tuple(Pair(one(slot), one(slot)) if is_complex(slot.dtype) else one(slot) for slot in layout.slots)
 
 
 def joined(layout: Layout, reals: PyTree) -> jax.Array:
@@ -140,7 +142,8 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
     Array([2.+4.j, 6.+8.j], dtype=complex64)
 
     It is the vector that columns of `parameter_jacobian` are counted by. Where no parameter is complex it is that of
-    `tp.ravel`.
+    `tp.ravel`, whose `restructure` knows names too; those of a layout (`layout.slice`, `layout.indices`) are of that
+    vector, and not of this one where parameters are complex.
 
     Args:
         model: any pytree.
