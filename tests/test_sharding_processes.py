@@ -59,7 +59,7 @@ class Group:
     def found(self, limit=60):
         """What each found, once all have written it."""
         files = [self.file(process, "json") for process in range(len(self.processes))]
-        written = lambda: all(file.exists() and file.stat().st_size for file in files)
+        written = lambda: all(file.exists() for file in files)
         self.statuses(lambda: written() or all(process.poll() is not None for process in self.processes), limit)
         assert written(), "\n".join(map(self.said, range(len(files))))
         return [json.loads(file.read_text()) for file in files]

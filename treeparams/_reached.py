@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import equinox as eqx
 import jax
@@ -66,7 +66,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
         hit = reaches(f, parts, args, kwargs, has_aux)
         return trained_at(parts.layout, [leaf for leaf, yes in zip(parts.index.positions, hit, strict=True) if yes])
 
-    return layout_of  # pyright: ignore
+    return cast(Any, layout_of)
 
 
 def reaches(f: Callable[..., Any], parts: Parts, args: Any, kwargs: Any, has_aux: bool) -> list[bool]:

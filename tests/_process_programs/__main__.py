@@ -181,5 +181,7 @@ if __name__ == "__main__":
     program, address, processes, process, folder = sys.argv[1:]
     sharding.initialize(address, int(processes), int(process), heartbeat=5)
     found = {"saves": saves, "restores": restores, "waits": waits}[program](pathlib.Path(folder))
-    pathlib.Path(folder, f"{program}{process}.json").write_text(json.dumps(found))
+    part = pathlib.Path(folder, f"{program}{process}.part")
+    part.write_text(json.dumps(found))
+    part.rename(part.with_suffix(".json"))  # it is there as soon as it is whole
     end(program)

@@ -68,7 +68,7 @@ def kernel(
         TypeError: as `parameter_jacobian`.
     """
     of = Outputs(f, model, xs, mode, trainable)
-    of.slots = jax.tree.map(replicated, of.slots)
+    of.slots = jax.tree.map(replicated, of.slots)  # rows of all samples are multiplied with one another
     dtype = widened(of.dtype)
     left = right = _Blocks(of, xs, chunk)
     if ys is not None or axis_name is not None:
