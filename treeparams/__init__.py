@@ -8,9 +8,9 @@ only from those above it:
     _declare      field, declare: what a class says of its fields
     _mesh         arrays that lie over several devices
     _primitives   one vector cut into arrays, arrays joined into one
-    _programs     programs as JAX traces them, and what their results depend on
     _static_keys  static values compared by type and content
     _structure    what is static about a tree: nodes, paths, shapes, which arrays are one
+    _programs     programs as JAX traces them, and what their results depend on
     _recognise    recognising a tree whose structure is known; ties that a trace has lost
     _difference   Diff; what differs between two structures, in words
     _where        masks, globs, classes, leaves(): from what a user says to leaves

@@ -25,8 +25,6 @@ from ._text import count_of, describe, quoted
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
 R = TypeVar("R")
 Aux = TypeVar("Aux")
-
-
 Unreached = Literal["zeros", "none", "error"]
 
 
@@ -142,6 +140,7 @@ def grad(
 
     Raises:
         ValueError: as `value_and_grad`.
+        TypeError: as `value_and_grad`.
 
     Warns:
         UserWarning: nothing is trained.

@@ -57,8 +57,9 @@ def shardings_of(tree: Any) -> tuple[Any, ...]:
 def typed_as(tree: Any, shardings: tuple[Any, ...]) -> Any:
     """A tree whose arrays lie by type as `shardings_of` said of another."""
     leaves, treedef = jax.tree.flatten(tree)
-    lay = lambda leaf, sharding: leaf if sharding is None else _reshard(leaf, sharding)
-    return treedef.unflatten(map(lay, leaves, shardings))
+    return treedef.unflatten([
+        leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, shardings, strict=True)
+    ])
 
 
 def laid_as(array: Any, like: Any) -> Any:

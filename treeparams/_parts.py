@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
@@ -178,7 +177,7 @@ def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
     return Rest(tuple(frozen), _halves(rest)[1])
 
 
-_RESULTS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+_RESULTS = (np.generic, bool, int, float, complex)  # beside arrays, what JAX takes for a result
 
 # The files of JAX from which `jax.vmap`, `jax.jit` and the like call a function, whose results they then flatten.
 _FLATTENING = {"api_util", "batching", "linear_util", "partial_eval", "pjit"}
@@ -191,12 +190,14 @@ def refuse_functions(rest: Rest[Any], slots: Sequence[Any], module: str) -> None
     """
     if not (slots and isinstance(slots[0], Tracer)):
         return
-    strange = next((leaf for leaf in others(rest) if not isinstance(leaf, _RESULTS)), None)
+    strange = next((value for value in _halves(rest)[1].values.values if not isinstance(value, _RESULTS)), None)
+    if strange is None:
+        return
     here: Any = inspect.currentframe()
     frame = here.f_back
     while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
         frame = frame.f_back  # the latter check calls at run time
-    if strange is not None and caller.startswith("jax.") and caller.rpartition(".")[2] in _FLATTENING:
+    if caller.startswith("jax.") and caller.rpartition(".")[2] in _FLATTENING:
         raise TypeError(
             f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "
             "returns; use it within, jax.vmap(lambda v, x: restructure(v)(x), (0, None)), or take "

@@ -12,9 +12,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ._structure import is_inexact
 
 Marks = list[int]
 Run = Callable[[Any, Sequence[int]], Marks]
@@ -120,7 +121,7 @@ def derivative(eqn: Any, moves: Sequence[bool]) -> ClosedJaxpr:
 
 def is_floating(aval: Any) -> bool:
     """Whether a value of this kind, floating or complex, may have a derivative."""
-    return bool(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact))
+    return is_inexact(getattr(aval, "dtype", bool))
 
 
 def programs(eqn: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from .._index import common_dtype, is_complex
 from .._joined import vector_of
 from .._layout import Trainable
 from ._inputs import basis, check_output, length_of, mapped
-from ._slots import from_reals, in_reals, of_reals, own_copies, parts_of, real_form, taken
+from ._slots import in_reals, of_reals, own_copies, parts_of, real_form, taken
 
 Mode = Literal["real", "complex", "holomorphic"]
 
@@ -112,7 +112,7 @@ class Outputs:
 
     def __call__(self, slots: PyTree, x: Any) -> jax.Array:
         """The outputs of one sample."""
-        y = self._f(self._parts.model(from_reals(slots)), x)
+        y = of_reals(self._f, self._parts, x)(slots)
         check_output(y, "floating or complex")
         if self.mode == "real" and is_complex(y.dtype):
             raise TypeError(

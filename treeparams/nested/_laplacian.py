@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
-from .._programs import bind
+from .._programs import bind, is_floating
 from ._inputs import basis, check_output, real_array
 from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
 
@@ -133,7 +133,7 @@ def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]
     which = [isinstance(operand, Series | _Chain) for operand in operands]
     depends = [operand for operand, moves in zip(operands, which, strict=True) if moves]
     values = [operand.value if moves else operand for operand, moves in zip(operands, which, strict=True)]
-    kept = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
+    kept = [is_floating(var.aval) for var in eqn.outvars]
     if not depends or not any(kept) or eqn.primitive.name == "stop_gradient":
         return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)

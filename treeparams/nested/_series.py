@@ -172,8 +172,8 @@ def _is_within(eqn: Any, shape: tuple[int, ...], rules: int = 2) -> bool:
         return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)
     if eqn.primitive.name == CUSTOM:
         # A rule may call its own function for the value, which has the rule again; two derivatives are taken.
-        programs = [inner(eqn)] + (
-            [derivative(eqn, [is_floating(var.aval) for var in eqn.invars])] if rules > 0 else []
-        )
+        programs = [inner(eqn)]
+        if rules > 0:
+            programs.append(derivative(eqn, [is_floating(var.aval) for var in eqn.invars]))
         return all(_is_within(each, shape, rules - 1) for program in programs for each in program.jaxpr.eqns)
     return eqn.primitive.name in _POINTWISE
