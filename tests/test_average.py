@@ -25,6 +25,7 @@ def test_a_copy_is_equal_and_shares_nothing(name):
             assert as_data(ours).unsafe_buffer_pointer() != as_data(theirs).unsafe_buffer_pointer()
 
 
+@pytest.mark.filterwarnings("ignore:an average in bfloat16")
 def test_one_step_in_at_least_float32():
     dtypes = [np.float32, jnp.bfloat16, np.float16, np.complex64]
     old, new = ([ramp(4, dtype=dtype, start=start) for dtype in dtypes] for start in (0.5, 3.0))
@@ -36,6 +37,25 @@ def test_one_step_in_at_least_float32():
                 want = (wide(before) + np.float32(1 - decay) * (wide(after) - wide(before))).astype(dtype)
                 assert got.dtype == dtype
                 np.testing.assert_allclose(wide(got), wide(want), 1e-6)
+
+
+def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
+    for dtype in ("bfloat16", "float16"):
+        model = {"wide": ramp(1), "narrow": ramp(2, dtype=jnp.dtype(dtype))}
+        for exact in (0, 0.5, 1.0):
+            tp.ema(model, model, decay=exact)
+        with pytest.warns(UserWarning, match=rf"in {dtype}, as at 'narrow', stops moving.*tp.Ema") as caught:
+            tp.ema(model, model, decay=0.99)
+        assert [warning.filename for warning in caught] == [__file__]
+        tp.ema(model, model, decay=0.99)
+        tp.Ema(model, 0.99).update(model)
+
+
+@pytest.mark.parametrize("make", [tp.ema, tp.Ema])
+def test_tau_is_told_its_other_name(make):
+    model = {"w": ramp(1)}
+    with pytest.raises(TypeError, match=r"write decay=1 - tau$"):
+        make(model, model, tau=0.01)
 
 
 def test_ties_and_declarations_are_those_of_the_average():

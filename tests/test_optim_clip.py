@@ -75,9 +75,9 @@ def test_what_is_not_finite_is_seen(bad):
     below, state = clipped(fine | {"a": jnp.array([1.0, bad])})
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(below))
     assert not np.isfinite(state.norm)
-    assert int(state.clipped) == 1
+    assert (int(state.clipped), int(state.nonfinite)) == (0, 1)
     below, state = clipped(fine, state=state)
-    assert int(state.clipped) == 2
+    assert (int(state.clipped), int(state.nonfinite)) == (1, 1)
     assert float(tp.global_norm(below)) == pytest.approx(1.0)
 
 

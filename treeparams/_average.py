@@ -1,7 +1,8 @@
 """Copies, and exponential moving averages of models: target networks, Polyak averages."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,11 +18,13 @@ from ._index import widened
 from ._layout import Trainable
 from ._match import read_slots
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
-from ._recognise import keep_apart, name_deleted, structure_of
+from ._recognise import keep_apart, name_deleted, structure_of, warn
 from ._structure import Structure, flatten, is_inexact
 from ._where import select
 
 M = TypeVar("M")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Policy = Literal["copy", "keep", "average"]
 Buffers = Policy | Mapping[Any, Policy]
@@ -56,6 +59,19 @@ def copy(tree: M) -> M:
     return jtu.tree_unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
+def _says_decay(f: Callable[P, T]) -> Callable[P, T]:
+    """With an error for `tau`, the other word for how fast an average follows, in place of Python's own."""
+
+    @functools.wraps(f)
+    def without_tau(*args: P.args, **options: P.kwargs) -> T:
+        if "tau" in options:
+            raise TypeError("tau is the weight of the model, decay that of the average: write decay=1 - tau")
+        return f(*args, **options)
+
+    return without_tau
+
+
+@_says_decay
 def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy", trainable: Trainable = None) -> M:
     """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
 
@@ -66,8 +82,11 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
     >>> print(target["w"], target["steps"])
     [0.1 0.1] 5
 
-    Each slot is averaged once, in at least float32, and cast back to its own dtype. In bfloat16 an average sticks when
-    the step is under half a digit; `tp.Ema` keeps it in float32.
+    Each slot is averaged once, in at least float32, and cast back to its own dtype. There a bfloat16 or float16 average
+    stops moving once a step is below half the spacing between neighbouring numbers: a `UserWarning`, once for each kind
+    of model, says so and points to `tp.Ema`, which keeps float32.
+
+    Where the literature writes a soft update with `tau`, write `decay=1 - tau`.
 
     Args:
         average: the model averaged so far; it decides what is trained and tied, and the dtypes. Start with
@@ -85,9 +104,16 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
     Raises:
         ValueError: `decay` is not in [0, 1]; the model lacks an array of the average, or has another shape there;
             `buffers` is no policy, or selects nothing; as `tp.layout`.
-        TypeError: the model is complex where the average is real.
+        TypeError: the model is complex where the average is real; `tau` in place of `decay`.
     """
     parts, step = take_apart(average, trainable), step_size(decay)
+    narrow = [slot for slot in parts.index.slots if slot.dtype.itemsize < 4]
+    if narrow and (isinstance(decay, Tracer) or 0.5 < np.asarray(decay) < 1):  # a step of half the distance arrives
+        warn(
+            f"an average in {narrow[0].dtype}, as at {narrow[0].path!r}, stops moving once a step is below half the "
+            "spacing between neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
+            about=("ema", parts.index.structure.kinds[0]),
+        )
     news = read_slots(parts.index, model, exact_shapes=True)
     rest = next_rest(parts.rest, model, step, buffers)
     try:
@@ -207,6 +233,7 @@ class Ema(eqx.Module, Generic[M]):
     warmup: bool = field(static=True)
     buffers: Buffers = field(static=True)
 
+    @_says_decay
     def __init__(
         self,
         model: M,

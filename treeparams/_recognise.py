@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,7 +137,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 # Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
 _met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
-_warned_of: set[int] = set()
+_warned_of: set[Hashable] = set()
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
@@ -212,9 +212,8 @@ def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapp
             now = [(spec.shape, shape) for spec, shape in specs if spec is not None]
             mapped = {len(shape) - len(inner) for inner, shape in now}
             if lost and len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now):
-                _warned_of.add(kind)
                 names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
-                warn(_LOST.format(first_few(names)))
+                warn(_LOST.format(first_few(names)), about=kind)
                 break
 
 
@@ -226,8 +225,11 @@ _LOST = (
 )
 
 
-def warn(message: str) -> None:
-    """Gives a warning at the line that called this library."""
+def warn(message: str, about: Hashable = None) -> None:
+    """Gives a warning at the line that called this library; of what is named by `about`, once."""
+    if about is not None and about in _warned_of:
+        return
+    _warned_of.add(about)
     frame, levels = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1

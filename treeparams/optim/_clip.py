@@ -18,15 +18,17 @@ from ._state import nodes_of
 
 
 class ClipState(NamedTuple):
-    """The state of `optim.clip_by_global_norm`; both fields are there to be plotted.
+    """The state of `optim.clip_by_global_norm`; its fields are there to be plotted.
 
     Attributes:
         norm: the global norm in the last call, before clipping; float32, or float64 of a float64 model.
-        clipped: in how many calls it was not within the limit, calls with a norm that is not finite among them.
+        clipped: in how many calls it was finite and above the limit.
+        nonfinite: in how many calls it was infinite or NaN.
     """
 
     norm: Float[Array, ""]
     clipped: Int[Array, ""]
+    nonfinite: Int[Array, ""]
 
 
 ClipState.__module__ = "treeparams.optim"
@@ -76,7 +78,7 @@ def clip_by_global_norm(
 
     def init(params: PyTree) -> ClipState:
         norm = jax.eval_shape(global_norm, [leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
-        return ClipState(jnp.zeros((), norm.dtype), jnp.zeros((), jnp.int32))
+        return ClipState(jnp.zeros((), norm.dtype), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, ClipState]:
         norm = global_norm(updates)
@@ -88,9 +90,13 @@ def clip_by_global_norm(
             limit = jnp.asarray(max_norm, norm.dtype)
         is_within = norm <= limit
         # Within the limit the scale is 1 exactly. The inner `where` keeps infinity / infinity out of the gradient, too.
-        outside = jnp.where(jnp.isfinite(norm), limit / jnp.where(is_within, 1, norm), jnp.nan)
-        scale = jnp.where(is_within, 1, outside)
-        clipped = state.clipped + jnp.where(is_within, 0, 1).astype(state.clipped.dtype)
+        is_finite = jnp.isfinite(norm)
+        scale = jnp.where(is_within, 1, jnp.where(is_finite, limit / jnp.where(is_within, 1, norm), jnp.nan))
+        counted = ClipState(
+            norm.astype(state.norm.dtype),
+            clipped=state.clipped + (is_finite & ~is_within).astype(state.clipped.dtype),
+            nonfinite=state.nonfinite + (~is_finite).astype(state.nonfinite.dtype),
+        )
 
         def scaled(leaf: Any) -> Any:
             if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
@@ -98,7 +104,7 @@ def clip_by_global_norm(
             wide = common_dtype([leaf.dtype, scale.dtype])
             return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
 
-        return jax.tree.map(scaled, updates), ClipState(norm.astype(state.norm.dtype), clipped)
+        return jax.tree.map(scaled, updates), counted
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -118,8 +124,9 @@ def clip_state(state: PyTree) -> ClipState:
         state: of a transformation with `optim.clip_by_global_norm` in it.
 
     Returns:
-        The norm in the last call, and how often it clipped. Of several histories (`optim.set_trainable`) that of the
-        oldest, in the last call that had gradients for it; of several clips, as in groups, the first.
+        The norm in the last call, how often it clipped, and how often the norm was not finite. Of several histories
+        (`optim.set_trainable`) that of the oldest, in the last call that had gradients for it; of several clips, as in
+        groups, the first.
 
     Raises:
         ValueError: there is no clip in it.
