@@ -6,19 +6,25 @@ import inspect
 import json
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 import treeparams as tp
 from treeparams import matrices, nested, optim
 
-from .zoo import assert_same
+from .blocks import run
+from .zoo import ZOO, assert_same
 
 SOURCE = pathlib.Path(tp.__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 packages = pytest.mark.parametrize("package", [tp, optim, nested, matrices], ids=lambda package: package.__name__)
 
 
@@ -60,10 +66,89 @@ print(json.dumps([sorted(new), same, jax._src.xla_bridge.backends_are_initialize
     assert not started
 
 
-def test_only_public_jax_is_used_and_the_version_is_that_of_the_package():
+def test_only_public_jax_is_used():
     nodes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     assert not [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "_src"]
+
+
+def test_the_version_is_the_same_wherever_it_is_read():
+    assert "version" in PROJECT["dynamic"]  # hatchling takes it from treeparams/__init__.py
     assert tp.__version__ == importlib.metadata.version("treeparams")
+    assert re.findall("^version: (.*)$", (ROOT / ".github/CITATION.cff").read_text(), re.M) == [tp.__version__]
+    newest, *_ = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest == tp.__version__
+
+
+def test_the_versions_that_are_promised_are_those_that_are_tested():
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    assert set(versions) == set(re.findall(r'"(3\.\d+)"', workflow))
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+
+    bounds = dict(line.split(">=") for line in PROJECT["dependencies"])
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / ".ci/oldest.txt").read_text(), re.M))
+    assert pins.pop("jaxlib") == pins["jax"]
+    assert pins.keys() == bounds.keys()
+    assert all(f"{pins[name]}.".startswith(f"{bound}.") for name, bound in bounds.items()), (pins, bounds)
+
+    page = (ROOT / ".docs/pages/versions.md").read_text()
+    assert f"| Python | {versions[0]} | {versions[-1]} |" in page
+    said = dict(re.findall(r"^\| (\w+) \| (\S+) \| the newest", page, re.M))
+    assert {name.lower(): version for name, version in said.items()} == {
+        name: bounds[name] for name in ("jax", "equinox", "optax")
+    }
+
+
+def test_the_examples_bring_no_other_framework():
+    pytest.importorskip("tokenizers", reason="pip install 'treeparams[examples]'")
+    frameworks = {"flax", "dm-haiku", "orbax-checkpoint"}
+    assert frameworks <= brought_by("treeparams[test]")
+    brought = brought_by("treeparams[examples]")
+    assert {"jaxlib", "matplotlib", "scikit-learn", "tokenizers", "tqdm"} <= brought
+    assert not brought & (frameworks | {"jupyterlab", "pytest", "torch"})
+
+
+def brought_by(requirement):
+    """The names of all that pip installs for it, here and now."""
+    seen, ahead = set(), [Requirement(requirement)]
+    while ahead:
+        one = ahead.pop()
+        if (key := (one.name.lower(), *sorted(one.extras))) not in seen:
+            seen.add(key)
+            inner = map(Requirement, importlib.metadata.requires(one.name) or [])
+            chosen = one.extras or {""}
+            ahead += [
+                each for each in inner if not each.marker or any(each.marker.evaluate({"extra": x}) for x in chosen)
+            ]
+    return {name for name, *_ in seen}
+
+
+def test_links_of_the_readme_lead_somewhere_from_everywhere():
+    text = re.sub("^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    assert links
+    assert not [link for link in links if not link.startswith(("https://", "#"))]  # PyPI shows it, too
+    ours = r"https://(?:github.com|raw.githubusercontent.com)/treeparams/treeparams/(?:blob/|raw/|tree/)?main/([^#?]+)"
+    missing = [link for link in links if (found := re.match(ours, link)) and not (ROOT / found[1]).exists()]
+    assert not missing
+
+
+def test_what_contributors_are_told_holds():
+    page = ROOT / ".github/CONTRIBUTING.md"
+    namespace, blocks = run(page)
+    assert len(blocks) == 2
+    for name in ("bf16 with f32", "same array twice", "batch norm"):
+        namespace["test_norms_are_those_of_the_global_norm"](ZOO[name])
+    files = re.findall(r"`([\w.-]+/[\w./-]+\w)`", page.read_text())
+    assert len(files) > 8
+    assert not [name for name in files if not (ROOT / name).exists()]
+
+
+def test_workflows_use_actions_at_the_commit_that_was_read():
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    used = [line for path in workflows for line in path.read_text().splitlines() if "uses:" in line]
+    assert len(used) > 10
+    assert not [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d", line)]
 
 
 def test_values_of_public_classes_pickle():
