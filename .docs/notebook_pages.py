@@ -1,0 +1,46 @@
+"""Notebooks as pages: text and code as they stand, pictures as files beside the page."""
+
+import base64
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+COLAB = "https://colab.research.google.com/github/treeparams/treeparams/blob/main/notebooks"
+
+
+def write(notebook: Path, folder: Path) -> str:
+    """Writes the pictures of a notebook and a copy of it into a folder; returns its page."""
+    cells = json.loads(notebook.read_text())["cells"]
+    (folder / notebook.name).write_bytes(notebook.read_bytes())
+    title, *rest = [part for i, cell in enumerate(cells, 1) for part in _cell(cell, folder / f"{notebook.stem}-{i}")]
+    heading, _, lead = title.partition("\n")
+    buttons = (
+        f"[Open in Colab]({COLAB}/{notebook.name}){{ .md-button }}\n"
+        f'<a class="md-button" href="{notebook.name}" download>Download the notebook</a>'
+    )
+    return "\n\n".join([heading, buttons, lead.strip(), *rest])
+
+
+def _cell(cell: dict[str, Any], picture: Path) -> Iterator[str]:
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield text
+    elif text:
+        yield f"```python\n{text}\n```"
+        alt = cell["metadata"].get("alt", "")
+        for i, output in enumerate(cell["outputs"]):
+            yield from filter(None, [_output(output, alt, picture.with_suffix(f".{i}.png"))])
+
+
+def _output(output: dict[str, Any], alt: str, picture: Path) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        picture.write_bytes(base64.b64decode("".join(data["image/png"])))
+        width = output["metadata"].get("image/png", {}).get("width")  # of a picture for screens of twice the resolution
+        size = f' width="{width}"' if width else ""
+        return f'<img class="figure" src="{picture.name}" alt="{escape(alt)}"{size}>'
+    shown = data.get("text/plain", "") if output.get("name") != "stderr" else ""
+    text = "".join(output["text"] if output.get("name") == "stdout" else shown).rstrip()
+    return f"```text\n{text}\n```" if text else ""
