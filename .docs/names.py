@@ -15,6 +15,8 @@ PREFIXES = {
     **{name: f"treeparams.{name}" for name in ("optim", "nested", "matrices", "saving", "sharding", "plot")},
     **{name: f"treeparams.{name.capitalize()}" for name in ("layout", "restructure", "view", "rest")},
     **{name: f"treeparams.{name}" for name in ("Layout", "Restructure", "View", "Rest", "Ema", "Slot", "Diff")},
+    "Operator": "treeparams.nested.Operator",
+    "state": "treeparams.optim.TrainableState",
 }
 _NAME = re.compile(r"(?<![\[`])`([A-Za-z]\w*)((?:\.\w+)+)(?:[(\[][^`\n]*)?`(?![\]`])")
 _AS_IS = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)  # code and headings
@@ -25,7 +27,7 @@ def linked(text: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         name = PREFIXES.get(found[1], found[1]) + found[2]
-        return f"[{found[0]}][{name}]" if name in _documented() else found[0]
+        return f"[{found[0]}][{name}]" if name in documented() else found[0]
 
     return "".join(part if i % 2 else _NAME.sub(link, part) for i, part in enumerate(_AS_IS.split(text)))
 
@@ -74,5 +76,6 @@ def elsewhere() -> Iterator[tuple[str, str, str]]:
 
 
 @functools.cache
-def _documented() -> frozenset[str]:
+def documented() -> frozenset[str]:
+    """Names with an entry here or elsewhere."""
     return entries() | {name for _, name, _ in elsewhere()}

@@ -2,8 +2,11 @@
 
 import collections
 import importlib
+import importlib.util
 import inspect
+import json
 import pathlib
+import pkgutil
 import re
 
 import pytest
@@ -17,6 +20,17 @@ SITE = pathlib.Path(__file__).parent.parent / ".docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
 WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name != IDIOMS]
+
+
+def of_site(name):
+    """A module of the site's, which is no package and not installed."""
+    spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+names, checked, notebook_pages = map(of_site, ("names", "checked", "notebook_pages"))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -55,3 +69,92 @@ def test_every_public_name_is_listed_once():
     for module in (tp, optim, nested, matrices, saving, sharding):
         public = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
         assert sorted(listed[module.__name__]) == sorted(public)
+
+
+def exists(name):
+    try:
+        return not inspect.ismodule(pkgutil.resolve_name(name))
+    except (AttributeError, ImportError):
+        return False
+
+
+def test_names_documented_elsewhere_exist_and_are_listed_once():
+    listed = [name for _, name, _ in names.elsewhere()]
+    assert len(listed) == len(set(listed)) > 80
+    newer = {"jax.shard_map", "optax.freeze"}  # than the oldest versions that are supported
+    assert {name for name in listed if not exists(name)} <= newer
+
+
+def test_names_on_pages_are_links():
+    undocumented = {"jax.config.update", "jax.sharding.reshard", "optax.MaskedNode"}
+    seen = collections.Counter()
+    for page in PAGES.values():
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for prefix, rest in re.findall(r"`(\w+)((?:\.\w+)+)[(\[`]", text):
+            name = names.PREFIXES.get(prefix, prefix) + rest
+            package = name.partition(".")[0]
+            if package in ("treeparams", "jax", "equinox", "optax") and exists(name):
+                seen[package] += 1
+                assert name in names.documented() | undocumented, page
+    assert len(seen) == 4
+    assert min(seen.values()) > 20
+
+
+def test_links_stand_at_names_and_not_in_code():
+    text = (
+        "# `tp.grad`\n`tp.grad(f)(x)`, `jnp.where`, `optim.none`, [`tp.ema`](x.md)\n```\n`tp.grad`\n```\n`layout.mask`"
+    )
+    assert names.linked(text) == (
+        "# `tp.grad`\n[`tp.grad(f)(x)`][treeparams.grad], [`jnp.where`][jax.numpy.where], `optim.none`, "
+        "[`tp.ema`](x.md)\n```\n`tp.grad`\n```\n[`layout.mask`][treeparams.Layout.mask]"
+    )
+
+
+def test_the_table_of_the_api_has_links_only():
+    table = names.at_a_glance((SITE.parent / "README.md").read_text())
+    rows = re.findall(r"^\| .*\|$", table, re.M)
+    assert len(rows) > 8
+    assert not re.findall(r"(?<!\[)`[\w.]+`(?!\])", "".join(rows))
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "404.html").write_text("<a href='/nowhere'>")
+    (tmp_path / "b.png").write_text("")
+    (tmp_path / "a.html").write_text(
+        "<h1 id=x></h1><a href=#x><a href=#y><a href=sub/c.html#z><a href=sub/c.html#x>"
+        "<a href=https://e.org/n><img src=n.png>"
+    )
+    (tmp_path / "sub" / "c.html").write_text("<h1 id=z></h1><a href=../a.html><a href=a.html><img src=../b.png>")
+    assert sorted(checked.dead_links(tmp_path)) == [
+        "a.html: #y leads nowhere",
+        "a.html: n.png leads nowhere",
+        "a.html: sub/c.html#x leads nowhere",
+        "sub/c.html: a.html leads nowhere",
+    ]
+
+
+def test_a_notebook_becomes_a_page(tmp_path):
+    picture = {"data": {"image/png": "AAAA"}, "metadata": {"image/png": {"width": 300}}}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Lead."]},
+        {"cell_type": "code", "source": ["draw()"], "metadata": {"alt": "a < b"}, "outputs": [picture]},
+        {"cell_type": "code", "source": ["1"], "metadata": {}, "outputs": [{"name": "stdout", "text": ["1\n"]}]},
+    ]
+    notebook = tmp_path / "some.ipynb"
+    notebook.write_text(json.dumps({"cells": cells}))
+    (tmp_path / "out").mkdir()
+    page = notebook_pages.write(notebook, tmp_path / "out")
+    title, buttons, *rest = page.split("\n\n")
+    assert title == "# Title"
+    assert "/blob/main/notebooks/some.ipynb" in buttons
+    assert 'href="some.ipynb" download' in buttons
+    assert rest == [
+        "Lead.",
+        "```python\ndraw()\n```",
+        '<img class="figure" src="some-2.0.png" alt="a &lt; b" width="300">',
+        "```python\n1\n```",
+        "```text\n1\n```",
+    ]
+    assert (tmp_path / "out" / "some-2.0.png").read_bytes() == bytes(3)
+    assert (tmp_path / "out" / "some.ipynb").read_bytes() == notebook.read_bytes()
