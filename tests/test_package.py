@@ -100,7 +100,7 @@ def test_the_versions_that_are_promised_are_those_that_are_tested():
 
 
 def test_the_examples_bring_no_other_framework():
-    pytest.importorskip("tokenizers", reason="pip install 'treeparams[examples]'")
+    pytest.importorskip("tokenizers", reason="pip install -e '.[examples]'")
     frameworks = {"flax", "dm-haiku", "orbax-checkpoint"}
     assert frameworks <= brought_by("treeparams[test]")
     brought = brought_by("treeparams[examples]")
@@ -131,6 +131,16 @@ def test_links_of_the_readme_lead_somewhere_from_everywhere():
     ours = r"https://.*/treeparams/treeparams/(?:blob/|raw/|tree/)?main/([^#?]+)"
     missing = [link for link in links if (found := re.match(ours, link)) and not (ROOT / found[1]).exists()]
     assert not missing
+
+
+def test_nothing_is_installed_from_where_it_is_not():
+    """The package is not on PyPI; this goes with its first release."""
+    folders = [ROOT / name for name in ("treeparams", "examples", "benchmarks", "notebooks", ".docs", ".github")]
+    pages = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.*") if path.is_file())]
+    texts = {path: path.read_text() for path in pages if path.suffix in {".md", ".py", ".ipynb", ".yml"}}
+    assert len(texts) > 150
+    wrong = re.compile(r"pip install (?:-\S+ )*['\"]?treeparams(?!\S* @ git)")
+    assert not [str(path) for path, text in texts.items() if wrong.search(text)]
 
 
 def test_what_contributors_are_told_holds():
