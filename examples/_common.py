@@ -1,9 +1,10 @@
 """What the examples share: data, a progress bar, tables, pictures, and the command line."""
 
 import argparse
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,26 @@ def table(*rows: Sequence[str]) -> str:
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 
-def figure(width: float, height: float) -> Any:
-    """A picture to draw in; without pyplot there is no window, and no state to leave."""
+@contextlib.contextmanager
+def figure(plot: str, width: float = 8.5, height: float = 4.0) -> Iterator[Any]:
+    """A picture to draw in, which is then written; in the notebooks' style, and without pyplot and its windows."""
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    with matplotlib.style.context(Path(__file__).parents[1] / "notebooks" / "figures.mplstyle"):
+        picture = Figure(figsize=(width, height))
+        yield picture
+        picture.savefig(plot)
 
 
 def draw(plot: str, lines: Mapping[str, tuple[Any, Any]], **axes: Any) -> None:
     """A picture of named lines, or sheaves of lines, with what to set of its axes."""
-    picture = figure(9, 5)
-    drawn = picture.subplots()
-    for i, (name, (x, y)) in enumerate(lines.items()):
-        drawn.plot(x, y, color=f"C{i}", linewidth=1.2)[0].set_label(name)
-    drawn.set(**axes)
-    drawn.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    picture.savefig(plot, dpi=120)
+    with figure(plot) as picture:
+        drawn = picture.subplots()
+        for i, (name, (x, y)) in enumerate(lines.items()):
+            drawn.plot(x, y, color=f"C{i}")[0].set_label(name)
+        drawn.set(**axes)
+        picture.legend(loc="outside right upper")
 
 
 def command_line(main: Callable[..., Any], claims: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -85,7 +90,8 @@ def command_line(main: Callable[..., Any], claims: Callable[[Any], Mapping[str, 
     try:
         outcome = main(**given)
     except ModuleNotFoundError as error:
-        raise SystemExit(f"this example needs {error.name}: pip install 'treeparams[examples]'") from None
+        remedy = "install this checkout with pip install -e '.[examples]'"
+        raise SystemExit(f"this example needs {error.name}: {remedy}") from None
     checked = claims(outcome)
     print("\nChecked:")
     for claim, holds in checked.items():

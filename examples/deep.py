@@ -8,7 +8,7 @@ unrolls the loop, so the program grows with the layers. `tp.stack` turns the sam
 and `restructure.scan` goes over the layers in these: they are traced and compiled as one. Both forms train by the same
 rule on the same batches, and have the same losses.
 
-The images come with scikit-learn: `pip install 'treeparams[examples]'`.
+The images come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 import time

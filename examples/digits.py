@@ -8,7 +8,7 @@ this is said once, in the class. The loop is plain JAX and Optax.
 
 Then the same loop trains every array, as `eqx.partition` with `eqx.is_inexact_array` takes them: the statistics drift,
 the decoder parts from the encoder, and twice as many parameters learn less.
-The images come with scikit-learn: `pip install 'treeparams[examples]'`.
+The images come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 import functools

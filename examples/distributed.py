@@ -12,7 +12,7 @@ Nesterov's momentum along the mean of what they have moved, which is all that th
 This is another training, and H times less is moved.
 
 The processes run on this machine; over several machines each would be started there, with the address of the first.
-The images come with scikit-learn: `pip install 'treeparams[examples]'`.
+The images come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 import contextlib

