@@ -264,6 +264,9 @@ def test_init_refuses_an_alias_of_another_value():
         jax.eval_shape(tx.init, codec)  # of a trace there is nothing to see
     known = tp.layout(two(), ties={"b": "a"})
     assert optim.trainable(optax.sgd(0.1), known).init(two()).layout.ties == {"a": ("b",)}
+    with pytest.warns(UserWarning, match=r"ties 'b' to 'a', but the optimiser was not given it.*\(tx, known\)"):
+        optim.trainable(optax.sgd(0.1)).init(two())
+    optim.trainable(optax.sgd(0.1)).init(two())  # once
     frozen = {"a": jnp.ones(2), "b": jnp.zeros(2), "c": jnp.ones(1)}  # of what is frozen the aliases stay as they are
     optim.trainable(optax.sgd(0.1), tp.layout(frozen, "c", ties={"b": "a"})).init(frozen)
 

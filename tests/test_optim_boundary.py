@@ -179,6 +179,8 @@ def test_errors_of_update(without_type_checks):
     match = r"expected one transformation over models in `tx`, got 0; .* stands outermost"
     with pytest.raises(ValueError, match=match):
         optim.step(plain, model, plain.init(model), model)
+    with pytest.raises(ValueError, match=match):  # Optax itself fails at the `None` of what is frozen
+        optim.step(plain, {"w": model["w"], "b": None}, plain.init(model), model)
     with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
         optim.trainable(optax.adam)
     with pytest.raises(TypeError, match="expected a real update at 'w'"):

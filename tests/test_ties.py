@@ -86,7 +86,9 @@ def test_ties_that_a_field_declares():
     tied = tp.tie(model)[0]
     np.testing.assert_array_equal(tied.decoder, tied.encoder.T)
     assert tied.shifted is tied.inner["encoder"] is inner["encoder"]
-    assert tp.layout(Declares(leaf(2, 3), None)).ties == {}  # nothing there is no alias
+    nothing = Declares(leaf(2, 3), None)  # nothing there is no alias
+    assert tp.layout(nothing).ties == {}
+    assert tp.tie(nothing).encoder is nothing.encoder
 
     class Narrower(Declares):
         decoder: Any = tp.field(trainable=False)  # a field defined anew is declared anew
@@ -146,13 +148,17 @@ def test_ties_that_cannot_be(ties: Any, message: str):
         (lambda: tp.tie([leaf(2), leaf(3)], "1", to="0"), r"'1' is float32\[3\] and cannot be tied to '0', which is"),
         (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
         (lambda: tp.tie(codec(), "decoder"), r"takes both paths"),
+        (
+            lambda: tp.tie(squares()),
+            r"no class in this model declares a tie; .* tp.tie\(model, \"head\", to=\"embed\"\)",
+        ),
         (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie is to a path such as .*, got \('a', 'b'\)"),
         (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie is to a path .*, got 3"),
         (lambda: tp.field(tied_to=3), r"tp.field: a tie is to a path such as 'embed.weight', or .*, got 3"),
         (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
         (
             lambda: tp.tie(squares(), "b", to="a", transform=jnp.negative),
-            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\",",
+            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", negative\)",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
         warn(
             f"an average in {narrow[0].dtype}, as at {narrow[0].path!r}, stops moving once a step is below half the "
             "spacing between neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
-            about=("ema", parts.index.structure.kinds[0]),
+            about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
     news = read_slots(parts.index, model, exact_shapes=True)
     rest = next_rest(parts.rest, model, step, buffers)

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, SupportsIndex, TypeVar
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
 from ._joined import vector_of
 from ._layout import Trainable
 from ._parts import take_apart
-from ._recognise import name_deleted
+from ._recognise import name_deleted, warn
 from ._restructure import Restructure, over_stacks
 from ._stacks import stacks_of
 from ._where import Where
@@ -55,9 +56,14 @@ def ravel(
     Raises:
         ValueError: `pad_to` is not positive; more than 2^31 - 1 elements; as `tp.layout`.
         TypeError: `dtype` is not floating, real where a slot is complex or complex where none is; as `tp.layout`.
+
+    Warns:
+        UserWarning: `dtype` has 64 bits, and JAX is set to have none.
     """
     parts = take_apart(model, trainable)
     form = vector_of(parts.layout, dtype, pad_to)
+    if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
+        warn(f"the vector is {form.dtype}, not {jnp.dtype(dtype)} as asked, unless jax_enable_x64 is set")
     try:
         return form.join(parts.slots), Restructure(parts.rest, form)
     except (RuntimeError, ValueError) as error:

@@ -50,6 +50,9 @@ def value_and_grad(
     ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of
     flattening it twice; the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.
 
+    The value is that of the model with its ties filled: where an alias is not yet what its source gives (`tp.tie`),
+    it is not `f(model)`.
+
     Args:
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.
         trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.

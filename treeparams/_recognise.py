@@ -137,6 +137,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 # Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
 _met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
+given_ties: dict[tuple[int, ...], dict[Any, None]] = {}  # to layouts of each kind, beyond what arrays and classes tell
 _warned_of: set[Hashable] = set()
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds

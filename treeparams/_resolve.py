@@ -11,7 +11,7 @@ from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
-from ._recognise import structure_of, warn_of_lost_ties
+from ._recognise import given_ties, structure_of, warn_of_lost_ties
 from ._structure import Structure
 from ._text import first_lines
 from ._ties import find_ties, settle
@@ -89,9 +89,18 @@ def layout(
             raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
+    if ties is not None:
+        given_ties.setdefault(structure.kinds[:1], {}).update(dict.fromkeys(index_of(made).ties))
     if structure.is_traced:
         warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
     return made
+
+
+def forgotten_ties(index: Index) -> list[str]:
+    """Ties that some layout of such models was given and this one was not, in words."""
+    paths = index.structure.paths
+    given = given_ties.get(index.structure.kinds[:1], {})
+    return [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if tie not in index.ties]
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:

@@ -12,7 +12,7 @@ from ._layout import Layout
 from ._recognise import keep_apart, note_ties, structure_of
 from ._resolve import look_up
 from ._ties import Alias, checked, find_ties, parameter_at
-from ._where import Where, select
+from ._where import Where, declaring_nodes, select
 
 M = TypeVar("M")
 
@@ -51,13 +51,18 @@ def tie(
         The model; only the leaves at aliases are others.
 
     Raises:
-        ValueError: a path names no parameter, shapes or dtypes disagree; a transform that is not declared; the model
-            does not fit the layout.
+        ValueError: a path names no parameter, shapes or dtypes disagree; a transform that is not declared; no path is
+            given and no class declares a tie; the model does not fit the layout.
         TypeError: one of `alias` and `to` is given without the other.
     """
     leaves, treedef, structure = structure_of(model)
     if (alias is None or isinstance(alias, Layout)) and to is None and transform is None:
         known = find_ties(structure) if alias is None else look_up(structure, alias)[1].ties
+        if alias is None and not known and not any(said.ties for _, said in declaring_nodes(structure)):
+            raise ValueError(
+                "no class in this model declares a tie; declare it, "
+                'head: jax.Array = tp.field(tied_to="embed"), or name both paths, tp.tie(model, "head", to="embed")'
+            )
     elif not isinstance(alias, str) or to is None:
         raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
     else:
@@ -67,9 +72,9 @@ def tie(
         if linear is not None and known[0] not in find_ties(structure):
             raise ValueError(
                 f"nothing would remember that {alias!r} is {linear} of {to!r}, and the first step would part them. "
-                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform=...), or give it to '
-                f'a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", ...)}}), which tp.tie(model, known), '
-                "tp.grad and the optimiser take"
+                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={linear}), or '
+                f'give it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {linear})}}), which '
+                "tp.tie(model, known), tp.grad and the optimiser take"
             )
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))

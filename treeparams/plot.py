@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00")
 _FROZEN, _EMPTY = "#BBBBBB", "#F4F4F4"
 _LABELS = 22  # below a strip; with more, neighbours below one node share a label
-_FONT = 7.5  # points
+_FONT = 9  # points
 _LETTER = 0.6 * _FONT / 72  # inches, the mean width
 _INCHES = 0.45  # of a unit of height, which is that of a strip
 _SLOPE = 35  # degrees, of the names below a strip
@@ -78,7 +78,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
         raise TypeError("the first argument is a Layout, which says what is trained; drop `trainable`")
     known = model if isinstance(model, Layout) else layout_of(model, trainable)
     strips = _strips(known)
-    width = 10.0 if ax is None else ax.get_window_extent().width / ax.figure.dpi
+    width = 8.5 if ax is None else ax.get_window_extent().width / ax.figure.dpi
     labels = [_labels(strip, index_of(known).tied_to) for strip in strips]
     bases, bottom = _places([_divided(each, width)[1] for each in labels])
     if ax is None:
@@ -95,7 +95,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     if index_of(known).frozen:
         marks.append(Patch(facecolor=_FROZEN, edgecolor="black", label="frozen"))
     if marks:
-        ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=8, borderaxespad=0)
+        ax.legend(handles=marks, loc="upper right", ncols=2, frameon=False, fontsize=_FONT, borderaxespad=0)
     return ax
 
 
@@ -166,7 +166,7 @@ def _places(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
 
 def _draw(ax: Axes, strip: _Strip, base: float, tied: dict[str, str], colours: dict[str, str]) -> None:
     scale = 1 / max(strip.length, 1)
-    ax.text(0, base + 1.12, strip.title, fontsize=9, weight="bold", va="bottom", parse_math=False)
+    ax.text(0, base + 1.12, strip.title, fontsize=10, weight="bold", va="bottom", parse_math=False)
     ax.add_patch(Rectangle((0, base), 1, 1, facecolor=_EMPTY, edgecolor="grey", linewidth=0.5))
     for slot in strip.slots:
         face = _FROZEN if strip.frozen else colours[slot.path]

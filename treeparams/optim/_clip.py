@@ -133,5 +133,8 @@ def clip_state(state: PyTree) -> ClipState:
     """
     found = nodes_of(ClipState, state)
     if not found:
-        raise ValueError("there is no optim.clip_by_global_norm in this state")
+        raise ValueError(
+            "there is no optim.clip_by_global_norm in this state; optax.clip_by_global_norm keeps no norm, so write "
+            "optim.clip_by_global_norm(max_norm) in its place"
+        )
     return found[0]

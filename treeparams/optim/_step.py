@@ -51,11 +51,19 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
         TypeError: as `tx.update`; a complex update of a real parameter.
     """
     update: Any = extended(tx).update
-    updates, after = update(grads, state, model, **extra)
-    states = nodes_of(TrainableState, after)
+    try:
+        updates, after = update(grads, state, model, **extra)
+    except (ValueError, TypeError):
+        _model_state(state)  # plain Optax fails in many ways at a model, none of which names the reason
+        raise
+    return _moved(model, updates, _model_state(after).layout), after
+
+
+def _model_state(state: PyTree) -> TrainableState:
+    states = nodes_of(TrainableState, state)
     if len(states) != 1:
         raise ValueError(f"expected one transformation over models in `tx`, got {len(states)}; {ONE}")
-    return _moved(model, updates, states[0].layout), after
+    return states[0]
 
 
 def apply_updates(model: M, updates: PyTree) -> M:

@@ -17,6 +17,8 @@ from jaxtyping import PyTree
 from .._grad import nothing_trained
 from .._layout import Layout, Trainable, trained_at
 from .._parts import Parts, kept_arrays, take_apart
+from .._recognise import warn
+from .._resolve import forgotten_ties
 from .._text import describe, first_few
 from ._groups import check_groups
 from ._shown import History, Stacks, Tree, Vector, settled, steady
@@ -113,13 +115,19 @@ class Rule:
             raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
         parts = take_apart(params, self.trainable)
         _check_ties(params, parts)
+        if not isinstance(self.trainable, Layout) and (forgotten := forgotten_ties(parts.index)):
+            warn(
+                f"a layout of such a model ties {first_few(forgotten)}, but the optimiser was not given it and trains "
+                "them apart; write optim.trainable(tx, known), known = tp.layout(model, ties=...)",
+                about=(forgotten_ties, *forgotten),
+            )
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
         """A fresh state of what is trained."""
         positions = parts.index.positions
         if not positions:
-            warnings.warn(nothing_trained(parts.index), UserWarning, stacklevel=3)
+            warn(nothing_trained(parts.index))
             return TrainableState((), (), (), Roles(parts.layout, (), (), ()))
         run = self.fresh(parts)
         check_groups(run, parts.index)
