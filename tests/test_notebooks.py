@@ -3,19 +3,52 @@
 That they run is tested by running them: `pytest --nbmake notebooks`, as `.ci/run` does.
 """
 
+import base64
+import io
 import json
 import pathlib
 import re
+import struct
 
+import matplotlib.image
+import numpy as np
 import pytest
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SCREEN = 40  # lines of code in a cell
+COLAB = """# On Colab, run this first:
+# !git clone -q https://github.com/treeparams/treeparams && pip install -q "./treeparams[notebooks]"
+# %cd treeparams/notebooks
+"""
 
 
 def test_all_are_there():
-    names = [path.stem for path in NOTEBOOKS]
-    assert names == ["derivatives_in_losses", "flat_methods", "global_norm_clipping", "target_networks", "tour"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "curvature",
+        "derivatives_in_losses",
+        "global_norm_clipping",
+        "one_vector",
+        "target_networks",
+        "tour",
+    ]
+
+
+def test_what_lies_beside_them_is_used_by_them():
+    texts = [path.read_text() for path in NOTEBOOKS]
+    modules = [path.stem for path in FOLDER.glob("*.py")]
+    assert [name for name in modules if not any(re.search(rf"(import|from) {name}\b", text) for text in texts)] == []
+
+
+def test_pictures_in_the_readme_are_those_of_the_notebooks():
+    cells = [cell for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]]
+    shown = [matplotlib.image.imread(io.BytesIO(png)) for cell in cells for png in _pictures(cell)]
+    for path in (FOLDER / "images").iterdir():
+        image = matplotlib.image.imread(path)
+        same = [each for each in shown if each.shape[:2] == image.shape[:2]]
+        # It has fewer colours, since it is to be small.
+        assert any(np.abs(each[..., :3] - image[..., :3]).max() < 0.2 for each in same), path.name
+        assert path.stat().st_size < 60_000
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -27,6 +60,13 @@ def _code(cells):
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
+def _pictures(cell):
+    """As bytes, with the width at which each is shown; where none is said, it is shown as wide as it is."""
+    data = [output for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    widths = [each["metadata"].get("image/png", {}).get("width") for each in data]
+    return {base64.b64decode(each["data"]["image/png"]): width for each, width in zip(data, widths, strict=True)}
+
+
 def test_it_ran_once_from_top_to_bottom_without_a_word_on_stderr(cells):
     assert [cell["execution_count"] for cell in _code(cells)] == list(range(1, len(_code(cells)) + 1))
     outputs = [output for cell in _code(cells) for output in cell["outputs"]]
@@ -34,9 +74,31 @@ def test_it_ran_once_from_top_to_bottom_without_a_word_on_stderr(cells):
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
 
 
-def test_it_shows_pictures_and_asserts_what_it_claims(cells):
-    kinds = [kind for cell in _code(cells) for output in cell["outputs"] for kind in output.get("data", {})]
-    assert kinds.count("image/png") >= 2
+def test_it_begins_with_what_to_run_on_colab_and_has_the_style_of_all(cells):
+    assert "".join(_code(cells)[0]["source"]).startswith(COLAB)
+    source = "".join(line for cell in _code(cells) for line in cell["source"])
+    assert 'plt.style.use("figures.mplstyle")' in source
+    assert '%config InlineBackend.figure_format = "retina"' in source
+
+
+def test_each_picture_has_a_title_and_says_in_words_what_it_shows(cells):
+    shown = [cell for cell in _code(cells) if _pictures(cell)]
+    assert len(shown) >= 2
+    assert [cell["id"] for cell in shown if "title" not in "".join(cell["source"])] == []
+    words = [cell["metadata"].get("alt", "") for cell in shown]
+    assert [alt for alt in words if len(alt.split()) < 6] == []
+    assert len(set(words)) == len(words)
+    assert [cell["id"] for cell in cells if "alt" in cell["metadata"] and cell not in shown] == []
+
+
+def test_pictures_have_200_dots_per_inch(cells):
+    for cell in cells:
+        for png, width in _pictures(cell).items():
+            assert width
+            assert abs(struct.unpack(">I", png[16:20])[0] - 2 * width) <= 1
+
+
+def test_it_asserts_what_it_claims(cells):
     assert sum("assert" in line for cell in _code(cells) for line in cell["source"]) >= 8
 
 
@@ -44,7 +106,7 @@ def test_no_cell_is_longer_than_a_screen_and_each_picture_has_words_beside_it(ce
     for cell in _code(cells):
         assert len(cell["source"]) <= SCREEN, cell["source"][0]
     for before, cell, after in zip([None, *cells], cells, [*cells[1:], None], strict=False):
-        if cell["cell_type"] == "code" and any("image/png" in output.get("data", {}) for output in cell["outputs"]):
+        if _pictures(cell):
             assert "markdown" in {near["cell_type"] for near in (before, after) if near}
 
 
