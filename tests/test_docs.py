@@ -85,6 +85,12 @@ def test_names_documented_elsewhere_exist_and_are_listed_once():
     assert {name for name in listed if not exists(name)} <= newer
 
 
+def test_anchors_of_names_in_signatures_name_something():
+    anchors = re.findall(r"\{ #(\S+) \}", "".join(path.read_text() for path in PAGES.values()))
+    assert len(anchors) == 8
+    assert all(pkgutil.resolve_name(anchor) for anchor in anchors)
+
+
 def test_names_on_pages_are_links():
     undocumented = {"jax.config.update", "jax.sharding.reshard", "optax.MaskedNode"}
     seen = collections.Counter()
