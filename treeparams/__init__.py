@@ -4,6 +4,7 @@ A *layout* says so once, statically; everything else is a walk over it. The file
 only from those above it:
 
     _paths        key paths as text and back; globs; the nearest path to a misspelt one
+    _types        PyTree, for type checkers and at run time
     _text         tables; values in words
     _declare      field, declare: what a class says of its fields
     _mesh         arrays that lie over several devices

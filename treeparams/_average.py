@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from ._declare import field
 from ._index import widened
@@ -20,6 +20,7 @@ from ._match import read_slots
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
 from ._recognise import keep_apart, name_deleted, structure_of, warn
 from ._structure import Structure, flatten, is_inexact
+from ._types import PyTree
 from ._where import select
 
 M = TypeVar("M")
@@ -224,7 +225,7 @@ class Ema(eqx.Module, Generic[M]):
         weight: how much of the average comes from updates, `1 - decay**count` for a constant decay.
     """
 
-    shadow: PyTree[Array] = field(trainable=False)
+    shadow: PyTree = field(trainable=False)
     rest: Rest[M] = field(trainable=False)
     count: Int[Array, ""] = field(trainable=False)
     weight: Float[Array, ""] = field(trainable=False)

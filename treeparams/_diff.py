@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._index import is_complex
@@ -18,6 +17,7 @@ from ._recognise import name_deleted, static_values, structure_of
 from ._static_keys import identical, static_key
 from ._structure import flatten, is_inexact, same_treedef
 from ._text import both_in_text, describe
+from ._types import PyTree
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 

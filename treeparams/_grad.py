@@ -12,7 +12,6 @@ from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, get_ar
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
 from ._index import Index, widened
 from ._layout import Trainable
@@ -21,6 +20,7 @@ from ._parts import take_apart
 from ._reached import reaches
 from ._recognise import name_deleted, warn
 from ._text import count_of, describe, quoted
+from ._types import PyTree
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
 R = TypeVar("R")

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ._structure import Structure, getter, is_inexact
 from ._text import describe
 from ._ties import Alias
+from ._types import PyTree
 
 
 class Slot(NamedTuple):

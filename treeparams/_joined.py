@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._index import is_complex
 from ._layout import Layout, index_of
@@ -25,6 +24,7 @@ from ._paths import nearest
 from ._primitives import cut, join
 from ._structure import is_inexact
 from ._text import count_of, describe, quoted
+from ._types import PyTree
 
 _LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ._difference import Diff, Difference, compare, rows_of, spec_rows, tie_rows
 from ._index import Index, Slot, common_dtype
@@ -20,6 +19,7 @@ from ._paths import nearest
 from ._static_keys import contents
 from ._text import first_few, in_columns
 from ._ties import settle
+from ._types import PyTree
 from ._where import Said, Where, change, select
 
 
@@ -86,7 +86,7 @@ class Layout:
         return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
 
     @property
-    def mask(self) -> PyTree[bool]:
+    def mask(self) -> PyTree:
         """A tree of the model's structure: `True` at each trained parameter, aliases included.
 
         As it is for `eqx.partition(model, mask)`; for Optax write `optax.masked(tx, lambda _: mask)`, since it *calls*

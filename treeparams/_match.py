@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from ._index import Index, common_dtype, is_complex, widened
 from ._layout import Trainable
@@ -16,6 +15,7 @@ from ._resolve import look_up
 from ._structure import Structure, flatten, same_treedef
 from ._text import describe, quoted
 from ._ties import Alias
+from ._types import PyTree
 
 Tied = Literal["sum", "first"] | None
 _shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))

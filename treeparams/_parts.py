@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._index import Index
 from ._layout import Layout, Trainable
@@ -23,6 +22,7 @@ from ._resolve import look_up
 from ._static_keys import Values, contents, identical
 from ._structure import flatten, same_treedef
 from ._text import describe
+from ._types import PyTree
 
 M = TypeVar("M")
 

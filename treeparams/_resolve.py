@@ -5,8 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import PyTree
-
 from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
@@ -15,6 +13,7 @@ from ._recognise import given_ties, structure_of, warn_of_lost_ties
 from ._structure import Structure
 from ._text import first_lines
 from ._ties import find_ties, settle
+from ._types import PyTree
 from ._where import Where, change, choose
 
 

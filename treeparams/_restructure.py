@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
 from ._index import Index
 from ._joined import Form
@@ -26,6 +26,7 @@ from ._parts import (
 from ._repeated import Source, alike_nodes, part
 from ._stacks import NOTHING, held_of
 from ._text import first_few
+from ._types import PyTree
 from ._view import View
 from ._where import Where
 

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
 from ._layout import Trainable
 from ._match import Tied, per_slot
@@ -14,6 +13,7 @@ from ._parts import Parts, take_apart
 from ._recognise import name_deleted
 from ._structure import is_array
 from ._text import describe
+from ._types import PyTree
 
 M = TypeVar("M")
 Accumulated = TypeVar("Accumulated")

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import PyTree
 
 from ._index import Slot
 from ._layout import Layout, Trainable, index_of
 from ._paths import join_path, split_path
 from ._resolve import layout as layout_of
 from ._summary import in_bytes
+from ._types import PyTree
 
 try:
     import matplotlib.pyplot as plt

@@ -11,8 +11,9 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
+from .._types import PyTree
 from ._nodes import NotAnArray, refused, replace
 
 

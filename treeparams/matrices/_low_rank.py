@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
 from .._declare import field
 from .._recognise import structure_of
 from .._structure import Structure
 from .._ties import find_ties
+from .._types import PyTree
 from .._where import Where, declared_frozen, select
 from ._constrained import constrained_kinds
 from ._imputing import AbstractImputing

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._structure import same_treedef
+from .._types import PyTree
 
 
 def refused(operation: str) -> Callable[..., Any]:

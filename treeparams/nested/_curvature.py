@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._layout import Trainable
+from .._types import PyTree
 from ._inputs import mapped
 from ._slots import divided, given_back, in_reals, joined, of_reals, parts_of, taken
 

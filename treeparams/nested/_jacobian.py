@@ -6,11 +6,12 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
 from .._index import common_dtype, is_complex
 from .._joined import vector_of
 from .._layout import Trainable
+from .._types import PyTree
 from ._inputs import basis, check_output, length_of, mapped
 from ._slots import in_reals, of_reals, own_copies, parts_of, real_form, taken
 

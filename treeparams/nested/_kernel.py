@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
 from .._index import widened
 from .._layout import Trainable
 from .._mesh import replicated
 from .._text import count_of
+from .._types import PyTree
 from ._inputs import length_of
 from ._jacobian import Mode, Outputs
 

@@ -8,9 +8,10 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._programs import bind, is_floating
+from .._types import PyTree
 from ._inputs import basis, check_output, real_array
 from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
 

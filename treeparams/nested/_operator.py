@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._layout import Layout, Trainable
 from .._mesh import shardings_of, typed_as
 from .._structure import is_array
 from .._text import describe, imported
+from .._types import PyTree
 from ._inputs import mapped
 from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, real_form, taken
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._index import common_dtype, is_complex
 from .._joined import Form, Joined, vector_of
@@ -19,6 +19,7 @@ from .._match import slot_gradients
 from .._mesh import result_varies, vary, varying
 from .._parts import Parts, Rest, put_together, refuse_functions, take_apart
 from .._structure import is_array
+from .._types import PyTree
 
 
 class Pair(NamedTuple):

@@ -11,13 +11,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import PyTree
 
 from .._layout import Trainable, index_of, trained_at
 from .._parts import Parts, take_apart
 from .._resolve import retrained
 from .._structure import is_array
 from .._text import describe
+from .._types import PyTree
 from .._where import Where
 from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from .._index import common_dtype
 from .._norm import global_norm
 from .._structure import is_array
 from .._text import describe
+from .._types import PyTree
 from ._state import nodes_of
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 import optax
-from jaxtyping import PyTree
 
 from .._index import Index
 from .._layout import index_of
@@ -14,6 +13,7 @@ from .._parts import take_apart
 from .._recognise import structure_of
 from .._stacks import is_stack
 from .._text import describe, in_columns, quoted
+from .._types import PyTree
 from .._where import name_of, select
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import PyTree
 
 from .._mesh import is_sharded, laid_as, split
 from .._stacks import is_stack
 from .._text import count_of, describe, in_short
+from .._types import PyTree
 from ._coupling import coupling
 from ._groups import GroupsState
 from ._shown import settled, steady

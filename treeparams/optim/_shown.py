@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-from jaxtyping import PyTree
 
 from .._index import common_dtype, widened
 from .._joined import Form, vector_of
@@ -27,6 +26,7 @@ from .._parts import Parts
 from .._paths import quote
 from .._stacks import in_groups, stacks_of
 from .._structure import is_array
+from .._types import PyTree
 from ._groups import Grouped, GroupsState, groups_in
 from ._state import nodes_of
 

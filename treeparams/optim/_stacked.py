@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-from jaxtyping import PyTree
 
 from .._joined import Form
 from .._layout import Layout, Trainable, slots_in, trained_at
 from .._parts import Parts
 from .._structure import is_array
 from .._text import describe
+from .._types import PyTree
 from ._clip import ClipState
 from ._groups import Grouped, GroupsState
 from ._per_leaf import PerLeafState

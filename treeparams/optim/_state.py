@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import PyTree
 
 from .._layout import Layout
 from .._static_keys import contents
 from .._text import describe
+from .._types import PyTree
 
 T = TypeVar("T")
 

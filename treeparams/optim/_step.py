@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._index import common_dtype, is_complex
 from .._layout import Layout, trained_at
@@ -12,6 +11,7 @@ from .._match import per_slot
 from .._parts import take_apart
 from .._recognise import structure_of
 from .._resolve import look_up
+from .._types import PyTree
 from ._state import ONE, TrainableState, extended, nodes_of
 
 M = TypeVar("M")

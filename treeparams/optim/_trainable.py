@@ -12,7 +12,6 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from .._grad import nothing_trained
 from .._layout import Layout, Trainable, trained_at
@@ -20,6 +19,7 @@ from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import warn
 from .._resolve import forgotten_ties
 from .._text import describe, first_few
+from .._types import PyTree
 from ._groups import check_groups
 from ._shown import History, Stacks, Tree, Vector, settled, steady
 from ._state import ONE, ModelTransformation, Plain, Roles, TrainableState, extended, in_own_buffers, nodes_of, rates_in

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from .._average import Ema
 from .._layout import Layout, index_of
@@ -17,6 +16,7 @@ from .._parts import kept_arrays, with_kept_arrays
 from .._paths import join_path, key_text, nearest, quote
 from .._recognise import structure_of
 from .._text import describe, first_few
+from .._types import PyTree
 from ..optim import GroupsState, PerLeafState, TrainableState
 from ..optim._groups import groups_in
 from ..optim._state import Roles, in_own_buffers, nodes_of

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from .._layout import Trainable, index_of
 from .._recognise import structure_of
 from .._resolve import look_up
 from .._structure import Spec
 from .._ties import Alias, find_ties
+from .._types import PyTree
 from .._where import declared_frozen
 from ..optim import TrainableState
 from ..optim._state import nodes_of

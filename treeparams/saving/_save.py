@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from .._layout import index_of
 from .._paths import nearest
 from .._recognise import name_deleted
 from .._text import describe, first_lines, quoted
 from .._ties import Alias
+from .._types import PyTree
 from ._arrays import placed
 from ._contents import Contents, heads_of, histories_in, specs_in, state_in_words
 from ._file import PREFIX, File, write

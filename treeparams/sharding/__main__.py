@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
 
 from .. import optim
 from .._restructure import Restructure
 from .._summary import in_bytes
 from .._text import in_columns
+from .._types import PyTree
 from ._ahead import Ahead, ahead
 from ._collectives import Collective, Collectives
 from ._plan import plan

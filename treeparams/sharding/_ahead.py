@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from .._summary import in_bytes
 from .._text import in_columns
+from .._types import PyTree
 from ._collectives import Collectives, collectives
 
 _MEANING = {

@@ -8,11 +8,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from .._average import Ema
 from .._joined import Form
 from .._text import describe
+from .._types import PyTree
 from ..optim._state import ModelTransformation, extended
 
 Average = float | Callable[[Any], Ema[Any]]

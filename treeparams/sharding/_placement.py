@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from .._index import Slot
 from .._joined import Form, vector_of
@@ -16,6 +15,7 @@ from .._layout import Layout, index_of
 from .._parts import Rest, kept_arrays, with_kept_arrays
 from .._stacks import in_groups
 from .._text import in_columns
+from .._types import PyTree
 from ._like import entries_of
 from ._put import put_leaf
 from ._specs import Axes, FormName, Rules, as_text, group_of, names_of, place, spec_of

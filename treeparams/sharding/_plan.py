@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
-from jaxtyping import PyTree
 
 from .._layout import Layout
 from .._mesh import automatic
 from .._parts import Rest, kept_arrays, put_together, take_apart
 from .._recognise import keep_apart
 from .._restructure import Restructure, released
+from .._types import PyTree
 from ..optim._shown import settled
 from ._like import Average, ema_maker, plain, sharding_of
 from ._placement import Placement

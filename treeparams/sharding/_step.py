@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from .._grad import accumulate
 from .._mesh import automatic, lay, over_devices
@@ -17,6 +16,7 @@ from .._parts import Rest, put_together, take_apart
 from .._restructure import Restructure, over_stacks
 from .._structure import is_array
 from .._text import count_of, describe, quoted
+from .._types import PyTree
 from ..optim._shown import settled, steady
 from ..optim._step import added
 from ._check import check_rule
