@@ -30,10 +30,10 @@ def main(site: Path) -> None:
     """Builds the site into a folder, which is replaced; exits with what it was warned of."""
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        _pages(work / "pages")
-        (work / "site.yml").write_text(json.dumps(_configuration(work)))  # JSON is YAML
         warned = _Warned()
         logging.getLogger().addHandler(warned)
+        _pages(work / "pages")
+        (work / "site.yml").write_text(json.dumps(_configuration(work)))  # JSON is YAML
         try:
             cli(["build", "--strict", "--clean", "--config-file", str(work / "site.yml")], standalone_mode=False)
         except RuntimeError as error:  # it has printed what it found
@@ -61,17 +61,22 @@ class _Warned(logging.Handler):
 def _pages(folder: Path) -> None:
     shutil.copytree(HERE / "pages", folder)
     (folder / "notebooks").mkdir()
-    start = folder / "index.md"
     for notebook in _notebooks():
-        page = write(notebook, folder / "notebooks")
-        (folder / "notebooks" / f"{notebook.stem}.md").write_text(page)
-        if figure := re.search('<img class="figure".*?>', page):
-            lead = figure[0].replace('src="', 'src="notebooks/')
-            start.write_text(start.read_text().replace(f"{{FIGURE {notebook.stem}}}", lead))
-    glance = folder / "api" / "index.md"
-    glance.write_text(glance.read_text().replace("{README}", at_a_glance((ROOT / "README.md").read_text())))
+        (folder / "notebooks" / f"{notebook.stem}.md").write_text(write(notebook, folder / "notebooks"))
+    readme = (ROOT / "README.md").read_text()
     for page in folder.rglob("*.md"):
-        page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", page.read_text())))
+        text = page.read_text().replace("{README}", at_a_glance(readme))
+        text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
+        page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
+
+
+def _first_figure(page: Path) -> str:
+    """That of a notebook, for the start page."""
+    found = re.search('<img class="figure".*?>', page.read_text())
+    if not found:
+        logging.warning("%s has no picture", page.name)
+        return ""
+    return found[0].replace('src="', 'src="notebooks/')
 
 
 def _notebooks() -> list[Path]:

@@ -18,7 +18,7 @@ PREFIXES = {
     "Operator": "treeparams.nested.Operator",
     "state": "treeparams.optim.TrainableState",
 }
-_NAME = re.compile(r"(?<![\[`])`([A-Za-z]\w*)((?:\.\w+)+)(?:[(\[][^`\n]*)?`(?![\]`])")
+_NAME = re.compile(r"(?<![\[`])`([A-Za-z]\w*)((?:\.\w+)+)(?:[(\[](?:[^`\n]|\n(?!\n))*)?`(?![\]`])")
 _AS_IS = re.compile(r"(^ *```.*?^ *```$|^#[^\n]*$)", re.MULTILINE | re.DOTALL)  # code and headings
 
 

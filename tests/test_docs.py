@@ -8,6 +8,7 @@ import json
 import pathlib
 import pkgutil
 import re
+import tomllib
 
 import pytest
 
@@ -76,6 +77,17 @@ def exists(name):
         return not inspect.ismodule(pkgutil.resolve_name(name))
     except (AttributeError, ImportError):
         return False
+
+
+def test_every_page_is_in_the_navigation_once():
+    def pages(entry):
+        return [entry] if isinstance(entry, str) else [page for below in entry for page in pages(below)]
+
+    def lists(entry):
+        return [each if isinstance(each, str) else lists(*each.values()) for each in entry]
+
+    configuration = tomllib.loads((SITE / "zensical.toml").read_text())
+    assert sorted(pages(lists(configuration["project"]["nav"]))) == sorted(PAGES)
 
 
 def test_names_documented_elsewhere_exist_and_are_listed_once():
