@@ -17,7 +17,7 @@ try:
     import safetensors  # noqa: F401
     from flax import nnx
 except ImportError as error:
-    raise ImportError("the benchmarks compare with other libraries: pip install 'treeparams[bench]'") from error
+    raise ImportError("the benchmarks compare with other libraries: pip install -e '.[bench]'") from error
 
 
 PACKAGES = ("jax", "equinox", "optax", "flax", "folx", "lineax", "orbax-checkpoint", "paramax", "quax", "safetensors")

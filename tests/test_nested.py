@@ -146,7 +146,7 @@ def test_conjugate_gradients_take_an_operator_with_vectors_and_trees():
 
 
 def test_lineax_takes_an_operator():
-    lx = pytest.importorskip("lineax", reason="pip install 'treeparams[test]'")
+    lx = pytest.importorskip("lineax", reason="needs lineax")
     model, x = {"w": ramp(3), "b": jnp.array(0.0)}, jnp.arange(1.0, 4.0)
     operator = nested.hessian_operator(_quartic, model, x, damping=3.0)
     matrix = jax.jit(nested.hessian, static_argnums=0)(_quartic, model, x) + 3 * np.eye(4, dtype=np.float32)

@@ -235,7 +235,7 @@ def test_vectors_and_matrices_are_multiplied(problem):
 
 
 def test_lineax_solves_with_an_operator(problem):
-    lx = pytest.importorskip("lineax", reason="pip install 'treeparams[test]'")
+    lx = pytest.importorskip("lineax", reason="needs lineax")
     _, operator, matrix, (right, _, _) = problem
     linear = operator.as_lineax()
     assert lx.is_symmetric(linear)
@@ -252,7 +252,7 @@ def test_lineax_solves_with_an_operator(problem):
 
 def test_without_lineax_the_extra_is_named(problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "lineax", None)
-    with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax: pip install 'treeparams\[lineax\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax, of the extra treeparams\[lineax\]"):
         problem[1].as_lineax()
 
 

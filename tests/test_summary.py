@@ -88,7 +88,7 @@ def test_of_many_rows_the_middle_is_left_out_but_not_of_the_totals():
 def test_the_picture_asks_for_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.delitem(sys.modules, "treeparams.plot")
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'treeparams\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib, of the extra treeparams\[plot\]"):
         importlib.import_module("treeparams.plot")
 
 

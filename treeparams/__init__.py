@@ -1,7 +1,7 @@
-"""treeparams: choose what trains in a JAX model, once; gradients, optimisers, averages, flat vectors follow, ties too.
+"""treeparams: freeze, tie, average and flatten the parameters of JAX models.
 
-A *layout* says so once, statically; everything else is a walk over it. The files, from the ground up - each imports
-only from those above it:
+A *layout* says once, statically, which leaves train and which of them are one; everything else is a walk over it. The
+files, from the ground up - each imports only from those above it:
 
     _paths        key paths as text and back; globs; the nearest path to a misspelt one
     _types        PyTree, for type checkers and at run time

@@ -118,7 +118,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    With Rich (`pip install 'treeparams[rich]'`), `rich.print(tp.summary(model))` prints it in colours. Which group of
+    With Rich (the extra `treeparams[rich]`), `rich.print(tp.summary(model))` prints it in colours. Which group of
     an optimiser has which parameter, `optim.report` tells.
 
     Args:

@@ -1,4 +1,4 @@
-"""Pictures of layouts. Needs Matplotlib: `pip install 'treeparams[plot]'`.
+"""Pictures of layouts. Needs Matplotlib, of the extra `treeparams[plot]`.
 
 >>> import jax.numpy as jnp
 >>> from treeparams import plot
@@ -23,8 +23,9 @@ try:
     import matplotlib.pyplot as plt
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch, Rectangle
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"treeparams.plot needs {error.name}: pip install 'treeparams[plot]'") from None
+except ModuleNotFoundError:
+    needed = "treeparams.plot needs matplotlib, of the extra treeparams[plot]: pip install matplotlib"
+    raise ModuleNotFoundError(needed) from None
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey is what is frozen.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00")
