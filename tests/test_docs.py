@@ -79,6 +79,17 @@ def exists(name):
         return False
 
 
+def test_the_installation_page_agrees_with_the_package():
+    project = tomllib.loads((SITE.parent / "pyproject.toml").read_text())["project"]
+    text = PAGES["installation.md"].read_text()
+    extras = re.findall(r"^\| `(\w+)` \|", text, re.M)
+    assert len(extras) > 5
+    assert set(extras) <= project["optional-dependencies"].keys()
+    assert f"Python {project['requires-python'].removeprefix('>=')}" in text
+    jax = next(each for each in project["dependencies"] if each.startswith("jax>="))
+    assert f"JAX ({jax.removeprefix('jax>=')} or newer)" in text
+
+
 def test_every_page_is_in_the_navigation_once():
     def pages(entry):
         return [entry] if isinstance(entry, str) else [page for below in entry for page in pages(below)]
