@@ -40,8 +40,11 @@ def through(eqn: Any, marks: Marks, run: Run) -> Marks:
         branches = [run(branch.jaxpr, marks[1:]) for branch in params["branches"]]
         return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
     if name == "scan":
-        start = params["num_consts"]
-        end = start + params["num_carry"]
+        if "ft_in" in params:  # since JAX 0.12
+            start, count, _ = map(len, params["ft_in"].unpack())
+        else:
+            start, count = params["num_consts"], params["num_carry"]
+        end = start + count
         body = lambda carried: run(params["jaxpr"].jaxpr, [*marks[:start], *carried, *marks[end:]])
         carried = until_steady(body, marks[start:end])
         return [*carried, *body(carried)[end - start :]]
