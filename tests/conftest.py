@@ -1,9 +1,12 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
+import atexit
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 # Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -16,6 +19,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     start = [sys.executable, "-c", "import jaxlib.xla_client; jaxlib.xla_client.make_cpu_client()"]
     if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
         os.environ["XLA_FLAGS"] = quick
+
+    # The processes share what they have compiled, and compile nothing again that they have forgotten.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jaxtyping
 import pytest
@@ -41,6 +50,8 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+    # A program that another process is just writing cannot be read, and is compiled.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
 
     # Tracing makes many objects that live on; looking for cycles among them at Python's pace takes 5% of the time.
     gc.freeze()
@@ -64,7 +75,7 @@ def _forget_ties():
     yield
     from treeparams import _recognise
 
-    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise._warned_of):
+    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise.given_ties, _recognise._warned_of):
         memory.clear()
 
 
