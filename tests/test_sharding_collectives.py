@@ -220,9 +220,10 @@ ENTRY main {
   half = f32[8,32] slice(x), slice={[0:8], [0:32]}
   to_itself = f32[16,32] collective-permute(x), source_target_pairs={{0,0},{1,1},{12,12}}
   alone = f32[16,32] all-reduce(x), replica_groups=[4,1]<=[4], to_apply=add
+  by_axis = f32[16,32] all-reduce(x), replica_groups=mesh['d'=4,'one'=1] {'one'}, to_apply=add
   twice = f32[128,32] concatenate(whole, whole), dimensions={0}
   summed = f32[32,32] fusion(twice), kind=kCustom, calls=%all-reduce-scatter.3
-  cast = f32[16,32] collective-broadcast(x), replica_groups={{0,1},{2,3}}
+  cast = f32[16,32] collective-broadcast(x), replica_groups=mesh['d'=4,'one'=1] {'d','one'}
   at = s64[4] constant({0, 4, 8, 12})
   ragged = f32[64,32] ragged-all-to-all(x, whole, at, at, at, at), replica_groups={{0,1,2,3}}
   place = s32[] constant(0)

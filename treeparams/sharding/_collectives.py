@@ -43,6 +43,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w
 _ALONE = re.compile(  # each device is a group of its own, or sends to itself
     r"replica_groups=(?:\{\{\d+\}(?:,\{\d+\})*\}|\[\d+,1\])|source_target_pairs=\{(?:\{(\d+),\1\},?)*\}"
 )
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")  # mesh['d'=4,'alone'=1] {'alone'}: since JAX 0.12
 _BRACKETS = re.compile(r"/\*.*?\*/|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
 
 _UNKNOWN = "how often a loop runs depends on values, so what is moved within it has no count"
@@ -164,7 +165,7 @@ def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Col
                 kind = "reduce-scatter"  # as TPU writes it: a fusion of an all-reduce and a slice of its result
             if kind in _KINDS:
                 size = _counted(kind, operation, computations[name])
-                if size > ignore and not _ALONE.search(operation.attributes):
+                if size > ignore and not _moves_nothing(operation.attributes):
                     add({(kind, size): 1}, 1)
             elif kind == "while":
                 known = _TRIPS.search(operation.attributes)
@@ -234,6 +235,13 @@ def _operands(text: str) -> Iterator[str]:
     for part in text.split(","):
         if words := part.split():
             yield words[-1].removeprefix("%")
+
+
+def _moves_nothing(attributes: str) -> bool:
+    if named := _NAMED.search(attributes):
+        sizes = dict(axis.rsplit("=", 1) for axis in named[1].split(","))
+        return all(sizes.get(axis) == "1" for axis in named[2].split(","))
+    return bool(_ALONE.search(attributes))
 
 
 def _names(pattern: re.Pattern[str], attributes: str) -> list[str]:
