@@ -22,7 +22,7 @@ _LINEAR = frozenset({
     "add", "add_any", "broadcast_in_dim", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p",
     "cumsum", "cut", "dynamic_slice", "dynamic_update_slice", "expand_dims", "fft", "gather", "imag", "join", "neg",
     "pad", "real", "reduce_precision", "reduce_sum", "reduce_window_sum", "reshape", "rev", "scatter", "scatter-add",
-    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose",
+    "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unstack",
 })  # fmt: skip
 
 # or made of linear pieces, of what is real.
@@ -34,8 +34,8 @@ _BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
 # Each entry of the result depends on the entries of the operands at its own place, and has a derivative in them.
 _ELEMENTWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "logistic", "pow", "rsqrt",
-    "sin", "sinh", "sqrt", "square", "tan", "tanh",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "log2", "logistic",
+    "one_minus_square", "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
 })  # fmt: skip
 
 # The same of what is no function of interest by itself, but stands within one, such as `jax.nn.gelu`.
