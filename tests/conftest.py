@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import inspect
 import os
 import shutil
 import subprocess
@@ -26,8 +27,31 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import beartype
 import jaxtyping
 import pytest
+
+_checkers: dict = {}  # by what they check
+
+
+def check(function):
+    """`beartype`, made once for all functions that are checked alike: to make it takes longer than to run it.
+
+    The import hook hands it functions without a body. Those for a nested function come anew with each call of the
+    function around it. Defaults, which may be arrays, are not kept alive.
+    """
+    signature = inspect.signature(function)
+    if any(each.default is not inspect.Parameter.empty for each in signature.parameters.values()):
+        return beartype.beartype(function)
+    alike = function.__module__, function.__qualname__, signature
+    try:
+        known = _checkers.get(alike)
+    except TypeError:  # some annotations have no hash
+        return beartype.beartype(function)
+    if known is None:
+        known = _checkers[alike] = beartype.beartype(function)
+    return known
+
 
 _compiled: list[str] = []  # since the last time that they were forgotten
 
@@ -41,7 +65,7 @@ def pytest_configure(config):
     """Before any test is imported; the process that only hands tests to others starts them sooner without."""
     if config.getoption("dist", "no") != "no":
         return
-    jaxtyping.install_import_hook("treeparams", "beartype.beartype")
+    jaxtyping.install_import_hook("treeparams", f"{__name__}.check")
 
     import jax
 
