@@ -156,10 +156,15 @@ def nodes_of(name, model):
 
 def measure(node):
     """A smooth function of all numbers in a node, different in each place."""
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    leaves = jax.tree.leaves(eqx.filter(node, eqx.is_array))
+    return _measure([jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves])
+
+
+@jax.jit
+def _measure(leaves):
     total = jnp.float32(1)
-    for place, leaf in enumerate(jax.tree.leaves(eqx.filter(node, eqx.is_array))):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
+    for place, leaf in enumerate(leaves):
         total = (1.1 + place) * total + jnp.sum(jnp.sin(leaf.astype(jnp.float32) * (place + 1)))
     return total
 
