@@ -99,7 +99,7 @@ def _forget_ties():
     yield
     from treeparams import _recognise
 
-    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise.given_ties, _recognise._warned_of):
+    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise._given, _recognise._warned_of):
         memory.clear()
 
 

@@ -267,6 +267,10 @@ def test_init_refuses_an_alias_of_another_value():
     with pytest.warns(UserWarning, match=r"ties 'b' to 'a', but the optimiser was not given it.*\(tx, known\)"):
         optim.trainable(optax.sgd(0.1)).init(two())
     optim.trainable(optax.sgd(0.1)).init(two())  # once
+    shared = jnp.ones(2)
+    tp.layout({"a": shared, "c": jnp.ones(2)}, ties={"a": "c"})
+    optim.trainable(optax.sgd(0.1)).init({"a": shared, "c": shared})  # tied, and named the other way round
+    optim.trainable(optax.sgd(0.1)).init({"a": jnp.ones(3), "c": jnp.ones(3)})  # other models
     frozen = {"a": jnp.ones(2), "b": jnp.zeros(2), "c": jnp.ones(1)}  # of what is frozen the aliases stay as they are
     optim.trainable(optax.sgd(0.1), tp.layout(frozen, "c", ties={"b": "a"})).init(frozen)
 

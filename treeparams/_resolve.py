@@ -9,7 +9,7 @@ from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
-from ._recognise import given_ties, structure_of, warn_of_lost_ties
+from ._recognise import given_to, note_given, structure_of, warn_of_lost_ties
 from ._structure import Structure
 from ._text import first_lines
 from ._ties import find_ties, settle
@@ -89,7 +89,7 @@ def layout(
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     if ties is not None:
-        given_ties.setdefault(structure.kinds[:1], {}).update(dict.fromkeys(index_of(made).ties))
+        note_given(structure, index_of(made).ties)
     if structure.is_traced:
         warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
     return made
@@ -98,8 +98,10 @@ def layout(
 def forgotten_ties(index: Index) -> list[str]:
     """Ties that some layout of such models was given and this one was not, in words."""
     paths = index.structure.paths
-    given = given_ties.get(index.structure.kinds[:1], {})
-    return [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if tie not in index.ties]
+    root = lambda leaf: index.sources.get(leaf, leaf)  # it may be the other of two that is named as source
+    known = lambda tie: tie.leaf in index.follows if tie.transforms else root(tie.leaf) == root(tie.source)
+    given = given_to(index.structure)
+    return [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if not known(tie)]
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:

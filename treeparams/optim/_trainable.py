@@ -118,8 +118,9 @@ class Rule:
         if not isinstance(self.trainable, Layout) and (forgotten := forgotten_ties(parts.index)):
             warn(
                 f"a layout of such a model ties {first_few(forgotten)}, but the optimiser was not given it and trains "
-                "them apart; write optim.trainable(tx, known), known = tp.layout(model, ties=...)",
-                about=(forgotten_ties, *forgotten),
+                "them apart; write optim.trainable(tx, known), known = tp.layout(model, ties=...), or, where they are "
+                "to part, optim.trainable(tx, tp.layout(model))",
+                about=(hash(parts.index.structure), *forgotten),
             )
         return self.start(parts)
 
