@@ -27,7 +27,9 @@ ROOT = HERE.parent
 
 
 def main(site: Path) -> None:
-    """Builds the site into a folder, which is replaced; exits with what it was warned of."""
+    """Builds the site into a folder, which is replaced if it is a site; exits with what it was warned of."""
+    if site.exists() and any(site.iterdir()) and not (site / "sitemap.xml").exists():
+        sys.exit(f"{site} is neither empty nor a site, and is left alone")
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         warned = _Warned()
@@ -41,10 +43,10 @@ def main(site: Path) -> None:
         for page in (work / "site").rglob("*.html"):
             page.write_text(_with_formulas(page.read_text()))
         warned.messages += dead_links(work / "site")
+        if warned.messages:
+            sys.exit("\n".join([*warned.messages, f"{len(warned.messages)} warnings"]))
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(work / "site", site)
-    if warned.messages:
-        sys.exit("\n".join([*warned.messages, f"{len(warned.messages)} warnings"]))
 
 
 class _Warned(logging.Handler):

@@ -158,7 +158,7 @@ def test_ties_that_cannot_be(ties: Any, message: str):
         (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
         (
             lambda: tp.tie(squares(), "b", to="a", transform=jnp.negative),
-            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", negative\)",
+            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
         ),
     ],
 )

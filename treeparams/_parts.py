@@ -18,7 +18,7 @@ from ._index import Index
 from ._layout import Layout, Trainable
 from ._match import read_slots
 from ._recognise import keep_apart, note_ties, structure_of
-from ._resolve import look_up
+from ._resolve import look_up, warn_of_forgotten_ties
 from ._static_keys import Values, contents, identical
 from ._structure import flatten, same_treedef
 from ._text import describe
@@ -141,6 +141,8 @@ def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
     layout, index = look_up(structure, trainable, leaves)
+    if not isinstance(trainable, Layout):
+        warn_of_forgotten_ties(index)
     static = _Static(layout, index, treedef, index.gathers.values(leaves))
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
 
@@ -215,7 +217,8 @@ def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
     (True, (1, 4))
     >>> state = optax.adam(1e-3).init(params)  # any transformation takes params as they are
     >>> loss = lambda params, rest, x: tp.combine(params, rest)(x)[0]
-    >>> gradient = jax.jit(jax.grad(loss))(params, rest, jax.numpy.ones(2))  # plain jit: mlp itself would not pass
+    >>> # plain jit: mlp itself would not pass
+    >>> gradient = jax.jit(jax.grad(loss))(params, rest, jax.numpy.ones(2))
     >>> gradient.layers[1].bias
     Array([1.], dtype=float32)
 

@@ -137,7 +137,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
 # Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
 _met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
-_given: "collections.OrderedDict[int, dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts of like models
+_given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts
 _warned_of: set[Hashable] = set()
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
@@ -197,14 +197,14 @@ def keep_apart(tracers: Iterable[Any]) -> None:
 
 def note_given(structure: Structure, ties: Iterable[Any]) -> None:
     """Remembers ties that a layout was given, which neither arrays nor classes tell."""
-    _given.setdefault(hash(structure), {}).update(dict.fromkeys(ties))
+    _given.setdefault((hash(structure), *structure.kinds[:1]), {}).update(dict.fromkeys(ties))
     if len(_given) > _MET:
         _given.popitem(last=False)
 
 
 def given_to(structure: Structure) -> Iterable[Any]:
     """The ties that layouts of such models were given."""
-    return _given.get(hash(structure), ())
+    return _given.get((hash(structure), *structure.kinds[:1]), ()) if _given else ()
 
 
 def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:

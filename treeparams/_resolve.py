@@ -9,9 +9,9 @@ from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
-from ._recognise import given_to, note_given, structure_of, warn_of_lost_ties
+from ._recognise import given_to, note_given, structure_of, warn, warn_of_lost_ties
 from ._structure import Structure
-from ._text import first_lines
+from ._text import first_few, first_lines
 from ._ties import find_ties, settle
 from ._types import PyTree
 from ._where import Where, change, choose
@@ -95,13 +95,24 @@ def layout(
     return made
 
 
-def forgotten_ties(index: Index) -> list[str]:
-    """Ties that some layout of such models was given and this one was not, in words."""
-    paths = index.structure.paths
+def warn_of_forgotten_ties(index: Index) -> None:
+    """Warns, once, of ties that another layout of such models was given, where they part in training."""
+    given = given_to(index.structure)
+    if not given:
+        return
+    paths, trained = index.structure.paths, index.trained
+    is_seen = lambda tie: tie.transforms or not index.structure.is_traced  # else `warn_of_lost_ties` looks at it
     root = lambda leaf: index.sources.get(leaf, leaf)  # it may be the other of two that is named as source
     known = lambda tie: tie.leaf in index.follows if tie.transforms else root(tie.leaf) == root(tie.source)
-    given = given_to(index.structure)
-    return [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if not known(tie)]
+    parts = lambda tie: (trained[tie.leaf] or trained[tie.source]) and not known(tie)
+    names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if is_seen(tie) and parts(tie)]
+    if names:
+        warn(
+            f"a layout of such a model ties {first_few(names)}; without it they are trained apart. Pass it in (known = "
+            "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or, where they are to "
+            "part, tp.layout(model)",
+            about=(hash(index.structure), *index.structure.kinds[:1], *names),
+        )
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
@@ -145,7 +156,10 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     other = index_of(trainable)
     if (other.structure, other.ties) != (index.structure, index.ties):
         lines = [row.in_words() for row in layout.diff(trainable).rows]
-        raise ValueError(f"expected a layout of the same models and ties; they differ:\n{first_lines(lines)}")
+        raise ValueError(
+            "expected a layout of the same models and ties, such as state.layout.freeze(where) or .thaw(where); they "
+            f"differ:\n{first_lines(lines)}"
+        )
     return trainable
 
 

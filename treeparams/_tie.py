@@ -70,10 +70,11 @@ def tie(
         linear = checked(structure, at, source, transform)
         known = [Alias(at, source, () if linear is None else (linear,))]
         if linear is not None and known[0] not in find_ties(structure):
+            written = f"jnp.{linear}" if getattr(transform, "__module__", "") == "jax.numpy" else f"{linear}"
             raise ValueError(
                 f"nothing would remember that {alias!r} is {linear} of {to!r}, and the first step would part them. "
-                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={linear}), or '
-                f'give it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {linear})}}), which '
+                f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={written}), or '
+                f'give it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {written})}}), which '
                 "tp.tie(model, known), tp.grad and the optimiser take"
             )
     for each in known:

@@ -45,7 +45,8 @@ def clip_by_global_norm(
     >>> shared = jnp.ones(2)
     >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
-    >>> updates, state = tx.update({"a": jnp.array([1.0, 2.0]), "b": jnp.array([2.0, 2.0])}, tx.init(model), model)
+    >>> gradients = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([2.0, 2.0])}
+    >>> updates, state = tx.update(gradients, tx.init(model), model)
     >>> clip = optim.clip_state(state)
     >>> updates["a"], clip.norm, clip.clipped
     (Array([-0.6, -0.8], dtype=float32), Array(5., dtype=float32), Array(1, dtype=int32))
@@ -126,8 +127,8 @@ def clip_state(state: PyTree) -> ClipState:
 
     Returns:
         The norm in the last call, how often it clipped, and how often the norm was not finite. Of several histories
-        (`optim.set_trainable`) that of the oldest, in the last call that had gradients for it; of several clips, as in
-        groups, the first.
+        (`optim.set_trainable`) those of the oldest that trains now, in the last call that had gradients for it; of
+        several clips, as in groups, the first.
 
     Raises:
         ValueError: there is no clip in it.

@@ -31,7 +31,8 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> model = {"layers": [{"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for _ in range(4)], "steps": jnp.array(3)}
+    >>> layers = [{"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for _ in range(4)]
+    >>> model = {"layers": layers, "steps": jnp.array(3)}
     >>> adafactor = optim.per_leaf(optax.adafactor(0.1))
     >>> tx = optim.stacked(optax.chain(optim.clip_by_global_norm(1.0), adafactor))
     >>> state = tx.init(model)

@@ -47,7 +47,7 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
         all paths of a tie; and the next state.
 
     Raises:
-        ValueError: no transformation over models is in `tx`, or two are; as `tx.update`.
+        ValueError: the state is not that of one transformation over models; as `tx.update`.
         TypeError: as `tx.update`; a complex update of a real parameter.
     """
     update: Any = extended(tx).update
@@ -62,7 +62,9 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
 def _model_state(state: PyTree) -> TrainableState:
     states = nodes_of(TrainableState, state)
     if len(states) != 1:
-        raise ValueError(f"expected one transformation over models in `tx`, got {len(states)}; {ONE}")
+        raise ValueError(
+            f"expected the state of one transformation over models, tx.init(model), got {len(states)}; {ONE}"
+        )
     return states[0]
 
 

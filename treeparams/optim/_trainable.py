@@ -17,7 +17,6 @@ from .._grad import nothing_trained
 from .._layout import Layout, Trainable, trained_at
 from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import warn
-from .._resolve import forgotten_ties
 from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups
@@ -115,13 +114,6 @@ class Rule:
             raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
         parts = take_apart(params, self.trainable)
         _check_ties(params, parts)
-        if not isinstance(self.trainable, Layout) and (forgotten := forgotten_ties(parts.index)):
-            warn(
-                f"a layout of such a model ties {first_few(forgotten)}, but the optimiser was not given it and trains "
-                "them apart; write optim.trainable(tx, known), known = tp.layout(model, ties=...), or, where they are "
-                "to part, optim.trainable(tx, tp.layout(model))",
-                about=(hash(parts.index.structure), *forgotten),
-            )
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
