@@ -45,10 +45,14 @@ def act(online: Callable[[Array], Array], observations: Array, explore: Array, k
     by_chance, other = jax.random.split(key)
     best = jnp.argmax(jax.vmap(online)(observations), axis=1)
     random = jax.random.randint(other, best.shape, 0, 2)
-    return jax.nn.one_hot(jnp.where(jax.random.uniform(by_chance, best.shape) < explore, random, best), 2)
+    return jax.nn.one_hot(
+        jnp.where(jax.random.uniform(by_chance, best.shape) < explore, random, best), 2
+    )
 
 
-def advance(states: Any, observations: Array, actions: Array, key: Array) -> tuple[Any, Array, Transition]:
+def advance(
+    states: Any, observations: Array, actions: Array, key: Array
+) -> tuple[Any, Array, Transition]:
     """One step of each environment. Where an episode ends the next one begins."""
     step = jax.vmap(ENV.step, in_axes=(0, 0, 0, None))
     keys, chosen = jax.random.split(key, len(actions)), jnp.argmax(actions, axis=1)
@@ -63,7 +67,11 @@ def measure(learner: Learner) -> dict[str, Array]:
     """The largest value, and the mean values of both networks, at the start of 256 episodes, always the same."""
     starts, _ = reset(jax.random.key(2), 256)
     online, target = jax.vmap(learner.online)(starts), jax.vmap(learner.target)(starts)
-    return {"largest": jnp.max(jnp.abs(online)), "online": jnp.mean(online), "target": jnp.mean(target)}
+    return {
+        "largest": jnp.max(jnp.abs(online)),
+        "online": jnp.mean(online),
+        "target": jnp.mean(target),
+    }
 
 
 def run(
@@ -101,8 +109,15 @@ def run(
         replay = jax.tree.map(lambda stored, leaf: stored.at[time].set(leaf), replay, new)
 
         def update(learner: Learner) -> Learner:
-            row, column = jax.random.randint(times, BATCH, 0, time + 1), jax.random.randint(columns, BATCH, 0, ENVS)
-            return learn(learner, jax.tree.map(lambda stored: stored[row, column], replay), time - spacing + 1)
+            row, column = (
+                jax.random.randint(times, BATCH, 0, time + 1),
+                jax.random.randint(columns, BATCH, 0, ENVS),
+            )
+            return learn(
+                learner,
+                jax.tree.map(lambda stored: stored[row, column], replay),
+                time - spacing + 1,
+            )
 
         # This `cond` also keeps XLA from copying the whole replay at each step, which takes longer than all the rest:
         # it would otherwise merge the writing of a row with the reading of a batch.
@@ -114,5 +129,7 @@ def run(
         return carry, measure(carry[0])
 
     carry = learner, states, observations, replay
-    (learner, *_), records = jax.lax.scan(until_record, carry, jnp.arange(length).reshape(points + 1, spacing))
+    (learner, *_), records = jax.lax.scan(
+        until_record, carry, jnp.arange(length).reshape(points + 1, spacing)
+    )
     return learner, records
