@@ -74,7 +74,7 @@ def _pages(folder: Path) -> None:
 
 def _first_figure(page: Path) -> str:
     """That of a notebook, for the start page."""
-    found = re.search('<img class="figure".*?>', page.read_text())
+    found = re.search('<img class="figure.*?>', page.read_text())
     if not found:
         logging.warning("%s has no picture", page.name)
         return ""

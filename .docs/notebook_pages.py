@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -30,17 +31,20 @@ def _cell(cell: dict[str, Any], picture: Path) -> Iterator[str]:
     elif text:
         yield f"```python\n{text}\n```"
         alt = cell["metadata"].get("alt", "")
+        kind = "figure map" if re.search(r"\b(imshow|pcolormesh|contourf)\(", text) else "figure"
         for i, output in enumerate(cell["outputs"]):
-            yield from filter(None, [_output(output, alt, picture.with_suffix(f".{i}.png"))])
+            yield from filter(None, [_output(output, alt, kind, picture.with_suffix(f".{i}.png"))])
 
 
-def _output(output: dict[str, Any], alt: str, picture: Path) -> str:
+def _output(output: dict[str, Any], alt: str, kind: str, picture: Path) -> str:
     data = output.get("data", {})
     if "image/png" in data:
         picture.write_bytes(base64.b64decode("".join(data["image/png"])))
         width = output["metadata"].get("image/png", {}).get("width")  # of a picture for screens of twice the resolution
         size = f' width="{width}"' if width else ""
-        return f'<img class="figure" src="{picture.name}" alt="{escape(alt)}"{size}>'
+        return f'<img class="{kind}" src="{picture.name}" alt="{escape(alt)}"{size}>'
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"])
     shown = data.get("text/plain", "") if output.get("name") != "stderr" else ""
     text = "".join(output["text"] if output.get("name") == "stdout" else shown).rstrip()
     return f"```text\n{text}\n```" if text else ""
