@@ -28,7 +28,8 @@ class Learner(NamedTuple):
 class Transition(NamedTuple):
     """One step of one environment."""
 
-    observation: Array  # four numbers of cart and pole, and the last action, one-hot: zeros where there was none
+    # Four numbers of cart and pole, and the last action, one-hot: zeros where there was none.
+    observation: Array
     action: Array  # one-hot
     following: Array  # the observation after it, before any reset
     fallen: Array  # 1.0 where the pole fell; not where the time was up
@@ -41,13 +42,12 @@ def reset(key: Array, count: int) -> tuple[Array, Any]:
 
 
 def act(online: Callable[[Array], Array], observations: Array, explore: Array, key: Array) -> Array:
-    """The action in each environment, one-hot: the best, but a random one with probability `explore`."""
+    """The action in each environment, one-hot: the best, or random with probability `explore`."""
     by_chance, other = jax.random.split(key)
     best = jnp.argmax(jax.vmap(online)(observations), axis=1)
     random = jax.random.randint(other, best.shape, 0, 2)
-    return jax.nn.one_hot(
-        jnp.where(jax.random.uniform(by_chance, best.shape) < explore, random, best), 2
-    )
+    explores = jax.random.uniform(by_chance, best.shape) < explore
+    return jax.nn.one_hot(jnp.where(explores, random, best), 2)
 
 
 def advance(
@@ -64,7 +64,7 @@ def advance(
 
 
 def measure(learner: Learner) -> dict[str, Array]:
-    """The largest value, and the mean values of both networks, at the start of 256 episodes, always the same."""
+    """The largest value and the mean values of both networks at the start of 256 fixed episodes."""
     starts, _ = reset(jax.random.key(2), 256)
     online, target = jax.vmap(learner.online)(starts), jax.vmap(learner.target)(starts)
     return {
@@ -87,12 +87,15 @@ def run(
     Args:
         key: for the environments, the exploration and the batches.
         learner: what learns.
-        learn: from a learner, a batch and the number of this update, from 1 on, to the learner after it.
+        learn: from a learner, a batch and the number of this update, from 1 on, to the learner
+            after it.
         points: how often to record the values, after the start.
-        spacing: updates between two records. As many steps are played before the first update, to fill the replay.
+        spacing: updates between two records. As many steps are played before the first update, to
+            fill the replay.
 
     Returns:
-        The learner at the end, and what `measure` says of it `points + 1` times, first before any update.
+        The learner at the end, and what `measure` says of it `points + 1` times, first before any
+        update.
     """
     resetting, playing = jax.random.split(key)
     observations, states = reset(resetting, ENVS)
@@ -109,18 +112,13 @@ def run(
         replay = jax.tree.map(lambda stored, leaf: stored.at[time].set(leaf), replay, new)
 
         def update(learner: Learner) -> Learner:
-            row, column = (
-                jax.random.randint(times, BATCH, 0, time + 1),
-                jax.random.randint(columns, BATCH, 0, ENVS),
-            )
-            return learn(
-                learner,
-                jax.tree.map(lambda stored: stored[row, column], replay),
-                time - spacing + 1,
-            )
+            row = jax.random.randint(times, BATCH, 0, time + 1)
+            column = jax.random.randint(columns, BATCH, 0, ENVS)
+            batch = jax.tree.map(lambda stored: stored[row, column], replay)
+            return learn(learner, batch, time - spacing + 1)
 
-        # This `cond` also keeps XLA from copying the whole replay at each step, which takes longer than all the rest:
-        # it would otherwise merge the writing of a row with the reading of a batch.
+        # This `cond` also keeps XLA from copying the whole replay at each step, which takes longer
+        # than all the rest: XLA would merge the writing of a row with the reading of a batch.
         learner = jax.lax.cond(time < spacing, lambda learner: learner, update, learner)
         return (learner, states, observations, replay), None
 
@@ -129,7 +127,6 @@ def run(
         return carry, measure(carry[0])
 
     carry = learner, states, observations, replay
-    (learner, *_), records = jax.lax.scan(
-        until_record, carry, jnp.arange(length).reshape(points + 1, spacing)
-    )
+    times = jnp.arange(length).reshape(points + 1, spacing)
+    (learner, *_), records = jax.lax.scan(until_record, carry, times)
     return learner, records
