@@ -29,8 +29,19 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.ones((2, 3))
-    >>> model = {"embed": shared, "head": shared, "norm": eqx.nn.LayerNorm(3), "rate": 0.5, "steps": jnp.array(0)}
-    >>> other = {**model, "head": jnp.ones((2, 3)), "norm": eqx.nn.LayerNorm(3, eps=1e-6), "steps": jnp.array(0.0)}
+    >>> model = {
+    ...     "embed": shared,
+    ...     "head": shared,
+    ...     "norm": eqx.nn.LayerNorm(3),
+    ...     "rate": 0.5,
+    ...     "steps": jnp.array(0),
+    ... }
+    >>> other = {
+    ...     **model,
+    ...     "head": jnp.ones((2, 3)),
+    ...     "norm": eqx.nn.LayerNorm(3, eps=1e-6),
+    ...     "steps": jnp.array(0.0),
+    ... }
     >>> print(tp.diff(model, other))
     path      what    first          second
     norm.eps  static  1e-05 (float)  1e-06 (float)

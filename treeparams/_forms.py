@@ -25,7 +25,7 @@ def ravel(
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0))
-    >>> vector, restructure = tp.ravel(mlp, "!layers.0")  # all but the first layer; tp.ravel(mlp): everything
+    >>> vector, restructure = tp.ravel(mlp, "!layers.0")  # all but the first; tp.ravel(mlp): everything
     >>> vector.shape, bool(restructure(vector)(jnp.ones(2)) == mlp(jnp.ones(2)))
     ((5,), True)
     >>> loss = jax.jit(lambda vector, restructure, x: restructure(vector)(x) ** 2)

@@ -129,7 +129,8 @@ def project(
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.ones(2)
     >>> model = {"a": shared, "b": shared, "mean": jnp.zeros(2)}
-    >>> grads = jax.grad(lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"]))(model)  # two halves, and the mean's
+    >>> loss = lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"])
+    >>> grads = jax.grad(loss)(model)  # two halves, and the mean's
     >>> tp.project(model, grads, ("a", "b"))
     {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
 

@@ -104,7 +104,8 @@ def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
 
     The states are the positions in the pattern that the entries read so far can have led to.
 
-    >>> [selects(split_path(glob), split_path("layers.0.weight")) for glob in ("**.weight", "layers", "layers.*.0")]
+    >>> globs = ("**.weight", "layers", "layers.*.0")
+    >>> [selects(split_path(glob), split_path("layers.0.weight")) for glob in globs]
     [True, True, False]
     """
     states = _skip_stars(pattern, {0})

@@ -124,7 +124,8 @@ class Restructure(Generic[M]):
         """Names over a form: of parameters, a gradient, an optimiser's moments, a tangent.
 
         >>> import jax.numpy as jnp, treeparams as tp
-        >>> vector, restructure = tp.ravel({"a": {"w": jnp.ones(2), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}})
+        >>> model = {"a": {"w": jnp.ones(2), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
+        >>> vector, restructure = tp.ravel(model)
         >>> view = restructure.view(vector)
         >>> view["a.w"], list(view["*.w"])
         (Array([1., 1.], dtype=float32), ['a.w', 'c.w'])
@@ -168,7 +169,8 @@ class Restructure(Generic[M]):
         """One node of the model, or one array, by itself: an embedding, a head. Nothing else is built.
 
         >>> import jax.numpy as jnp, treeparams as tp
-        >>> stacks, restructure = tp.stack({"layers": [{"w": jnp.ones(2)}] * 2, "head": {"w": jnp.zeros(2), "n": 3}})
+        >>> model = {"layers": [{"w": jnp.ones(2)}] * 2, "head": {"w": jnp.zeros(2), "n": 3}}
+        >>> stacks, restructure = tp.stack(model)
         >>> restructure.part(stacks, "head")
         {'n': 3, 'w': Array([0., 0.], dtype=float32)}
 

@@ -86,7 +86,13 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> embed = jnp.ones((10, 4))
-    >>> model = {"embed": embed, "norm": {"mean": jnp.zeros(4)}, "head": embed, "steps": jnp.array(0), "act": jnp.tanh}
+    >>> model = {
+    ...     "embed": embed,
+    ...     "norm": {"mean": jnp.zeros(4)},
+    ...     "head": embed,
+    ...     "steps": jnp.array(0),
+    ...     "act": jnp.tanh,
+    ... }
     >>> tp.summary(model, tp.layout(model, freeze="norm"))
     path       shape  dtype    elements  bytes  role     tied to
     embed      10,4   float32        40  160 B  trained  head

@@ -22,7 +22,8 @@ class View(Mapping[str, Any]):
     """A mapping from paths to the parts of a vector or of stacks. Made by `restructure.view(vector)`, where it is read.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
-    >>> vector, restructure = tp.ravel({"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}})
+    >>> model = {"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
+    >>> vector, restructure = tp.ravel(model)
     >>> view = restructure.view(vector)
     >>> {path: part.shape for path, part in view.items()}
     {'a.b': (1,), 'a.w': (1, 2), 'c.w': (3,)}

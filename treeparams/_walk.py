@@ -40,7 +40,8 @@ def maptrainable(
 
     >>> shared = jnp.ones(2)
     >>> tied = {"a": shared, "b": shared}
-    >>> grads, state = {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}, {"a": 7 * jnp.ones(2), "b": 7 * jnp.ones(2)}
+    >>> grads = {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}
+    >>> state = {"a": 7 * jnp.ones(2), "b": 7 * jnp.ones(2)}
     >>> tp.maptrainable(lambda x, g, s: g + s, tied, grads, state, tied=("sum", "first"))["b"]
     Array([10., 10.], dtype=float32)
 

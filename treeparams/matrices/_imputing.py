@@ -106,7 +106,8 @@ class PreImputing(AbstractImputing):
     >>> weight @ x
     Array([[ 45.,  50.],
            [ 95., 110.]], dtype=float32)
-    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # 1 and 2 missing, times the sum of W's column
+    >>> # 1 and 2 missing, times the sum of W's column
+    >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi
     Array([ 4., 12.], dtype=float32)
 
     NaN is missing, of a complex number NaN in either part; integers have nothing missing. Samples are columns in

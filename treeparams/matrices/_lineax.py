@@ -65,7 +65,8 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
     >>> import jax.numpy as jnp, lineax
     >>> from treeparams import matrices
     >>> weight = matrices.LowRank(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)))
-    >>> lineax.linear_solve(matrices.to_lineax(weight), jnp.ones(2), lineax.GMRES(1e-5, 1e-5)).value.round(4)
+    >>> operator, solver = matrices.to_lineax(weight), lineax.GMRES(1e-5, 1e-5)
+    >>> lineax.linear_solve(operator, jnp.ones(2), solver).value.round(4)
     Array([0.3333, 0.3333], dtype=float32)
 
     Args:

@@ -25,7 +25,8 @@ def per_example_gradients(
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
-    >>> model, batch = {"w": jnp.array([1.0, 2.0])}, (jnp.array([[1.0, 0.0], [1.0, 1.0]]), jnp.array([0.0, 1.0]))
+    >>> model = {"w": jnp.array([1.0, 2.0])}
+    >>> batch = (jnp.array([[1.0, 0.0], [1.0, 1.0]]), jnp.array([0.0, 1.0]))
     >>> loss = lambda model, example: (example[0] @ model["w"] - example[1]) ** 2
     >>> nested.per_example_gradients(loss, model, batch, flat=True)
     Array([[2., 0.],

@@ -136,7 +136,8 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
-    >>> vector, restructure = nested.real_vector({"w": jnp.array([1.0 + 2.0j, 3.0 + 4.0j]), "b": jnp.ones(1)})
+    >>> model = {"w": jnp.array([1.0 + 2.0j, 3.0 + 4.0j]), "b": jnp.ones(1)}
+    >>> vector, restructure = nested.real_vector(model)
     >>> print(vector)
     [1. 1. 3. 2. 4.]
     >>> restructure(2 * vector)["w"]

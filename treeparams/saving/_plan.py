@@ -235,7 +235,11 @@ def plan(
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from treeparams import saving
-    >>> theirs = {"fc.weight": np.ones((3, 2), np.float32), "fc.bias": np.zeros(3, np.float32), "step": np.array(7)}
+    >>> theirs = {
+    ...     "fc.weight": np.ones((3, 2), np.float32),
+    ...     "fc.bias": np.zeros(3, np.float32),
+    ...     "step": np.array(7),
+    ... }
     >>> model = {"linear": {"weight": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}}
     >>> plan = saving.plan(theirs, model, rename={"fc.*": "linear.*", "step": None})
     >>> print(plan)
@@ -271,7 +275,8 @@ def plan(
     several, it is the last `*` that stands for numbers only.
 
     >>> layers = {"layers": [{"w": jnp.zeros(2)} for _ in range(3)]}
-    >>> stack = saving.plan(layers, {"layers": {"w": jnp.zeros((3, 2))}}, rename={"layers.*.**": "layers.**"})
+    >>> stacked = {"layers": {"w": jnp.zeros((3, 2))}}
+    >>> stack = saving.plan(layers, stacked, rename={"layers.*.**": "layers.**"})
     >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.**": "layers.*.**"})
     >>> for each in (split, merge, stack, unstack):
     ...     print(*(f"{row.path}: {', '.join(row.names)} ({row.how})" for row in each.rows[:2]), sep="; ")

@@ -63,7 +63,8 @@ def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
     >>> from treeparams import sharding
     >>> model = {"w": jax.ShapeDtypeStruct((100_000, 1000), jnp.float32)}
     >>> plan = sharding.plan(model, jax.sharding.Mesh(jax.devices()[:4], "data"), {"**": "split"})
-    >>> init, step = sharding.step(lambda model, x: jnp.mean((x @ model["w"]) ** 2), optax.sgd(0.1, 0.9), plan)
+    >>> loss = lambda model, x: jnp.mean((x @ model["w"]) ** 2)
+    >>> init, step = sharding.step(loss, optax.sgd(0.1, 0.9), plan)
     >>> found = sharding.ahead(step, *init(model), jax.ShapeDtypeStruct((8, 100_000), jnp.float32))
     >>> found.parameters, found.state, found.batch  # bytes of each device; printed, it is a table
     (100000000, 100000000, 800000)

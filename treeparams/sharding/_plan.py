@@ -198,7 +198,8 @@ def plan(
 
     >>> import jax, jax.numpy as jnp
     >>> from treeparams import sharding
-    >>> model = {"embed": jnp.ones((16, 4)), "layers": [{"w": jnp.ones((4, 4)), "b": jnp.ones(3)} for _ in range(2)]}
+    >>> layers = [{"w": jnp.ones((4, 4)), "b": jnp.ones(3)} for _ in range(2)]
+    >>> model = {"embed": jnp.ones((16, 4)), "layers": layers}
     >>> mesh = jax.sharding.AbstractMesh((4,), ("data",))
     >>> sharding.plan(model, mesh, {"layers.*.b": "whole", "**": "split"})
     path        key            lies       bytes per device
