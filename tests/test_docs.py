@@ -129,6 +129,47 @@ def test_names_on_pages_are_links():
     assert min(seen.values()) > 20
 
 
+def library_names(text):
+    """Names after one of the prefixes of the library's modules, anywhere in the backticks of a text."""
+    prefixes = "tp|optim|nested|matrices|saving|sharding|plot"
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [
+        names.PREFIXES[prefix] + rest
+        for span in spans
+        for prefix, rest in re.findall(rf"(?<![\w.])({prefixes})((?:\.\w+)+)", span)
+    ]
+
+
+def test_names_of_the_library_exist():
+    notebooks = "".join("".join(cell["source"]) for cell in cells_of_notebooks("markdown"))
+    written = library_names(notebooks)
+    assert len(written) > 20
+    for page in (*PAGES.values(), SITE.parent / "README.md"):
+        written += library_names(page.read_text())
+    assert len(set(written)) > 60
+    assert [name for name in written if not exists(name)] == []
+    for wrong in ("`tp.grads`", "`optim.clipp(1.0)`", "`f(nested.hessians(loss, x))`"):
+        (name,) = library_names(wrong)
+        assert not exists(name)
+
+
+def cells_of_notebooks(kind):
+    notebooks = (json.loads(path.read_text()) for path in sorted((SITE.parent / "notebooks").glob("*.ipynb")))
+    return [cell for notebook in notebooks for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def test_code_that_the_site_shows_fits_100_columns():
+    blocks = [
+        *(block for page in PAGES.values() for block in re.findall(r"^ *```.*?^ *```$", page.read_text(), re.M | re.S)),
+        *("".join(cell["source"]) for cell in cells_of_notebooks("code")),
+    ]
+    lines = [line for block in blocks for line in block.splitlines()]
+    for module in (SITE.parent / "treeparams").rglob("*.py"):
+        lines += re.findall(r"^ *(?:>>>|\.\.\.) (.*)$", module.read_text(), re.M)
+    assert len(lines) > 4000
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_links_stand_at_names_and_not_in_code():
     text = (
         "# `tp.grad`\n`tp.grad(f)(x)`, `jnp.where`, `optim.none`, [`tp.ema`](x.md)\n```\n`tp.grad`\n```\n`layout.mask`"
