@@ -71,8 +71,8 @@ def test_no_value_is_read(form):
     shapes = eqx.filter_eval_shape(lambda: ALL_TRAINED)
     rules = {"**": "whole"} if form == "vector" else GROUPS if form == "stacks" else RULES
     plans = [
-        plan_of(rules, model, mesh, form=form)
-        for model in (shapes, tp.layout(shapes, ties={"head": "embed"}))
+        plan_of(rules, shapes if ties is None else tp.layout(shapes, ties=ties), mesh, form=form)
+        for ties in (None, {"head": "embed"})
         for mesh in (AbstractMesh((4,), ("data",)), MESH)
     ]
     assert repr(plans[0]) == repr(plans[1])

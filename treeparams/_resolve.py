@@ -103,7 +103,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
     paths, trained = index.structure.paths, index.trained
     is_seen = lambda tie: tie.transforms or not index.structure.is_traced  # else `warn_of_lost_ties` looks at it
     root = lambda leaf: index.sources.get(leaf, leaf)  # it may be the other of two that is named as source
-    known = lambda tie: tie.leaf in index.follows if tie.transforms else root(tie.leaf) == root(tie.source)
+    known = lambda tie: tie.leaf in index.follows or root(tie.leaf) == root(tie.source)
     parts = lambda tie: (trained[tie.leaf] or trained[tie.source]) and not known(tie)
     names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if is_seen(tie) and parts(tie)]
     if names:
