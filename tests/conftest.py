@@ -1,13 +1,9 @@
 """Strict JAX for all tests: what only works by silent promotion does not work."""
 
-import atexit
 import gc
-import inspect
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 
 # Eight CPU devices, before JAX starts; tests of sharding and of several devices need them.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -21,37 +17,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     if subprocess.run(start, env=os.environ | {"XLA_FLAGS": quick}, capture_output=True).returncode == 0:
         os.environ["XLA_FLAGS"] = quick
 
-    # The processes share what they have compiled, and compile nothing again that they have forgotten.
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
-        atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-
-import beartype
 import jaxtyping
 import pytest
-
-_checkers: dict = {}  # by what they check
-
-
-def check(function):
-    """`beartype`, made once for all functions that are checked alike: to make it takes longer than to run it.
-
-    The import hook hands it functions without a body. Those for a nested function come anew with each call of the
-    function around it. Defaults, which may be arrays, are not kept alive.
-    """
-    signature = inspect.signature(function)
-    if any(each.default is not inspect.Parameter.empty for each in signature.parameters.values()):
-        return beartype.beartype(function)
-    alike = function.__module__, function.__qualname__, signature
-    try:
-        known = _checkers.get(alike)
-    except TypeError:  # some annotations have no hash
-        return beartype.beartype(function)
-    if known is None:
-        known = _checkers[alike] = beartype.beartype(function)
-    return known
-
 
 _compiled: list[str] = []  # since the last time that they were forgotten
 
@@ -65,7 +32,7 @@ def pytest_configure(config):
     """Before any test is imported; the process that only hands tests to others starts them sooner without."""
     if config.getoption("dist", "no") != "no":
         return
-    jaxtyping.install_import_hook("treeparams", f"{__name__}.check")
+    jaxtyping.install_import_hook("treeparams", "beartype.beartype")
 
     import jax
 
@@ -74,8 +41,6 @@ def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.monitoring.register_event_duration_secs_listener(_count_compilations)
-    # A program that another process is just writing cannot be read, and is compiled.
-    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
 
     # Tracing makes many objects that live on; looking for cycles among them at Python's pace takes 5% of the time.
     gc.freeze()

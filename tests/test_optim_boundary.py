@@ -45,7 +45,7 @@ def test_two_in_a_chain_are_refused():
         with pytest.raises(ValueError, match=r"updates of another transformation over models.*write one"):
             update(model, tx.init(model), model)
     apart = optax.chain(one, optax.scale(1.0), one)
-    with pytest.raises(ValueError, match="expected the state of one transformation over models, .* got 2"):
+    with pytest.raises(ValueError, match=r"expected the state of one transformation over models, .* got 2"):
         optim.step(apart, model, apart.init(model), model)
 
 

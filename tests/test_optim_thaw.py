@@ -274,7 +274,9 @@ def test_ties_are_those_of_the_state():
     state = optim.set_trainable(tx, state, parted, "c")
     state = optim.set_trainable(tx, state, parted)
     assert state.layout.ties == {"a": ("b",)}
-    with pytest.raises(ValueError, match=r"same models and ties, such as state.layout.freeze.*; they differ:\n(.*\n)*'a' is tied to"):
+    with pytest.raises(
+        ValueError, match=r"same models and ties, such as state.layout.freeze.*; they differ:\n(.*\n)*'a' is tied to"
+    ):
         optim.set_trainable(tx, state, parted, tp.layout(parted, "c"))
     with pytest.raises(ValueError, match="'a' is trained and 'b' is frozen, but they are one array"):
         optim.set_trainable(tx, state, model, "a")
