@@ -110,9 +110,10 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
     parts, step = take_apart(average, trainable), step_size(decay)
     narrow = [slot for slot in parts.index.slots if slot.dtype.itemsize < 4]
     if narrow and (isinstance(decay, Tracer) or 0.5 < np.asarray(decay) < 1):  # a step of half the distance arrives
+        where = f", as at {narrow[0].path!r}," if narrow[0].path else ""
         warn(
-            f"an average in {narrow[0].dtype}, as at {narrow[0].path!r}, stops moving once a step is below half the "
-            "spacing between neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
+            f"an average in {narrow[0].dtype}{where} stops moving once a step is below half the spacing between "
+            "neighbouring numbers; tp.Ema(model, decay=...) keeps it in float32",
             about=("ema", narrow[0].dtype, *parts.index.structure.kinds[:1]),
         )
     news = read_slots(parts.index, model, exact_shapes=True)
