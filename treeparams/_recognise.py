@@ -195,16 +195,21 @@ def keep_apart(tracers: Iterable[Any]) -> None:
                 _on_purpose[key] = weakref.ref(each, lambda _, key=key: _on_purpose.pop(key, None))
 
 
+def likeness(structure: Structure) -> tuple[int, ...]:
+    """Equal for models of one class with the same paths, shapes and dtypes."""
+    return hash(structure), *structure.kinds[:1]
+
+
 def note_given(structure: Structure, ties: Iterable[Any]) -> None:
     """Remembers ties that a layout was given, which neither arrays nor classes tell."""
-    _given.setdefault((hash(structure), *structure.kinds[:1]), {}).update(dict.fromkeys(ties))
+    _given.setdefault(likeness(structure), {}).update(dict.fromkeys(ties))
     if len(_given) > _MET:
         _given.popitem(last=False)
 
 
 def given_to(structure: Structure) -> Iterable[Any]:
     """The ties that layouts of such models were given."""
-    return _given.get((hash(structure), *structure.kinds[:1]), ()) if _given else ()
+    return _given.get(likeness(structure), ()) if _given else ()
 
 
 def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:
@@ -240,9 +245,10 @@ _LOST = (
 
 def warn(message: str, about: Hashable = None) -> None:
     """Gives a warning at the line that called this library; of what is named by `about`, once."""
-    if about is not None and about in _warned_of:
-        return
-    _warned_of.add(about)
+    if about is not None:
+        if about in _warned_of:
+            return
+        _warned_of.add(about)
     frame, levels = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, levels = frame.f_back, levels + 1

@@ -9,7 +9,7 @@ from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
-from ._recognise import given_to, note_given, structure_of, warn, warn_of_lost_ties
+from ._recognise import given_to, likeness, note_given, structure_of, warn, warn_of_lost_ties
 from ._structure import Structure
 from ._text import first_few, first_lines
 from ._ties import find_ties, settle
@@ -111,7 +111,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
             f"a layout of such a model ties {first_few(names)}; without it they are trained apart. Pass it in (known = "
             "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or, where they are to "
             "part, tp.layout(model)",
-            about=(hash(index.structure), *index.structure.kinds[:1], *names),
+            about=(*likeness(index.structure), *names),
         )
 
 

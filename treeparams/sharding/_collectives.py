@@ -238,6 +238,7 @@ def _operands(text: str) -> Iterator[str]:
 
 
 def _moves_nothing(attributes: str) -> bool:
+    """Whether each group is of one device."""
     if named := _NAMED.search(attributes):
         sizes = dict(axis.rsplit("=", 1) for axis in named[1].split(","))
         return all(sizes.get(axis) == "1" for axis in named[2].split(","))
