@@ -1,7 +1,6 @@
 """laplacian: a program evaluated with the Jacobian and the Laplacian of each intermediate result beside its value."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
@@ -11,6 +10,7 @@ from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array
 
 from .._programs import bind, is_floating
+from .._recognise import warn
 from .._types import PyTree
 from ._inputs import basis, check_output, real_array
 from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
@@ -73,10 +73,9 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
         start = Series(x, basis(x), jnp.zeros_like(x))
         y = _series(*_propagate(closed.jaxpr, closed.consts, [start], unknown))
         if unknown:
-            warnings.warn(
+            warn(
                 f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: what it gives is exact, but takes one "
-                "second derivative of that part per entry of the input",
-                stacklevel=2,
+                "second derivative of that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
             y = jnp.asarray(y, shape.dtype)

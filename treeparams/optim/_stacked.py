@@ -189,7 +189,7 @@ class _StackedRule(Rule):
             if all(flag is False for flag in its):
                 rested[number], counts[number] = old, state.counts[number]
                 if all(gradients[slot] is None for slot in own):
-                    self.warn_of_no_gradient(layout, counts[number], stacklevel=4)
+                    self.warn_of_no_gradient(layout, counts[number])
                 continue
             members = self.form.form_of(layout).members
             rested[number] = self._rested(layout, [rows_of([own[i] for i in slots]) for slots in members], old, new)

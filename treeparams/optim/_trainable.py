@@ -1,7 +1,6 @@
 """trainable: the boundary between models and Optax."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -197,7 +196,7 @@ class Rule:
         for number, (positions, history) in enumerate(zip(state.roles.running, histories, strict=True)):
             own = [index.by_leaf[each] for each in positions if gradients[index.by_leaf[each]] is not None]
             if not own:
-                self.warn_of_no_gradient(history.layout, counts[number], stacklevel=5)
+                self.warn_of_no_gradient(history.layout, counts[number])
                 continue
             is_all = seen is history.layout
             others = [*histories[:number], *histories[number + 1 :]]
@@ -213,14 +212,14 @@ class Rule:
             counts[number] = counts[number] + 1
         return steps, tuple(runs), counts
 
-    def warn_of_no_gradient(self, layout: Layout, count: Any, stacklevel: int) -> None:
+    def warn_of_no_gradient(self, layout: Layout, count: Any) -> None:
         """Warns, once, if a history has not taken a step yet."""
         first_time = not isinstance(count, Tracer) and not int(count)
         if first_time and hash(layout) not in self._warned:
             self._warned.add(hash(layout))
             message = "trains, and no gradient has come for it since: take gradients by what the state says"
             paths = first_few(layout.paths)
-            warnings.warn(f"{paths} {message}, tp.grad(loss, state.layout)", UserWarning, stacklevel=stacklevel)
+            warn(f"{paths} {message}, tp.grad(loss, state.layout)")
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot, as Optax's rules take them."""
