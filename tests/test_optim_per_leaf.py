@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim
+from treeparams._form import Stacks
 
 from .zoo import assert_close, assert_same, ramp
 
@@ -22,7 +23,8 @@ SHAPES = {"float32[8,6]": (3, 8, 6), "float32[5]": (2, 5), "float32[]": (2,)}
 
 def _stacks(*without):
     rng = np.random.default_rng(0)
-    return {k: jax.device_put(rng.normal(size=s).astype(np.float32)) for k, s in SHAPES.items() if k not in without}
+    arrays = {k: jax.device_put(rng.normal(size=s).astype(np.float32)) for k, s in SHAPES.items()}
+    return Stacks({key: array for key, array in arrays.items() if key not in without})
 
 
 def _leaves(stacks):
@@ -157,20 +159,19 @@ def test_a_rule_is_looked_at_once():
 # -- What is a stack, and what is not there ----------------------------------------------------------------------------
 
 
-def test_a_stack_is_known_by_its_key():
+def test_a_stack_is_known_by_what_it_stands_in():
     tree = {
-        "float32[2,3]": ramp(4, 2, 3),
-        "nested": [{"float32[2]": ramp(3, 2, dtype=jnp.bfloat16)}],  # the key says the shape; its dtype may be another
+        "stacks": Stacks({"float32[2,3]": ramp(4, 2, 3)}),
+        "nested": [Stacks({"float32[2]": ramp(3, 2, dtype=jnp.bfloat16)})],
         "other": ramp(4, 2, 3),
-        "float32[3]": ramp(4, 2, 3),
-        "float32[]": ramp(),
+        "float32[2,3]": ramp(4, 2, 3),  # whatever it is called
     }
     tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
     shapes = jax.tree.map(jnp.shape, tx.init(tree).states)
     count = optax.ScaleByScheduleState
     assert shapes["nested"] == [{"float32[2]": count((3,))}]
-    assert shapes["float32[2,3]"] == count((4,))
-    assert [shapes[key] for key in ("other", "float32[3]", "float32[]")] == [count(())] * 3
+    assert shapes["stacks"] == {"float32[2,3]": count((4,))}
+    assert shapes["other"] == shapes["float32[2,3]"] == count(())
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
@@ -221,7 +222,7 @@ def test_the_state_of_rows_lies_where_they_do(kind):
         pytest.skip("jax.vmap does not work along explicit axes in JAX 0.6")
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
     stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
-    stacks = {"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))}
+    stacks = Stacks({"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))})
     with getattr(jax, "set_mesh", lambda mesh: mesh)(mesh):
         state = tx.init(stacks)
         (updates, after), traced = jax.jit(tx.update)(stacks, state, stacks), jax.jit(tx.init)(stacks)
@@ -229,12 +230,12 @@ def test_the_state_of_rows_lies_where_they_do(kind):
             assert_same(jax.jit(tx.update)(stacks, traced, stacks), (updates, after))
     for leaf in jax.tree.leaves(state):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), leaf.ndim)
-    whole = {"float32[4,6]": stack}
+    whole = Stacks({"float32[4,6]": stack})
     assert_close((updates, after), jax.jit(lambda whole: tx.update(whole, tx.init(whole), whole))(whole), 1e-6)
 
 
 def test_muon_over_a_stack_costs_what_it_costs_leaf_by_leaf():
-    stack, rule = {"float32[16,16]": ramp(20, 16, 16)}, optax.contrib.muon(0.1)
+    stack, rule = Stacks({"float32[16,16]": ramp(20, 16, 16)}), optax.contrib.muon(0.1)
 
     def operations(tx, params):
         counted = jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()

@@ -7,9 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
+from treeparams import optim
 
 from . import zoo
 from .zoo import Norm, assert_close, assert_same, cost, enable_x64, ramp
@@ -176,7 +178,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             ValueError,
             r"'float32\[2,2\]' of group 'rest'.*'m'; there",
         ),
-        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got dict"),
+        (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
         (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' lies in a vector, at layout.slice\('m'\)"),
         (lambda: WAY.place("a"), KeyError, "'a'.*no path of a leaf|'a' is"),
         (lambda: WAY.place("n"), KeyError, "no parameter"),
@@ -190,20 +192,15 @@ def test_what_is_refused(use, error, message):
         use()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"float32[3]": ramp(2, 3)},
-        {"deep": [{"bfloat16[]": ramp(4)}]},
-        {"float32[2,2]": ramp(1, 2, 2, dtype=jnp.float16)},  # whatever its own dtype
-    ],
-)
-def test_a_model_that_reads_like_stacks_is_refused(model):
-    with pytest.raises(ValueError, match=r"\[.*\].* of the model reads like a stack itself, .*; give it another key"):
-        tp.stack(model)
-    if "deep" not in model:
-        with pytest.raises(ValueError, match="reads like a stack itself"):
-            tp.stack(model, groups={"all": "**"})
+def test_a_model_whose_keys_read_like_stacks_is_a_model():
+    model = {"float32[3]": ramp(2, 3), "deep": [{"bfloat16[]": ramp(4)}], "float32[2,2]": ramp(1, 2, 2)}
+    stacks, restructure = tp.stack(model)
+    assert_same(restructure(stacks), model)
+    assert_same(tp.stack(stacks)[1](tp.stack(stacks)[0]), stacks)
+    tx, plain = optim.stacked(optim.per_leaf(optax.lamb(0.1))), optax.lamb(0.1)
+    want = plain.update(model, plain.init(model), model)[0]
+    assert_close(tx.update(model, tx.init(model), model)[0], want)
+
 
 
 def test_keys_that_only_look_like_those_of_stacks_are_fine():

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
-from ._joined import vector_of
 from ._layout import Trainable
+from ._makers import stacks_of, vector_of
 from ._parts import take_apart
 from ._recognise import name_deleted, warn
-from ._restructure import Restructure, over_stacks
-from ._stacks import stacks_of
+from ._restructure import Restructure, restructure_over
 from ._where import Where
 
 M = TypeVar("M")
@@ -65,7 +64,7 @@ def ravel(
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype}, not {jnp.dtype(dtype)} as asked, unless jax_enable_x64 is set")
     try:
-        return form.join(parts.slots), Restructure(parts.rest, form)
+        return form.join(parts.slots), restructure_over(parts.rest, form)
     except (RuntimeError, ValueError) as error:
         name_deleted(error, model)
         raise
@@ -111,13 +110,13 @@ def stack(
 
     Raises:
         ValueError: a group selects nothing or only aliases, or a parameter is in none (one that earlier groups left
-            empty is `{}`); the model has dictionaries that read like stacks; as `tp.layout`.
+            empty is `{}`); as `tp.layout`.
         TypeError: `groups` is no dictionary; as `tp.layout`.
     """
     parts = take_apart(model, trainable)
     form = stacks_of(parts.layout, groups)
     try:
-        return form.join(parts.slots), over_stacks(parts.rest, form)
+        return form.join(parts.slots), restructure_over(parts.rest, form)
     except (RuntimeError, ValueError) as error:
         name_deleted(error, model)
         raise

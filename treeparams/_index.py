@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ class Index:
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
+        # What rules keep for such a model. Not with the rule, which may live longer: models may hold functions, and
+        # these arrays.
+        self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self.trained = trained  # of each leaf
         self.ties = ties

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._joined import Form, cast, whole, with_gaps
+from ._block import cast, with_gaps
+from ._form import Form
 from ._mesh import alike, is_sharded
 from ._nodes import nodes_in, subtreedefs
 from ._parts import Rest, index_in, others
@@ -42,7 +43,7 @@ class Source:
         self.singles = others(rest)
         self.blocks = [block for form, _ in joined for block in form.blocks]
         leaves = [leaf for _, each in joined for leaf in each]
-        self.leaves = list(map(whole, self.blocks, leaves))
+        self.leaves = [block.gathered(leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
         (form, _), (held, _) = joined
         slots, blocks = len(self.index.positions), len(form.blocks)
         frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.places.items()}
@@ -137,7 +138,7 @@ class Source:
         first = int(starts[:, 0].min())
         step = int(starts[:, 1].min()) - first if nodes > 1 else int((starts[:, 0] + sizes).max()) - first
         # Behind the last leaf of the last node there may be nothing.
-        first = min(first, block.length - nodes * step)
+        first = min(first, block.shape[0] - nodes * step)
         offsets = starts[:, 0] - first
         order = [int(j) for j in np.argsort(offsets)]
         ends = [*offsets[order][1:], step]

@@ -9,8 +9,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from ._index import Index
-from ._joined import Form
+from ._form import Form
 from ._layout import Layout, slot_at
+from ._makers import NOTHING, stacks_of_arrays
 from ._match import read_slots, slot_gradients
 from ._mesh import broadcast_as
 from ._parts import (
@@ -24,7 +25,6 @@ from ._parts import (
     with_kept_arrays,
 )
 from ._repeated import Source, alike_nodes, part
-from ._stacks import NOTHING, held_of
 from ._text import first_few
 from ._types import PyTree
 from ._view import View
@@ -159,10 +159,10 @@ class Restructure(Generic[M]):
             ValueError: the parameters rest in a vector; there it is `layout.slice(path)`.
         """
         slot = slot_at(self.layout, path)
-        if self._form.is_vector:
+        if self._form.is_bare:
             raise ValueError(f"{path!r} lies in a vector, at layout.slice({path!r}); rows are of tp.stack")
         block, row = self._form.places[slot]
-        *group, key = self._form.keys[block]
+        *group, key = [entry.key for entry in self._form.keys[block]]
         return (group[0] if group else None), key, row
 
     def part(self, form: Resting, where: Where) -> Any:
@@ -275,21 +275,14 @@ class Restructure(Generic[M]):
         Raises:
             ValueError: the model does not fit the layout.
         """
-        rest = take_apart(model, self.layout).rest
-        return Restructure(rest, self._form) if self._form.is_vector else over_stacks(rest, self._form)
+        return restructure_over(take_apart(model, self.layout).rest, self._form)
 
     def _source(self, form: Resting) -> Source:
         own = self._form
         return Source(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
 
     def __repr__(self) -> str:
-        form, size = self._form, self.layout.size
-        if not form.is_vector:
-            return (
-                f"Restructure({self.layout!r}; stacks: {first_few(['.'.join(keys) for keys in form.keys]) or 'none'})"
-            )
-        length = form.blocks[0].length
-        return f"Restructure({self.layout!r}; {form.dtype}{f', padded to {length:,}' if length > size else ''})"
+        return f"Restructure({self.layout!r}; {self._form.summary})"
 
 
 Restructure.__module__ = "treeparams"
@@ -328,23 +321,19 @@ def released(restructure: Restructure[M]) -> Rest[M]:
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """What a `Restructure` knows without a form: the index, the leaves that are no arrays, and where each slot lies."""
     rest, _, form, _ = _halves(restructure)
-    index, singles, places = index_in(rest), others(rest), {}
+    index, singles = index_in(rest), others(rest)
     leaves = {
         i: singles[index.gathers.order[i] - len(index.positions)]
         for i in [i for i, spec in enumerate(index.structure.specs) if spec is None]
     }
-    for number, slot in enumerate(index.slots):
-        block, row = form.places[number]
-        place = (
-            f"[{slot.offset}:{slot.offset + slot.size}]" if form.is_vector else f"{' '.join(form.keys[block])} {row}"
-        )
-        places[slot.path] = place
-    return index, leaves, places
+    return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
 
 
-def over_stacks(rest: Rest[M], form: Form) -> Restructure[M]:
-    """The way back from stacks. Frozen arrays of one shape are stacked too."""
+def restructure_over(rest: Rest[M], form: Form) -> Restructure[M]:
+    """The way back from a form. Beside stacks, frozen arrays of one shape are stacked too, to be scanned with them."""
+    if form.is_bare:
+        return Restructure(rest, form)
     kept = list(kept_arrays(rest).values())
-    held = held_of(kept)
+    held = stacks_of_arrays(kept)
     left = [None if i in held.places else array for i, array in enumerate(kept)]
     return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))

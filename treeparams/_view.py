@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._index import Slot, is_complex
-from ._joined import Form, whole
+from ._form import Form
 from ._layout import Layout, index_of, slot_at, slots_in
 from ._mesh import laid_as, replicated
 from ._primitives import cut, join
@@ -55,7 +55,7 @@ class View(Mapping[str, Any]):
         # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
         # additions. XLA drops the parts that nobody reads.
         self._pieces = {
-            number: cut(whole(block, leaf), block.shapes, block.rank)
+            number: block.pieces(leaf)
             for number, (block, leaf) in enumerate(zip(form.blocks, leaves, strict=True))
             if isinstance(leaf, Tracer)
         }
@@ -138,7 +138,8 @@ class View(Mapping[str, Any]):
         number, place = self._form.places[i]
         if number in self._pieces:
             return self._pieces[number][place]
-        block, leaf = self._form.blocks[number], whole(self._form.blocks[number], self._leaves[number])
+        block = self._form.blocks[number]
+        leaf = block.gathered(self._leaves[number])
         # With the offset as an operand one compiled slice serves all parts of one size.
         start, stop = block.starts[place : place + 2]
         zeros = [np.uint32(0)] * block.rank
@@ -194,12 +195,12 @@ class Change(NamedTuple):
         for b, its in news.items():
             # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
             block, leaf = self.form.blocks[b], leaves[b]
-            pieces, shapes = block.between(whole(block, leaf), sorted(its))
+            pieces, shapes = block.between(block.gathered(leaf), sorted(its))
             for i, place in enumerate(sorted(its)):
                 part, new = pieces[2 * i + 1], its[place].astype(leaf.dtype)
                 new = laid_as(replicated(new).reshape(part.shape), part) if new.ndim else replicated(new)
                 pieces[2 * i + 1] = laid_as(change(part, new), part)
-            leaves[b] = laid_as(join(pieces, shapes, block.length, block.rank), leaf)
+            leaves[b] = laid_as(join(pieces, shapes, block.shape[0], block.rank), leaf)
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
 

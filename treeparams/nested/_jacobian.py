@@ -9,11 +9,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from .._index import common_dtype, is_complex
-from .._joined import vector_of
+from .._makers import reals_of, vector_of
 from .._layout import Trainable
 from .._types import PyTree
 from ._inputs import basis, check_output, length_of, mapped
-from ._slots import in_reals, of_reals, own_copies, parts_of, real_form, taken
+from ._slots import in_reals, of_reals, own_copies, parts_of, taken
 
 Mode = Literal["real", "complex", "holomorphic"]
 
@@ -98,7 +98,7 @@ class Outputs:
             raise ValueError(f"mode must be 'real', 'complex' or 'holomorphic', got {mode!r}")
         parts = parts_of(model, trainable)
         self.mode, self._f, self._parts = mode, f, parts
-        slots, self.form = in_reals(parts.slots), real_form(parts.layout)
+        slots, self.form = in_reals(parts.slots), reals_of(parts.layout)
         self.dtype = self.form.dtype
         if mode == "holomorphic":
             slots, self.form = parts.slots, vector_of(parts.layout)

@@ -11,12 +11,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from .._layout import Layout, Trainable
+from .._makers import reals_of
 from .._mesh import shardings_of, typed_as
 from .._structure import is_array
 from .._text import describe, imported
 from .._types import PyTree
 from ._inputs import mapped
-from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, real_form, taken
+from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, taken
 
 
 class Operator(eqx.Module):
@@ -49,7 +50,7 @@ class Operator(eqx.Module):
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the matrix."""
-        (length,) = real_form(self.layout).blocks[0].shape
+        (length,) = reals_of(self.layout).blocks[0].shape
         return length, length
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class Operator(eqx.Module):
         Raises:
             ValueError: `chunk` is no count.
         """
-        block = real_form(self.layout).blocks[0]
+        block = reals_of(self.layout).blocks[0]
         if block.length == 0:
             return jnp.zeros(0, block.dtype)
         one = lambda i: self(jax.nn.one_hot(i, block.length, dtype=block.dtype))[i]
@@ -115,7 +116,7 @@ class Operator(eqx.Module):
         Raises:
             ModuleNotFoundError: lineax is not installed.
         """
-        lineax, block = imported("lineax", "lineax", "as_lineax"), real_form(self.layout).blocks[0]
+        lineax, block = imported("lineax", "lineax", "as_lineax"), reals_of(self.layout).blocks[0]
         shape = jax.ShapeDtypeStruct(block.shape, block.dtype)
         return lineax.FunctionLinearOperator(self, shape, lineax.symmetric_tag if tags is None else tags)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from .._joined import vector_of
+from .._makers import vector_of
 from .._layout import Trainable
 from .._types import PyTree
 from ._inputs import length_of, mapped

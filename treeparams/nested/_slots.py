@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from .._index import common_dtype, is_complex
-from .._joined import Form, Joined, vector_of
+from .._index import is_complex
 from .._layout import Layout, Trainable, index_of
+from .._makers import reals_of, vector_of
 from .._match import slot_gradients
 from .._mesh import result_varies, vary, varying
 from .._parts import Parts, Rest, put_together, refuse_functions, take_apart
@@ -64,20 +64,6 @@ def own_copies(f: Callable[[Any], Any], slots: PyTree) -> PyTree:
 # -- Tangents ----------------------------------------------------------------------------------------------------------
 
 
-def real_form(layout: Layout) -> Form:
-    """The vector of the slots in reals: of a complex slot all real parts, then all imaginary ones."""
-    forms = index_of(layout).forms
-    if not index_of(layout).complex_slots:
-        return vector_of(layout)
-    if "reals" not in forms:
-        leaves = jax.tree.leaves(_shapes(layout))
-        shapes, dtypes = (tuple(getattr(leaf, name) for leaf in leaves) for name in ("shape", "dtype"))
-        length = sum(leaf.size for leaf in leaves)
-        block = Joined(shapes, dtypes, common_dtype(leaf.dtype for leaf in leaves if leaf.size), length)
-        forms["reals"] = Form(jtu.tree_structure(0), (block,), (tuple(range(len(leaves))),), layout.paths)
-    return forms["reals"]
-
-
 def _shapes(layout: Layout) -> tuple[Any, ...]:
     """The slots in reals, shapes and dtypes alone."""
     one = lambda slot: jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype)
@@ -86,7 +72,7 @@ def _shapes(layout: Layout) -> tuple[Any, ...]:
 
 def joined(layout: Layout, reals: PyTree) -> jax.Array:
     """The real vector of one value per slot in reals."""
-    return real_form(layout).join(jax.tree.leaves(reals))
+    return reals_of(layout).join(jax.tree.leaves(reals))
 
 
 def divided(layout: Layout, vector: Any) -> PyTree:
@@ -96,7 +82,7 @@ def divided(layout: Layout, vector: Any) -> PyTree:
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
             f"got {vector.dtype}"
         )
-    pieces = tuple(real_form(layout).cut(vector))
+    pieces = tuple(reals_of(layout).cut(vector))
     return jtu.tree_unflatten(jtu.tree_structure(_shapes(layout)), pieces) if index_of(layout).complex_slots else pieces
 
 
@@ -108,7 +94,7 @@ def taken(layout: Layout, tangent: Any) -> PyTree:
     index, shape = index_of(layout), getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return in_reals(tuple(vector_of(layout).cut(tangent)))
-    length = real_form(layout).blocks[0].length
+    length = reals_of(layout).blocks[0].length
     if shape == (length,):
         return divided(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
@@ -125,7 +111,7 @@ def given_back(layout: Layout, reals: PyTree, tangent: Any) -> Any:
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return vector_of(layout).join(from_reals(reals))
-    if shape == (real_form(layout).blocks[0].length,):
+    if shape == (reals_of(layout).blocks[0].length,):
         return joined(layout, reals)
     index = index_of(layout)
     return index.canonical(from_reals(reals), index.structure.treedef)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._layout import Trainable, index_of, trained_at
+from .._form import Form
+from .._layout import Layout, Trainable, index_of, trained_at
 from .._parts import Parts, take_apart
 from .._resolve import retrained
 from .._structure import is_array
@@ -20,9 +22,20 @@ from .._text import describe
 from .._types import PyTree
 from .._where import Where
 from ._groups import group_name, groups_in
+from ._history import History, check_no_memory, regrouped
 from ._per_leaf import PerLeafState
-from ._shown import History, check_no_memory
-from ._state import Roles, TrainableState, free_rates, in_own_buffers, map_injected, nodes_of, rates_in, rule_of
+from ._rule import Rule
+from ._state import (
+    Roles,
+    TrainableState,
+    free_rates,
+    in_own_buffers,
+    map_injected,
+    nodes_of,
+    rates_in,
+    rule_of,
+    settled,
+)
 
 S = TypeVar("S")
 
@@ -84,44 +97,51 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     return in_own_buffers(jax.tree.map(change, state, is_leaf=is_whole), jax.tree.leaves(model))
 
 
-def _changed(rule: Any, state: TrainableState, model: PyTree, trainable: Any, reset: bool) -> TrainableState:
+def _changed(rule: Rule, state: TrainableState, model: PyTree, trainable: Any, reset: bool) -> TrainableState:
     roles = state.roles
     parts = take_apart(model, retrained(take_apart(model, roles.layout).layout, trainable))
     if parts.layout == roles.layout and not reset:
         return state
-    layouts = [trained_at(roles.layout, positions) for positions in roles.running + roles.held]
-    origins: list[int] = []
-    together: dict[int, Any] = {}
-    for origin, count in zip(roles.origins, map(np.asarray, state.counts), strict=True):
-        # What has taken other steps than the first part of its own is of a new one.
-        is_parted = not np.array_equal(together.setdefault(origin, count), count)
-        origins.append(1 + max((*roles.origins, *origins)) if is_parted else origin)
-    histories = list(map(History, layouts, state.runs + state.held, state.counts, origins))
-    if histories and jtu.tree_structure(rule.form.fresh(layouts[0]).state) != jtu.tree_structure(histories[0].state):
-        raise ValueError("the state was made by another transformation than this one; pass the one whose init made it")
+    histories = _told_apart(rule.histories(state))
     if reset:
         fresh = rule.start(parts)
-        runs = tuple(_with_rates(rule, run, parts, histories, model) for run in fresh.runs)
+        runs = tuple([_with_rates(rule, run, parts.layout, histories) for run in fresh.runs])
         return dataclasses.replace(fresh, runs=runs)
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
-    known = frozenset(position for layout in layouts for position in index_of(layout).positions)
-    running, held = (_parts_of(rule, histories, positions) for positions in (now, known - now))
+    known = frozenset(position for history in histories for position in index_of(history.layout).positions)
+    running, held = (_at(rule, histories, positions) for positions in (now, known - now))
     if now - known:
-        own = take_apart(model, trained_at(parts.layout, list(now - known)))
-        run = _with_rates(rule, rule.fresh(own), own, histories, model)
-        number = 1 + max((history.origin for history in histories), default=-1)
-        running.append(History(own.layout, run, jnp.zeros((), jnp.int32), number))
+        running.append(_begun(rule, take_apart(model, trained_at(parts.layout, list(now - known))), histories))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
-    both = running + held
-    at = [[index_of(history.layout).positions for history in side] for side in (running, held)]
-    roles = Roles(parts.layout, tuple(at[0]), tuple(at[1]), tuple(history.origin for history in both))
-    runs, waiting = (tuple(history.state for history in side) for side in (running, held))
-    return TrainableState(runs, waiting, tuple(history.count for history in both), roles)
+    return _state_of(parts.layout, running, held)
 
 
-def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
-    """The parts of histories at some positions; those of one origin, which took their steps together, as one."""
+def _told_apart(histories: Sequence[History]) -> list[History]:
+    """The histories, with an origin of its own for each that has taken other steps than the first of its origin."""
+    found: list[History] = []
+    together: dict[int, np.ndarray] = {}
+    for history in histories:
+        count, origin = np.asarray(history.count), history.origin
+        if not np.array_equal(together.setdefault(origin, count), count):
+            origin = _next_origin([*histories, *found])
+        found.append(dataclasses.replace(history, origin=origin))
+    return found
+
+
+def _next_origin(histories: Sequence[History]) -> int:
+    return 1 + max((history.origin for history in histories), default=-1)
+
+
+def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History]) -> History:
+    """The history of parameters that begin, with the hyperparameters that the others have been given."""
+    run = _with_rates(rule, rule.fresh(parts), parts.layout, histories)
+    like = rule.like(parts.layout)
+    return History(parts.layout, run, like.division, jnp.zeros((), jnp.int32), _next_origin(histories))
+
+
+def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
+    """What histories have at some positions; those of one origin, which took their steps together, as one."""
     found: dict[int, list[History]] = {}
     for history in histories:
         if not positions.isdisjoint(index_of(history.layout).positions):
@@ -129,25 +149,37 @@ def _parts_of(rule: Any, histories: Sequence[History], positions: frozenset[int]
     result = []
     for several in found.values():
         inside = [p for history in several for p in index_of(history.layout).positions if p in positions]
-        to = trained_at(several[0].layout, inside)
-        result.append(dataclasses.replace(several[0], layout=to, state=rule.form.regroup(several, to)))
+        like = rule.like(trained_at(several[0].layout, inside))
+        made = dataclasses.replace(like, state=regrouped(several, like), count=several[0].count)
+        result.append(dataclasses.replace(made, origin=several[0].origin))
     return result
 
 
-def _with_rates(rule: Any, fresh: PyTree, parts: Parts[Any], histories: Sequence[History], model: PyTree) -> PyTree:
+def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History]) -> TrainableState:
+    """The state of these histories."""
+    both = (*running, *held)
+    at = lambda side: tuple([index_of(history.layout).positions for history in side])
+    origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
+    runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
+    roles = Roles(layout, at(running), at(held), origins, divisions)
+    return TrainableState(runs, waiting, tuple([history.count for history in both]), roles)
+
+
+def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
     width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
     known = [(rates_in(history.state), history) for history in histories]
     rates, history = max(known, key=lambda pair: width(pair[0]), default=([], None))
     if history is None or not width(rates):
         return fresh
-    before = take_apart(model, history.layout)
-    made, now = (_by_rule(rule, before, state) for state in (rule.fresh(before), history.state))
-    place = _places(rule, parts)
+    form = rule.form_of(history.layout)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form.shapes())
+    made, now = (_by_rule(form, state) for state in (settled(rule.tx.init(zeros)), history.state))
+    place = _place_of_rule(rule.form_of(layout))
 
     def restore(path: Any, node: Any) -> Any:
         key = place(path)
-        if key not in now:  # of a group that had no leaf, optim.per_leaf has no state
+        if key not in now:
             return node
         old, rates = made[key].hyperparams, free_rates(now[key])
         changed = {name for name, rate in rates.items() if not np.array_equal(rate, old[name], equal_nan=True)}
@@ -157,19 +189,21 @@ def _with_rates(rule: Any, fresh: PyTree, parts: Parts[Any], histories: Sequence
     return map_injected(restore, fresh)
 
 
-def _by_rule(rule: Any, parts: Parts[Any], state: PyTree) -> dict[Any, Any]:
+def _by_rule(form: Form, state: PyTree) -> dict[Any, Any]:
     """The nodes of `optax.inject_hyperparams` by where the rule stands; of `optim.per_leaf` those of the first leaf."""
-    place, nodes = _places(rule, parts), dict[Any, Any]()
+    place, nodes = _place_of_rule(form), dict[Any, Any]()
     map_injected(lambda path, node: nodes.setdefault(place(path), node) and node, state)
     return nodes
 
 
-def _places(rule: Any, parts: Parts[Any]) -> Callable[[Any], Any]:
+def _place_of_rule(form: Form) -> Callable[[Any], Any]:
     """From a path in a state to where the rule stands: without the leaf, for each of which `optim.per_leaf` has one."""
-    shown = jax.eval_shape(lambda: rule.form.show(parts, parts.slots))
-    leaves, states = {path for path, _ in jtu.tree_flatten_with_path(shown)[0]}, jtu.GetAttrKey("states")
+    leaves, states, spare = set(form.keys), jtu.GetAttrKey("states"), jtu.GetAttrKey("spare")
 
     def place(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        if spare in path:
+            at = path.index(spare)
+            return (*path[:at], states, *path[at + 1 :])
         start = path.index(states) + 1 if states in path else len(path)
         end = next((end for end in range(start, len(path) + 1) if path[start:end] in leaves), start)
         return path[:start] + path[end:]

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._form import Form
 from .._layout import Trainable
-from ._shown import Vector
+from .._makers import vector_of
+from ._rule import Rule
 from ._state import ModelTransformation, Plain, nodes_of
-from ._trainable import Rule
 from ._trial import Way, check_same
 
 
@@ -49,18 +50,22 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
         ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
         TypeError: as `optim.trainable`.
     """
-    rule = Rule(tx, Vector, trainable)
-    plain: Any = rule.tx
-    tried: list[bool] = []
-
-    def init(vector: Any) -> Any:
-        if not tried:
-            check_over_vector(plain, trial or {}, ("optim.flat", "use optim.trainable"))
-            tried.append(True)
-        return plain.init(vector)
-
-    rule.tx = plain._replace(init=init)
+    rule = _FlatRule(tx, vector_of, trainable, fills=True)
+    rule.trial = dict(trial or {})
     return ModelTransformation(rule.init, rule.update)
+
+
+class _FlatRule(Rule):
+    """As `Rule`, over one vector."""
+
+    trial: dict[str, Any]
+    _is_checked = False
+
+    def check(self, form: Form) -> None:
+        """Checks, once, that the rule is the same over a vector."""
+        if not self._is_checked:
+            check_over_vector(self.tx, self.trial, ("optim.flat", "use optim.trainable"))
+            self._is_checked = True
 
 
 def check_over_vector(tx: Any, trial: Mapping[str, Any], words: tuple[str, str]) -> None:

@@ -8,25 +8,19 @@ import jax.tree_util as jtu
 import optax
 
 from .._index import Index
+from .._form import Form, Stacks
 from .._layout import index_of
 from .._parts import take_apart
+from .._paths import join_path
 from .._recognise import structure_of
-from .._stacks import is_stack
 from .._text import describe, in_columns, quoted
 from .._types import PyTree
 from .._where import name_of, select
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
-class Grouped(dict[str, Any]):
-    """Trees by the group whose rule they go to, for `optim.groups` to take as they are."""
-
-
-jtu.register_pytree_with_keys(
-    Grouped,
-    lambda tree: ([(jtu.DictKey(name), child) for name, child in tree.items()], tuple(tree)),
-    lambda names, children: Grouped(zip(names, children, strict=True)),
-)
+def _is_stacks(node: Any) -> bool:
+    return isinstance(node, Stacks)
 
 
 class Group(NamedTuple):
@@ -103,11 +97,11 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
         structure = structure_of(params)[2]
         found: dict[int, str] = {}
         leaves = jtu.tree_flatten_with_path(params)[0]
-        if isinstance(params, Grouped) or (leaves and all(is_stack(path, leaf) for path, leaf in leaves)):
+        if leaves and all(isinstance(each, Stacks) for each in jtu.tree_leaves(params, is_leaf=_is_stacks)):
             # Rows of stacks have no paths here; it is the groups of the stacks that say where each goes.
             given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
             # With a default, a name that no group has is a mistake, not one for which nothing is left.
-            is_typo = default is not None and not isinstance(params, Grouped) and not wheres.keys() <= set(params)
+            is_typo = default is not None and not wheres.keys() <= set(params)
             if len(given) < len(leaves) or is_typo or (default is None and not rules.keys() >= set(given.values())):
                 names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
                 raise ValueError(
@@ -178,6 +172,13 @@ def groups_in(state: PyTree) -> Iterator[Group]:
         yield from groups_in(node.inner_states)
 
 
+def _paths_at(form: Form, paths: Sequence[str]) -> Iterator[str]:
+    """The parameters that lie at these paths of a form."""
+    members = {join_path(entries): slots for entries, slots in zip(form.entries, form.members, strict=True)}
+    for path in paths:
+        yield from [path] if path in form.paths else [form.paths[slot] for slot in members[path]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Which leaf goes where; prints as a table.
@@ -232,10 +233,10 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
     header, index = ["path", "shape", "dtype", "group"], index_of(layout)
     names: dict[str, list[str]] = {path: [] for path in layout.paths}
-    shapes = rule.form.fresh(layout).state if names else ()
+    shapes = rule.like(layout).state if names else ()
     check_groups(shapes, index)
     for group in groups_in(shapes):
-        for path in rule.form.paths_of(layout, group.paths):
+        for path in _paths_at(rule.form_of(layout), group.paths):
             names[path].append(group.name)
     groups = {path: " / ".join(each) for path, each in names.items()}
     structure, steps = index.structure, {}

@@ -1,23 +1,23 @@
 """per_leaf: a rule over each leaf by itself, and over all rows of a stack at once."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
+from .._form import stacked_leaves
 from .._mesh import is_sharded, laid_as, split
-from .._stacks import is_stack
 from .._text import count_of, describe, in_short
 from .._types import PyTree
 from ._coupling import coupling
 from ._groups import GroupsState
-from ._shown import settled, steady
-from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of
+from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +27,36 @@ class PerLeafState:
     Attributes:
         states: a tree like the parameters, with a state of the rule at each array. At a stack, all arrays in it have a
             leading axis over the rows, counts and hyperparameters too.
+        spare: where there are no parameters, the state that one would have, so that `optim.adjust` reaches the rates.
+        is_checked: whether the rule is known to treat each leaf for itself; static.
     """
 
     states: Any
+    spare: Any = None
+    is_checked: bool = False
 
 
 PerLeafState.__module__ = "treeparams.optim"
-jtu.register_dataclass(PerLeafState, ["states"], [])
+jtu.register_dataclass(PerLeafState, ["states", "spare"], ["is_checked"])
 
 
 def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.GradientTransformationExtraArgs:
     """A rule over each leaf by itself: over each row of a stack, all rows of one in one operation.
 
-    >>> import jax.numpy as jnp, optax
+    >>> import jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
-    >>> stacks = {"float32[2,3]": jnp.ones((4, 2, 3)), "float32[3]": jnp.ones((5, 3))}
+    >>> layers = [{"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for _ in range(4)]
+    >>> stacks, restructure = tp.stack(layers)
     >>> tx = optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adafactor(0.1)))
     >>> state = tx.init(stacks)
-    >>> updates, state = tx.update(stacks, state, stacks)  # of 4 matrices and 5 vectors
+    >>> updates, state = tx.update(stacks, state, stacks)  # of 4 matrices and 4 vectors
     >>> updates["float32[2,3]"].shape, state[1].states["float32[3]"][0].count
-    ((4, 2, 3), Array([1, 1, 1, 1, 1], dtype=int32))
+    ((4, 2, 3), Array([1, 1, 1, 1], dtype=int32))
 
-    It is plain Optax, of any tree. **A stack** is an array in a dictionary under the key of its rows, as `tp.stack`
-    makes it: `"float32[2,3]"` over shape `(k, 2, 3)`, in any floating dtype. Its rows are leaves to `tx`, through
-    `jax.vmap`; any other array is one leaf. So rules that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are
-    right on stacks and compile as one program for each shape; what treats elements alike (`optax.adam`) needs none of
-    this.
+    It is plain Optax, of any tree. The rows of **stacks**, the dictionary that `tp.stack` makes, are leaves to `tx`,
+    through `jax.vmap`; any other array is one leaf, also one in a dictionary that you make of stacks by hand. So rules
+    that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are right on stacks and compile as one program for each
+    shape; what treats elements alike (`optax.adam`) needs none of this.
 
     `tx` sees one bare array, and no names: `optim.groups` stands around it, masks and labels within it are functions,
     `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **What couples leaves is refused** - norms of the
@@ -82,57 +86,89 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     """
     if isinstance(tx, ModelTransformation):
         raise ValueError(ONE)
-    rule: Any = extended(tx)
-    limit = None if at_once is None else count_of("at_once", at_once, "rows")
-    known = set[Any]()  # rows, with the names of extra arguments, that `tx` treats one by one
+    rows = _Rows(None if at_once is None else count_of("at_once", at_once, "rows"))
+    each = _Each(extended(tx), rows)
+    return optax.GradientTransformationExtraArgs(each.init, each.update)
 
-    def over_rows(f: Callable[..., Any], *args: Any) -> Any:
-        if limit is None or limit >= len(args[0]):
+
+class _Rows(NamedTuple):
+    """How many rows of a stack run together; `None` is all."""
+
+    limit: int | None
+
+    def run(self, f: Callable[..., Any], *args: Any) -> Any:
+        """`f` of each row."""
+        limit, count = self.limit, len(args[0])
+        if limit is None or limit >= count:
             return jax.vmap(f)(*args)
         # One at a time needs no `vmap`, under which a `cond` of the rule would compute both of its branches.
-        if limit == 1 or len(args[0]) % limit:
+        if limit == 1 or count % limit:
             return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
         # Rows that run together are far apart: where devices have as many equal parts of the rows, each runs one.
         apart = jax.tree.map(lambda rows: rows.reshape(limit, -1, *rows.shape[1:]), args)
         pick = lambda i: jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, i, 1, keepdims=False), apart)
-        found = jax.lax.map(lambda i: jax.vmap(f)(*pick(i)), jnp.arange(len(args[0]) // limit))
+        found = jax.lax.map(lambda i: jax.vmap(f)(*pick(i)), jnp.arange(count // limit))
         return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]), found)
 
-    def init(params: PyTree) -> Any:
-        _check(rule, known, jtu.tree_flatten_with_path(params)[0])
-        start = lambda path, leaf: settled(_start_rows(rule, leaf) if is_stack(path, leaf) else rule.init(leaf))
-        return PerLeafState(jtu.tree_map_with_path(start, params))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+class _Each:
+    """A rule over each leaf, and over each row of a stack."""
+
+    def __init__(self, rule: Any, rows: _Rows) -> None:
+        self.rule = rule
+        self.rows = rows
+        self.known = set[Any]()  # rows, with the names of extra arguments, that the rule treats one by one
+
+    def init(self, params: PyTree) -> PerLeafState:
+        """The state of each leaf."""
+        leaves, treedef = jtu.tree_flatten(params)
+        stacked = stacked_leaves(params)
+        is_checked = _check(self.rule, self.known, list(map(_row, leaves, stacked)))
+        pairs = zip(leaves, stacked, strict=True)
+        states = [_start_rows(self.rule, leaf) if many else self.rule.init(leaf) for leaf, many in pairs]
+        spare = None if leaves else settled(self.rule.init(jnp.zeros(())))
+        return PerLeafState(treedef.unflatten(list(map(settled, states))), spare, is_checked)
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PerLeafState]:
+        """The update of each leaf, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
-        leaves, treedef = jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)
-        states, values = [*_like(treedef, state.states)], [None] * len(leaves)
-        if params is not None:
-            values = _like(treedef, params)
-        _check(rule, known, [pair for pair in leaves if not _is_nothing(pair[1])], extra)
-        run = lambda gradient, before, value: rule.update(gradient, before, value, **extra)
-        steps = [leaf for _, leaf in leaves]
-        for i, (path, gradient) in enumerate(leaves):
-            if _is_nothing(gradient):
-                continue
-            if _is_nothing(states[i]) and not _is_nothing(jax.eval_shape(rule.init, gradient)):
-                raise ValueError(f"a gradient for {jtu.keystr(path)}, for which init had no parameter; give None there")
-            args = gradient, states[i], values[i]
-            steps[i], after = over_rows(run, *args) if is_stack(path, gradient) else run(*args)
+        leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
+        stacked = stacked_leaves(updates, _is_nothing)
+        states = _like(treedef, state.states)
+        values = [None] * len(leaves) if params is None else _like(treedef, params)
+        here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
+        if extra or not state.is_checked:  # else `init` has, maybe of a rule that is made anew for each update
+            _check(self.rule, self.known, [_row(leaves[i], stacked[i]) for i in here], extra)
+        run = functools.partial(self._step, extra)
+        for i in here:
+            self._check_state(updates, i, leaves[i], states[i])
+            args = leaves[i], states[i], values[i]
+            leaves[i], after = self.rows.run(run, *args) if stacked[i] else run(*args)
             states[i] = steady(after, states[i])
-        return treedef.unflatten(steps), PerLeafState(treedef.unflatten(states))
+        return treedef.unflatten(leaves), dataclasses.replace(state, states=treedef.unflatten(states))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _step(self, extra: dict[str, Any], gradient: Any, state: Any, value: Any) -> Any:
+        return self.rule.update(gradient, state, value, **extra)
+
+    def _check_state(self, updates: PyTree, i: int, gradient: Any, state: Any) -> None:
+        """Refuses a gradient of what `init` did not have, or had in another number of rows."""
+        if not _is_nothing(state) or _is_nothing(jax.eval_shape(self.rule.init, gradient)):
+            return
+        path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
+        raise ValueError(f"a gradient for {path}, for which init had no parameter; give None there")
 
 
 _KINDS = 6  # of rows; each takes some 10 ms
 _is_nothing: Callable[[Any], bool] = lambda node: node is None or isinstance(node, optax.MaskedNode)
 
 
-def _row_shape(path: Sequence[Any], leaf: Any) -> tuple[int, ...]:
+def _row(leaf: Any, is_stack: bool) -> jax.ShapeDtypeStruct:
+    """What the rule is shown of a leaf."""
     shape = jnp.shape(leaf)
-    return shape[1:] if is_stack(path, leaf) else shape
+    return jax.ShapeDtypeStruct(shape[1:] if is_stack else shape, jnp.result_type(leaf))
 
 
 def _start_rows(rule: Any, stack: Any) -> PyTree:
@@ -156,23 +192,29 @@ def _like(treedef: Any, tree: PyTree) -> list[Any]:
         ) from error
 
 
-def _check(rule: Any, known: set[Any], leaves: Iterable[tuple[Any, Any]], extra: dict[str, Any] | None = None) -> None:
-    """Checks that a rule treats rows like those of these leaves one by one, which it does for those that are known."""
-    kinds = {(_row_shape(path, leaf), jnp.result_type(leaf)) for path, leaf in leaves}
+def _check(
+    rule: Any, known: set[Any], each: Iterable[jax.ShapeDtypeStruct], extra: dict[str, Any] | None = None
+) -> bool:
+    """Checks that a rule treats such rows one by one, which it does for those that are known.
+
+    Returns:
+        Whether that could be told; not if the rule needs extra arguments, and none are given.
+    """
+    kinds = {(row.shape, row.dtype) for row in each}
     by_size = sorted(kinds, key=lambda kind: (math.prod(kind[0]), kind[0], str(kind[1])))
     # Of many, the largest of each rank: rules treat matrices and vectors, or large and small axes, in different ways.
     several = by_size if len(by_size) <= _KINDS else {len(shape): (shape, dtype) for shape, dtype in by_size}.values()
     rows = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in several]
     seen = {(row, frozenset(extra or ())) for row in rows}
     if known.issuperset(seen):
-        return
+        return True
     for row in rows:
         _check_alone(rule, row)
     try:
         reason = coupling(rule, rows, extra)
     except Exception as error:
         if extra is None:  # it may take other arguments: the first update tells
-            return
+            return False
         raise ValueError(
             f"{_fails('update', error)}. Extra arguments go to each row as they are, so trees of gradients and "
             "functions of the model are not for rules within optim.per_leaf; a number is given by "
@@ -184,6 +226,7 @@ def _check(rule: Any, known: set[Any], leaves: Iterable[tuple[Any, Any]], extra:
             "concerns all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
         )
     known.update(seen)
+    return True
 
 
 def _check_alone(rule: Any, row: jax.ShapeDtypeStruct) -> None:

@@ -1,5 +1,6 @@
 """stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +12,20 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 
-from .._joined import Form
-from .._layout import Layout, Trainable, slots_in, trained_at
+from .._form import Form, Stacks
+from .._layout import Layout, Trainable, slots_in
+from .._makers import stacks_in_groups, stacks_of, tree_of
 from .._parts import Parts
+from .._states import Division, Init
 from .._structure import is_array
 from .._text import describe
 from .._types import PyTree
 from ._clip import ClipState
-from ._groups import Grouped, GroupsState
+from ._groups import GroupsState, groups_in
+from ._history import remembered
 from ._per_leaf import PerLeafState
-from ._shown import Stacks
-from ._state import ModelTransformation, Plain, TrainableState
-from ._trainable import Rule, Steps
+from ._rule import Rule, Sight, Update
+from ._state import ModelTransformation, Plain, nodes_of, settled, steady
 from ._trial import Way, check_same
 
 
@@ -69,7 +72,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
             of `optim.per_leaf`; a `where` selects nothing that trains; otherwise as `optim.trainable`.
         TypeError: a flag is no bool; otherwise as `optim.trainable`.
     """
-    rule = _StackedRule(tx, Stacks, trainable)
+    rule = _StackedRule(tx, trainable)
     rule.trial = dict(trial or {})
     return ModelTransformation(rule.init, rule.update)
 
@@ -107,7 +110,7 @@ def check_over_stacks(
     """
     ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
     for keys, block in zip(form.keys, form.blocks, strict=True):
-        its = ranks.setdefault(keys[0] if len(keys) > 1 else "", {})
+        its = ranks.setdefault(keys[0].key if len(keys) > 1 else "", {})
         its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
     kinds = frozenset((group, rank, count) for group, its in ranks.items() for rank, count in its.items())
     if kinds <= known:
@@ -115,13 +118,14 @@ def check_over_stacks(
     small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
     each = [(group, describe(small(rank)), small(rank).shape) for group, rank, count in kinds for _ in range(count)]
     names, keys, shapes = zip(*sorted(each), strict=True)
-    ungrouped = len(form.keys[0]) == 1
+    ungrouped = len(form.entries[0]) == 1
 
     def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
         found: dict[str, dict[str, list[Any]]] = {}
         for group, key, leaf in zip(names, keys, leaves, strict=True):
             found.setdefault(group, {}).setdefault(key, []).append(leaf)
-        tree = grouped({group: {key: join(rows) for key, rows in its.items()} for group, its in found.items()})
+        empty = {} if ungrouped else dict.fromkeys(jtu.tree_unflatten(form.treedef, form.blocks), Stacks())
+        tree = grouped(empty | {group: Stacks({key: join(rows) for key, rows in its.items()}) for group, its in found.items()})
         return tree[""] if ungrouped else tree
 
     def read(tree: PyTree) -> list[Any]:
@@ -139,106 +143,154 @@ def check_over_stacks(
     return known | kinds
 
 
-class _StackedRule(Rule):
-    """As `Rule`, with rows that wait."""
+@dataclasses.dataclass(frozen=True)
+class _Waiting(Sight):
+    """Stacks in which some rows wait.
 
-    form: Stacks
+    To the rule a row that waits is a parameter that is zero and has a gradient of zero and a state that is fresh, so
+    that it adds nothing to a norm, whatever is in it.
+    """
+
+    flags: list[Any]  # whether each slot moves: a Python bool where that is known
+    absent: frozenset[int]  # the slots without a gradient
+
+    def show(self, values: Sequence[Any]) -> PyTree:
+        """The stacks of one value per slot, with zeros in rows that wait."""
+        return self._masked(super().show(values), 1)
+
+    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
+        """As of `Sight`, with the state from before for rows that wait."""
+        _check_shared(division, before)
+        fresh = settled(init(self.show(self.parts.slots)))
+        made, after = update(self._of_state(division, before, fresh))
+        # The number that changes none when it is added: -0.0 + 0.0 is 0.0.
+        steps = self.read(self._masked(made, -1))
+        steps = [None if slot in self.absent else step for slot, step in enumerate(steps)]
+        return steps, self._of_state(division, steady(after, before), before)
+
+    def moves(self, slots: Sequence[int]) -> Any:
+        """Whether any of these slots takes a step."""
+        flags = [self.flags[slot] for slot in slots]
+        if all(flag is False for flag in flags) or all(flag is True for flag in flags):
+            return flags[0]
+        return jnp.any(self._moving(slots))
+
+    def model(self, shown: PyTree) -> Any:
+        """The model with these parameters in the rows that move."""
+        return super().model(self._beside_waiting(shown, super().show(self.parts.slots)))
+
+    def _of_state(self, division: Division, moving: PyTree, waiting: PyTree) -> PyTree:
+        """A state with the arrays of one for rows that move, and for what is shared, and of another for the others."""
+        moves, treedef = jtu.tree_flatten(moving)
+        waits, slot_at = jtu.tree_leaves(waiting), {path: slot for slot, path in enumerate(self.form.paths)}
+        for i, owners in enumerate(division.owners):
+            if owners is not None:
+                rows = self._moving([slot_at[path] for path in owners.paths])
+                moves[i] = jnp.where(_along(rows, owners.axis, moves[i].ndim), moves[i], waits[i])
+        return jtu.tree_unflatten(treedef, moves)
+
+    # In stacks, all rows of one at once: an operation for each leaf would take as long to compile as all the rest.
+    def _beside_waiting(self, moving: PyTree, waiting: PyTree) -> PyTree:
+        moves, treedef = jtu.tree_flatten(moving)
+        rows = [_along(self._moving(slots), 0, leaf.ndim) for slots, leaf in zip(self.form.members, moves, strict=True)]
+        return jtu.tree_unflatten(treedef, list(map(jnp.where, rows, moves, treedef.flatten_up_to(waiting))))
+
+    def _masked(self, tree: PyTree, sign: int) -> PyTree:
+        return self._beside_waiting(tree, jax.tree.map(lambda leaf: sign * jnp.zeros((), leaf.dtype), tree))
+
+    @functools.cached_property
+    def _distinct(self) -> tuple[jax.Array, np.ndarray]:
+        """The flags as an array, each once, since many slots have the same one; and the number of each slot's."""
+        keys = [flag if isinstance(flag, bool) else id(flag) for flag in self.flags]
+        distinct = dict(zip(keys, self.flags, strict=True))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        return jnp.stack([jnp.asarray(flag) for flag in distinct.values()]), np.array([numbers[key] for key in keys])
+
+    def _moving(self, slots: Sequence[int]) -> jax.Array:
+        """Whether each of these slots moves."""
+        flags, numbers = self._distinct
+        return flags[numbers[np.array(slots)]]
+
+
+def _along(flags: jax.Array, axis: int | None, ndim: int) -> jax.Array:
+    """Flags along one axis of an array."""
+    return jnp.expand_dims(flags, [each for each in range(ndim) if each != axis])
+
+
+def _check_shared(division: Division, state: PyTree) -> None:
+    """Refuses a state of which something would move for rows that wait; what is of the call, a clip's, may."""
+    is_clip = lambda node: isinstance(node, ClipState)
+    arrays = iter(division.owners)
+    for path, node in jtu.tree_flatten_with_path(state, is_leaf=is_clip)[0]:
+        owners = [next(arrays) for _ in jtu.tree_leaves(node)]
+        if not is_clip(node) and None in owners:
+            raise ValueError(
+                "some parameters wait in this update, and the transformation keeps what is not kept row by row, "
+                f"state{jtu.keystr(path)}: put what holds state within optim.per_leaf, as in "
+                "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adam(1e-3))), or give all "
+                'gradients, tp.project(model, grads, missing="zeros")'
+            )
+
+
+class _StackedRule(Rule):
+    """As `Rule`, over stacks, with rows that wait; where `optim.groups` is in it, those of each group by themselves."""
+
     trial: dict[str, Any]
     _tried: frozenset[Any] = frozenset()
 
-    def fresh(self, parts: Parts[Any]) -> PyTree:
-        """A fresh state of the rule itself, once it is known to be the same over stacks."""
-        form = self.form.form_of(parts.layout)
-        args = (form, self.trial, "optim.stacked", _reads_leaves, Grouped, self._tried)
-        self._tried = check_over_stacks(self.tx, *args)
-        return super().fresh(parts)
+    def __init__(self, tx: Any, trainable: Trainable) -> None:
+        super().__init__(tx, self._stacks_of, trainable, fills=True)
 
-    def steps(self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]) -> Steps:
-        """The step of all rows, and of those that are not active the state and parameters from before."""
+    def check(self, form: Form) -> None:
+        """Checks that the rule is the same over stacks."""
+        args = (form, self.trial, "optim.stacked", _reads_leaves, dict, self._tried)
+        self._tried = check_over_stacks(self.tx, *args)
+
+    # -- Groups
+
+    def _stacks_of(self, layout: Layout) -> Form:
+        return remembered(self, layout, "form", functools.partial(self._make_stacks, layout))
+
+    def _make_stacks(self, layout: Layout) -> Form:
+        groups = self._groups_of(layout) if layout.slots and self._has_groups is not False else None
+        return stacks_of(layout) if groups is None else stacks_in_groups(layout, groups)
+
+    @functools.cached_property
+    def _has_groups(self) -> bool | None:
+        """Whether `optim.groups` is in the rule; `None` where that does not show."""
+        try:
+            return bool(nodes_of(GroupsState, jax.eval_shape(self.tx.init, {})))
+        except Exception:  # it has a mask for other trees, or wants a leaf
+            return None
+
+    def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
+        """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
+        try:
+            nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, tree_of(layout).shapes()))
+        except Exception:
+            if self._has_groups:
+                raise
+            return None  # its mask is for stacks
+        if not nodes:
+            return None
+        divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
+        if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
+            raise ValueError(
+                "over stacks one optim.groups says which leaves lie together; there are several, or groups within "
+                "groups: give each group a chain of its own rules, or use optim.trainable"
+            )
+        numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
+        return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
+
+    def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
+        """What the rule is shown, in which some rows may wait."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
-        filled = lambda its: [jnp.zeros_like(p) if g is None else g for p, g in zip(parts.slots, its, strict=True)]
-        whole = lambda grads: parts.canonical(filled(self.read_gradients(parts, grads)))
-        _of_gradients(extra, whole)
+        sight, filled = super().sight(parts, gradients, extra)
         if all(flag is True for flag in flags):
-            return super().steps(parts, gradients, state, extra)
-        rows_of = _rows(flags)
-        form = self.form.form_of(parts.layout)
-        rows = [rows_of(slots) for slots in form.members]
-
-        # In stacks, all rows of one at once: an operation for each leaf would take as long to compile as all the rest.
-        def mask(tree: PyTree, sign: int) -> PyTree:
-            leaves, treedef = jtu.tree_flatten(tree)
-            zeros = [sign * jnp.zeros((), leaf.dtype) for leaf in leaves]
-            return jtu.tree_unflatten(treedef, list(map(jnp.where, map(_beside, rows, leaves), leaves, zeros)))
-
-        def masked_run(shown: PyTree, before: Any, params: PyTree, **further: Any) -> tuple[PyTree, Any]:
-            _of_gradients(further, lambda grads: mask(grads, 1))
-            made, after = self.tx.update(mask(shown, 1), before, params, **further)
-            return mask(made, -1), after  # the number that changes none when it is added: -0.0 + 0.0 is 0.0
-
-        steps, runs, counts = self.steps_by(masked_run, parts, filled(gradients), state, extra)
-        steps = [None if gradient is None else step for step, gradient in zip(steps, gradients, strict=True)]
-        rested = list(runs)
-        for number, (positions, old, new) in enumerate(zip(state.roles.running, state.runs, runs, strict=True)):
-            own = [parts.index.by_leaf[each] for each in positions]
-            its = [flags[slot] for slot in own]
-            if all(flag is True for flag in its):
-                continue
-            layout = trained_at(parts.layout, positions)
-            if all(flag is False for flag in its):
-                rested[number], counts[number] = old, state.counts[number]
-                if all(gradients[slot] is None for slot in own):
-                    self.warn_of_no_gradient(layout, counts[number])
-                continue
-            members = self.form.form_of(layout).members
-            rested[number] = self._rested(layout, [rows_of([own[i] for i in slots]) for slots in members], old, new)
-            counts[number] = state.counts[number] + jnp.any(rows_of(own)).astype(jnp.int32)
-        return steps, tuple(rested), counts
-
-    def _rested(self, layout: Layout, rows: Sequence[Any], old: PyTree, new: PyTree) -> PyTree:
-        """The new state of active rows, and the old one of the others."""
-
-        def choose(path: Any, before: Any, after: Any) -> Any:
-            block = self.form.rows_in(layout, path, before)
-            return after if block is None else jnp.where(_beside(rows[block], before), after, before)
-
-        def visit(path: Any, before: Any, after: Any) -> Any:
-            if isinstance(before, PerLeafState):
-                return jtu.tree_map_with_path(choose, before, after)
-            if not isinstance(before, ClipState) and is_array(before):
-                raise ValueError(
-                    "some parameters wait in this update, and the transformation keeps what is not kept row by row, "
-                    f"state{jtu.keystr(path)}: put what holds state within optim.per_leaf, as in "
-                    "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adam(1e-3))), or give all "
-                    'gradients, tp.project(model, grads, missing="zeros")'
-                )
-            return after
-
-        is_whole = lambda node: isinstance(node, (PerLeafState, ClipState))
-        return jtu.tree_map_with_path(visit, old, new, is_leaf=is_whole)
-
-
-def _of_gradients(extra: dict[str, Any], change: Callable[[PyTree], PyTree]) -> None:
-    """Changes the gradients among extra arguments, and those that a function among them gives."""
-    if "grad" in extra:
-        extra["grad"] = change(extra["grad"])
-    if "grad_fn" in extra:
-        grad_fn = extra["grad_fn"]
-        extra["grad_fn"] = functools.wraps(grad_fn)(lambda *args, **kwargs: change(grad_fn(*args, **kwargs)))
-
-
-def _rows(flags: Sequence[Any]) -> Callable[[Sequence[int]], jax.Array]:
-    """From some slots to their flags as one array. Many slots have the same flag, and each is stacked once."""
-    key = lambda flag: flag if isinstance(flag, bool) else id(flag)
-    distinct = {key(flag): flag for flag in flags}
-    numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-    stacked = jnp.stack([jnp.asarray(flag) for flag in distinct.values()])
-    return lambda slots: stacked[np.array([numbers[key(flags[slot])] for slot in slots])]
-
-
-def _beside(rows: jax.Array, stack: Any) -> jax.Array:
-    return rows.reshape(-1, *[1] * (stack.ndim - 1))
+            return sight, filled
+        absent = frozenset([slot for slot, given in enumerate(gradients) if given is None])
+        return _Waiting(parts, sight.layout, sight.form, sight.slots, flags, absent), filled
 
 
 def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:

@@ -6,6 +6,7 @@ history of its own. The usual case is one.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -15,7 +16,9 @@ import jax.tree_util as jtu
 import optax
 
 from .._layout import Layout
+from .._states import Division
 from .._static_keys import contents
+from .._structure import is_array
 from .._text import describe
 from .._types import PyTree
 
@@ -38,6 +41,7 @@ class Roles:
     running: tuple[tuple[int, ...], ...]  # the parameters of each history that trains
     held: tuple[tuple[int, ...], ...]  # of each that waits
     origins: tuple[int, ...]  # of all: the number of the history that it is a part of
+    divisions: tuple[Division, ...]  # of all: the parameters that each array of the state is of
 
 
 contents[Roles] = lambda roles: [roles.layout]
@@ -148,3 +152,45 @@ def free_rates(node: Any) -> dict[str, Any]:
     """The hyperparameters of such a node that no schedule sets."""
     scheduled = getattr(node, "hyperparams_states", {})
     return {name: value for name, value in node.hyperparams.items() if name not in scheduled}
+
+
+# -- The dtypes of a state ---------------------------------------------------------------------------------------------
+
+
+def settled(state: PyTree) -> PyTree:
+    """The state as arrays of fixed dtypes: a weak type, or a Python number, becomes another after the first step."""
+
+    def fix(leaf: Any) -> Any:
+        if not (isinstance(leaf, (bool, int, float, complex)) or _is_numbers(leaf)):
+            return leaf
+        array = jnp.asarray(leaf)
+        return jax.lax.convert_element_type(array, array.dtype)
+
+    return jax.tree.map(fix, state)
+
+
+def steady(new: PyTree, old: PyTree) -> PyTree:
+    """The new state in the dtypes of the old one, whose structure and shapes it must have."""
+    news, new_treedef = jtu.tree_flatten(new)
+    leaves, treedef = jtu.tree_flatten(old)
+    if treedef != new_treedef:
+        raise ValueError(f"the transformation changed the structure of its state from {treedef} to {new_treedef}")
+    kind = operator.attrgetter("shape", "dtype", "weak_type")
+    try:
+        if list(map(kind, news)) == list(map(kind, leaves)):
+            return new
+    except AttributeError:  # not all are arrays
+        pass
+    for i, (leaf, before) in enumerate(zip(news, leaves, strict=True)):
+        if not _is_numbers(before):
+            continue
+        if jnp.shape(leaf) != before.shape:
+            where = jtu.keystr(jtu.tree_flatten_with_path(old)[0][i][0])
+            got = f"from {before.shape} to {jnp.shape(leaf)}"
+            raise ValueError(f"the transformation changed the shape of its state at {where} {got}")
+        news[i] = jax.lax.convert_element_type(leaf, before.dtype)
+    return jtu.tree_unflatten(treedef, news)
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._text import in_short
-from ._shown import settled, steady
+from ._state import settled, steady
 
 
 class Way(NamedTuple):

@@ -1,0 +1,319 @@
+"""What a rule keeps: copies of the form that it was shown, and what all parameters share.
+
+Optax does not say which array of a state is of which parameter. It is found by asking `init`, for shapes alone: for
+other parameters it makes other arrays. Of a form whose joined blocks have one element, or row, more, the arrays that
+are theirs are longer along one axis. Of a tree without some of its leaves, the arrays of these leaves are missing. An
+array that stays as it is, is shared: a step count, a rate.
+
+All that happens to a state between steps follows from that answer: `regroup` cuts the arrays of some states into
+pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step without the
+others, wait, move to another model by name, and lie over devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ._form import Form
+from ._index import common_dtype
+from ._paths import join_path, key_text, quote
+from ._types import PyTree
+
+Init = Callable[[PyTree], PyTree]
+Entries = tuple[str, ...]
+Place = tuple[Entries, Entries]
+"""The entries before and after a parameter's own in the path of an array: equal for the same thing of others."""
+
+UNDIVIDED = (
+    "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: give all of "
+    'them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
+)
+
+
+class Owners(NamedTuple):
+    """The parameters that an array of a state is of, and where each has its piece."""
+
+    paths: tuple[str, ...]
+    place: Place
+    axis: int | None  # along which the pieces follow one another; none: the array is of one parameter alone
+    starts: tuple[int, ...]  # where each piece begins along the axis, and where the last one ends
+    has_rows: bool  # whether each piece is one row
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The owners of each array of a state, in tree order; `None` where all parameters share it."""
+
+    owners: tuple[Owners | None, ...]
+    problem: str = ""  # why that could not be told
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.owners, self.problem))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return Division, (self.owners, self.problem)  # hashes differ between processes
+
+
+# -- Asking ------------------------------------------------------------------------------------------------------------
+
+_WRAP = jtu.DictKey("the parameters")  # under which a form that is one array is shown, so that its place can be seen
+_MARK = 1_000_003  # no size that a state has for another reason
+
+
+class _Question(NamedTuple):
+    """A rule's `init`, and the form that it is asked about."""
+
+    init: Init
+    form: Form
+
+    def answer(self, **change: Any) -> dict[Any, Any]:
+        """The arrays of a state of the form, changed, by their JAX keys; a bare form stands under `_WRAP`."""
+        shapes = self.form.shapes(**change)
+        wrapped = {_WRAP.key: shapes} if self.form.is_bare else shapes
+        return dict(jtu.tree_flatten_with_path(jax.eval_shape(self.init, wrapped))[0])
+
+    @property
+    def keys(self) -> Mapping[Any, int]:
+        """The block at each path of what is shown."""
+        return {(_WRAP,): 0} if self.form.is_bare else {keys: i for i, keys in enumerate(self.form.keys)}
+
+
+def divide(init: Init, form: Form, state: PyTree) -> Division:
+    """Finds the owners of each array in the state of a form."""
+    question = _Question(init, form)
+    try:
+        whole = question.answer() if form.is_bare else dict(jtu.tree_flatten_with_path(state)[0])
+        found = dict.fromkeys(whole) | _joined_arrays(question, whole) | _single_arrays(question, whole)
+    except Exception as error:  # a rule may want a leaf, or the names that it has masks for
+        problem = str(error) if isinstance(error, _Undivided) else f"{UNDIVIDED} (init: {type(error).__name__})"
+        return Division((), problem)
+    return Division(tuple(found.values()))
+
+
+class _Undivided(ValueError):
+    def __init__(self) -> None:
+        super().__init__(UNDIVIDED)
+
+
+def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
+    """The arrays that grow with the joined blocks."""
+    blocks = question.form.blocks
+    if all(block.length is None for block in blocks):
+        return {}
+    longer, keys, found = question.answer(longer=1), question.keys, {}
+    if longer.keys() != whole.keys():
+        raise _Undivided
+    for path, array in whole.items():
+        if array.shape == longer[path].shape:
+            continue
+        i, start, stop = _block_in(path, keys)
+        sizes = zip(array.shape, longer[path].shape, strict=True)
+        grown = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
+        # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
+        length = blocks[i].shape[0]
+        if len(grown) != 1 or (array.shape[grown[0]], longer[path].shape[grown[0]]) != (length, length + 1):
+            raise _Undivided
+        found[path] = _owners(question.form, i, (path[:start], path[stop:]), grown[0])
+    return found
+
+
+def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
+    """The arrays that are missing when single blocks are."""
+    singles = [i for i, block in enumerate(question.form.blocks) if block.length is None]
+    if not singles:
+        return {}
+    halves = [question.answer(without=singles[start::2]) for start in (0, 1)]
+    if not halves[0].keys() | halves[1].keys() >= whole.keys():
+        return _listed_arrays(question, whole)
+    keys, found = question.keys, {}
+    for path, array in whole.items():
+        shapes = [half[path].shape for half in halves if path in half]
+        if any(shape != array.shape for shape in shapes):
+            raise _Undivided  # one array of all leaves together
+        if len(shapes) < 2:
+            i, start, stop = _block_in(path, keys)
+            found[path] = _owners(question.form, i, (path[:start], path[stop:]), None)
+    return found
+
+
+def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
+    """The arrays of a state that lists them by number: of other leaves, others stand at the same paths.
+
+    So each leaf is shown with a size that no other has.
+    """
+    form, found = question.form, {}
+    marked = [jax.ShapeDtypeStruct((_MARK + i,), block.dtype) for i, block in enumerate(form.blocks)]
+    shown = jax.eval_shape(question.init, jtu.tree_unflatten(form.treedef, marked))
+    answer = dict(jtu.tree_flatten_with_path(shown)[0])
+    if answer.keys() != whole.keys():
+        raise _Undivided
+    for path, array in answer.items():
+        marks = {size - _MARK for size in array.shape if 0 <= size - _MARK < len(marked)}
+        if not marks and array.shape == whole[path].shape:
+            continue
+        numbers = [at for at, key in enumerate(path) if marks == {getattr(key, "idx", None)}]
+        if not numbers:
+            raise _Undivided
+        found[path] = _owners(form, marks.pop(), (path[: numbers[-1]], path[numbers[-1] + 1 :]), None)
+    return found
+
+
+def _block_in(path: Sequence[Any], keys: Mapping[Any, int]) -> tuple[int, int, int]:
+    """The block whose keys stand in a path, and where: of several the last, the longest first."""
+    for width in sorted(set(map(len, keys)), reverse=True):
+        for start in range(len(path) - width, -1, -1):
+            block = keys.get(tuple(path[start : start + width]))
+            if block is not None:
+                return block, start, start + width
+    raise _Undivided
+
+
+def _owners(form: Form, i: int, around: Sequence[Any], axis: int | None) -> Owners:
+    block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
+    before, after = (tuple([quote(key_text(key)) for key in keys]) for keys in around)
+    starts = () if axis is None else tuple(block.starts)
+    return Owners(paths, (before, after), axis, starts, axis is not None and block.has_rows)
+
+
+# -- Pieces ------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """What one parameter has of an array."""
+
+    array: Any
+    owners: Owners
+    number: int  # of the parameter among the owners
+
+    def alone(self, shape: tuple[int, ...]) -> Any:
+        """The piece by itself, as a rule keeps it beside a leaf of this shape."""
+        axis = self.owners.axis
+        if axis is None:
+            return self.array
+        start, stop = self.owners.starts[self.number : self.number + 2]
+        if self.owners.has_rows:
+            return jax.lax.index_in_dim(jnp.asarray(self.array), start, axis, keepdims=False)
+        piece = jax.lax.slice_in_dim(jnp.asarray(self.array), start, stop, axis=axis)
+        if piece.ndim > 1:
+            raise ValueError(f"{UNDIVIDED}; an array of it has {piece.ndim} axes, one of which is the vector's")
+        return jnp.reshape(piece, shape)
+
+
+class Copies(NamedTuple):
+    """A state as its arrays, by the entries of their paths, with the owners of each."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters
+    arrays: Mapping[Entries, Any]  # in tree order
+    division: Division
+
+    def check(self) -> None:
+        """Refuses a state whose owners could not be told."""
+        if self.division.problem:
+            raise ValueError(self.division.problem)
+
+    def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
+        """The entries and owners of each array."""
+        return zip(self.arrays, self.division.owners, strict=True)
+
+    def pieces(self) -> dict[tuple[Place, str], Piece]:
+        """The pieces of all arrays that are not shared."""
+        return {
+            (owners.place, path): Piece(self.arrays[entries], owners, number)
+            for entries, owners in self.owned()
+            if owners is not None
+            for number, path in enumerate(owners.paths)
+        }
+
+    def shared(self) -> dict[Entries, Any]:
+        """The shared arrays."""
+        return {entries: self.arrays[entries] for entries, owners in self.owned() if owners is None}
+
+
+def entries_of(state: PyTree) -> dict[Entries, Any]:
+    """The arrays of a state by the entries of their paths."""
+    leaves = jtu.tree_flatten_with_path(state)[0]
+    return {tuple([quote(key_text(key)) for key in path]): leaf for path, leaf in leaves}
+
+
+def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
+    """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
+    pieces: dict[tuple[Place, str], Piece] = {}
+    shared: dict[Entries, Any] = {}
+    for each in reversed(sources):
+        each.check()
+        pieces |= each.pieces()
+        shared |= each.shared()
+    return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
+
+
+def joined(
+    like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]
+) -> list[Any]:
+    """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
+    like.check()
+    made = []
+    for entries, owners in like.owned():
+        try:
+            if owners is None:
+                made.append(shared(entries))
+            else:
+                its = [piece(owners.place, path) for path in owners.paths]
+                made.append(_join(owners, its, like.arrays[entries].shape, like.shapes))
+        except KeyError:
+            raise ValueError(
+                f"the state has nothing at {join_path(entries)!r}, which a fresh one has: it was made by another "
+                "transformation, or a parameter is now in another group"
+            ) from None
+    return made
+
+
+def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shapes: Mapping[str, Any]) -> Any:
+    axis = owners.axis
+    if axis is None:
+        return pieces[0].alone(shapes[owners.paths[0]])
+    if all((piece.owners.axis, piece.owners.has_rows) == (axis, owners.has_rows) for piece in pieces):
+        arrays = _runs(pieces, axis)
+    else:
+        alone = [piece.alone(shapes[path]) for piece, path in zip(pieces, owners.paths, strict=True)]
+        arrays = [jnp.expand_dims(each, axis) if owners.has_rows else jnp.ravel(each) for each in alone]
+    # A state of narrow leaves may have been that of a wider form: it keeps its digits.
+    dtype = common_dtype([array.dtype for array in arrays])
+    padding = shape[axis] - sum(array.shape[axis] for array in arrays)
+    if padding:
+        arrays.append(jnp.zeros((*shape[:axis], padding, *shape[axis + 1 :]), dtype))
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.astype(dtype) for array in arrays], axis)
+
+
+def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
+    """The pieces along an axis, those that follow one another in one array at once."""
+    runs: list[tuple[Any, list[tuple[int, int]]]] = []  # arrays, and spans of each
+    for array, owners, number in pieces:
+        start, stop = owners.starts[number : number + 2]
+        if not runs or runs[-1][0] is not array:
+            runs.append((array, []))
+        spans = runs[-1][1]
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    found = []
+    for array, spans in runs:
+        array = jnp.asarray(array)
+        if spans == [(0, array.shape[axis])]:
+            found.append(array)
+        elif pieces[0].owners.has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
+            rows = np.concatenate([np.arange(*span) for span in spans])
+            found.append(jnp.take(array, rows, axis, mode="clip"))
+        else:
+            found += [jax.lax.slice_in_dim(array, *span, axis=axis) for span in spans]
+    return found

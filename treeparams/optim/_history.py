@@ -1,0 +1,73 @@
+"""What a rule has learned of parameters that take their steps together, and how that becomes what it knows of others."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.tree_util as jtu
+import optax
+
+from .._form import Form
+from .._layout import Layout, index_of
+from .._states import Copies, Division, divide, entries_of, regroup
+from .._types import PyTree
+from ._state import nodes_of
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """A state of the rule, the layout of the parameters it is of, the steps it took, and what it is a part of."""
+
+    layout: Layout
+    state: PyTree
+    division: Division
+    count: Any = None
+    origin: int = 0
+
+    @functools.cached_property
+    def copies(self) -> Copies:
+        """The arrays of the state, and the parameters that each is of."""
+        shapes = {slot.path: slot.shape for slot in self.layout.slots}
+        return Copies(shapes, entries_of(self.state), self.division)
+
+
+def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T:
+    """What a rule has worked out for a layout, as long as both live."""
+    known = index_of(layout).states.setdefault(rule, {})
+    if name not in known:
+        known[name] = make()
+    return known[name]
+
+
+def asked(init: Callable[[PyTree], PyTree], form: Form) -> tuple[PyTree, Division]:
+    """A fresh state of a form, as shapes, and which array of it is of which parameters."""
+    state = jax.eval_shape(init, form.shapes())
+    return state, divide(init, form, state)
+
+
+def regrouped(histories: Sequence[History], like: History) -> PyTree:
+    """The state of the parameters of another history: the pieces of each as they are, else what the first one shares.
+
+    Raises:
+        ValueError: the rule does not keep its state leaf by leaf, or it was made by another one.
+    """
+    treedef = jtu.tree_structure(like.state)
+    first = histories[0]
+    if first.layout == like.layout and jtu.tree_structure(first.state) == treedef:
+        return first.state
+    check_no_memory(histories)
+    return jtu.tree_unflatten(treedef, regroup([each.copies for each in histories], like.copies))
+
+
+def check_no_memory(histories: Sequence[History]) -> None:
+    """Refuses L-BFGS, which couples leaves."""
+    if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
+        raise ValueError(
+            "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
+            'them gradients, tp.project(model, grads, missing="zeros"), or forget what it and all other state has '
+            "learned: optim.set_trainable(..., reset=True)"
+        )

@@ -1,0 +1,334 @@
+"""A rule of Optax over the parameters of models: what it is shown, and how its steps come back.
+
+The rule sees a form - the canonical tree, one vector, stacks - of the parameters that have a gradient. What it keeps
+is copies of that form (see `_states`), divided once, when a state is made.
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._form import Form
+from .._grad import nothing_trained
+from .._index import Index
+from .._layout import Layout, Trainable, index_of, trained_at
+from .._match import slot_gradients
+from .._parts import Parts, kept_arrays, take_apart
+from .._recognise import warn
+from .._states import Division, Init
+from .._text import describe, first_few
+from .._types import PyTree
+from ._groups import check_groups
+from ._history import History, asked, regrouped, remembered
+from ._state import (
+    ONE,
+    ModelTransformation,
+    Roles,
+    TrainableState,
+    extended,
+    in_own_buffers,
+    nodes_of,
+    rates_in,
+    settled,
+    steady,
+)
+
+FormMaker = Callable[[Layout], Form]
+Update = Callable[[PyTree], tuple[PyTree, PyTree]]
+"""From a state of the rule to what it makes of the gradients, and its next state."""
+Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
+"""The step of each slot, and the next state and count of each history."""
+
+# By their states.
+_OTHER = {
+    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
+    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
+}
+# One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
+# twice, or those of ties added up.
+_handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What the rule is shown in one update: the form of the parameters that have a gradient."""
+
+    parts: Parts[Any]
+    layout: Layout
+    form: Form
+    slots: list[int]  # their numbers in the whole layout
+
+    def show(self, values: Sequence[Any]) -> PyTree:
+        """The form of one value per slot of the whole layout."""
+        return self.form.holding([values[slot] for slot in self.slots])
+
+    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
+        """The step of each slot, and the next state, of an update from a state that is divided in this way."""
+        made, after = update(before)
+        return self.read(made), steady(after, before)
+
+    def moves(self, slots: Sequence[int]) -> Any:
+        """Whether any of these slots takes a step: a bool, or an array of one."""
+        return not set(self.slots).isdisjoint(slots)
+
+    def read(self, shown: PyTree) -> list[Any]:
+        """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
+        values: list[Any] = [None] * len(self.parts.slots)
+        for slot, value in zip(self.slots, self.form.read(shown), strict=True):
+            values[slot] = value
+        return values
+
+    def model(self, shown: PyTree) -> Any:
+        """The model with these parameters; what is not shown is as it was."""
+        found = zip(self.read(shown), self.parts.slots, strict=True)
+        return self.parts.model([own if new is None else new for new, own in found])
+
+
+def slots_of(index: Index, history: History) -> list[int]:
+    """The slots that a history is of, in a model that may train others too."""
+    return [index.by_leaf[position] for position in index_of(history.layout).positions]
+
+
+class Rule:
+    """An Optax transformation, the form that it is shown of a model, and the parameters that it trains.
+
+    With `fills` a parameter without a gradient has a gradient of zeros, since the form has no holes.
+    """
+
+    def __init__(self, tx: Any, form_of: FormMaker, trainable: Trainable, *, fills: bool = False) -> None:
+        if isinstance(tx, ModelTransformation):
+            raise ValueError(ONE)
+        self.tx = extended(tx)
+        self.form_of = form_of
+        self.trainable = trainable
+        self.fills = fills
+        self._warned: set[int] = set()  # of layouts, by hash
+
+    # -- States
+
+    def init(self, params: PyTree) -> TrainableState:
+        """A fresh state."""
+        if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
+            raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
+        parts = take_apart(params, self.trainable)
+        _check_ties(params, parts)
+        return self.start(parts)
+
+    def start(self, parts: Parts[Any]) -> TrainableState:
+        """A fresh state of what is trained."""
+        positions = parts.index.positions
+        if not positions:
+            warn(nothing_trained(parts.index))
+            return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
+        run = self.fresh(parts)
+        check_groups(run, parts.index)
+        divisions = (self.like(parts.layout).division,)
+        roles = Roles(parts.layout, (positions,), (), (0,), divisions)
+        state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)
+        return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
+
+    def fresh(self, parts: Parts[Any]) -> PyTree:
+        """A fresh state of the rule itself."""
+        form = self.form_of(parts.layout)
+        self.check(form)
+        run = self.tx.init(form.holding(parts.slots))
+        if nodes_of(TrainableState, run):
+            raise ValueError(ONE)
+        for kind, why in _OTHER.items():
+            if nodes_of(kind, run):
+                raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
+        is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
+        if is_complex and len(parts.index.complex_slots) < len(parts.slots):
+            raise ValueError(
+                "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
+                "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
+            )
+        return settled(run)
+
+    def check(self, form: Form) -> None:
+        """Checks that the rule is right over a form. Over the canonical tree every rule is."""
+
+    def like(self, layout: Layout) -> History:
+        """A fresh state of some parameters, as shapes."""
+        ask = functools.partial(asked, self.tx.init, self.form_of(layout))
+        return History(layout, *remembered(self, layout, "state", ask))
+
+    def histories(self, state: Any) -> list[History]:
+        """All histories of a state, which must be one of this rule: those that run, and then those that wait."""
+        if not isinstance(state, TrainableState):
+            raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
+        roles, at = state.roles, (*state.roles.running, *state.roles.held)
+        is_one = len(at) == 1 and not roles.held
+        layouts = [roles.layout] if is_one else [trained_at(roles.layout, positions) for positions in at]
+        states = (*state.runs, *state.held)
+        found = list(map(History, layouts, states, roles.divisions, state.counts, roles.origins))
+        if found and self.like(layouts[0]).division != roles.divisions[0]:
+            raise ValueError(
+                "the state was made by another transformation than this one; pass the one whose init made it"
+            )
+        return found
+
+    # -- Steps
+
+    def update(
+        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, TrainableState]:
+        """One step: the updates at all places, and the next state."""
+        if params is None:
+            raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
+        histories = self.histories(state)
+        parts = take_apart(params, state.roles.layout)
+        running = histories[: len(state.runs)]
+        steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
+        tree = parts.everywhere(steps)
+        if parts.index.ties or parts.index.complex_slots:
+            first = next(iter(jtu.tree_leaves(tree)), None)
+            if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(updates))):
+                _handed_out[id(first)] = first
+        return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
+
+    def steps(
+        self, parts: Parts[Any], gradients: list[Any], histories: Sequence[History], extra: dict[str, Any]
+    ) -> Steps:
+        """The step of each slot, and the next state and count of each history.
+
+        A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
+        gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
+        """
+        own = [slots_of(parts.index, history) for history in histories]
+        for history, slots in zip(histories, own, strict=True):
+            if all(gradients[slot] is None for slot in slots):
+                self._warn_of_no_gradient(history)
+        sight, gradients = self.sight(parts, gradients, extra)
+        update = self.update_of(sight, gradients, extra)
+        if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
+            update = jax.jit(update)  # so that the rule is traced once and not for each history
+        steps: list[Any] = [None] * len(gradients)
+        runs, counts = [history.state for history in histories], [history.count for history in histories]
+        for number, slots in enumerate(own):
+            moves = sight.moves(slots)
+            if moves is not False:
+                made, runs[number] = self._step_of(number, histories, sight, update)
+                counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
+                for slot in slots:
+                    steps[slot] = made[slot]
+        return steps, tuple(runs), counts
+
+    def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
+        """What the rule is shown of a model, and the gradients that it is shown."""
+        if "active" in extra:
+            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
+        if self.fills:
+            pairs = zip(parts.slots, gradients, strict=True)
+            gradients = [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
+        layout, slots = parts.layout, [slot for slot, given in enumerate(gradients) if given is not None]
+        if len(slots) < len(gradients):
+            layout = trained_at(layout, [parts.index.positions[slot] for slot in slots])
+        return Sight(parts, layout, self.form_of(layout), slots), list(gradients)
+
+    def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
+        """The update of the rule as a function of its state."""
+        further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
+        shown, params = sight.show(gradients), sight.show(sight.parts.slots)
+        return lambda before: self.tx.update(shown, before, params, **further)
+
+    def _step_of(
+        self, number: int, histories: Sequence[History], sight: Sight, update: Update
+    ) -> tuple[list[Any], PyTree]:
+        """What the rule makes of all that it is shown, as one history has it, and that history's next state."""
+        history, others = histories[number], [*histories[:number], *histories[number + 1 :]]
+        step = functools.partial(sight.step, update, init=self.tx.init)
+        if len(histories) == 1 and sight.layout is history.layout:
+            return step(history.division, history.state)
+        like = self.like(sight.layout)
+        steps, after = step(like.division, regrouped([history, *others], like))
+        mine = regrouped([dataclasses.replace(like, state=after), history], history)
+        return steps, steady(mine, history.state)
+
+    def _warn_of_no_gradient(self, history: History) -> None:
+        """Warns, once, if a history has not taken a step yet."""
+        first_time = not isinstance(history.count, Tracer) and not int(history.count)
+        if first_time and hash(history.layout) not in self._warned:
+            self._warned.add(hash(history.layout))
+            message = "trains, and no gradient has come for it since: take gradients by what the state says"
+            warn(f"{first_few(history.layout.paths)} {message}, tp.grad(loss, state.layout)")
+
+    # -- Arguments
+
+    def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot as Optax's rules take them; `None` where there is none."""
+        gradients = self.read_gradients(parts, grads)
+        for slot in parts.index.complex_slots:
+            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
+            if gradients[slot] is not None:
+                gradients[slot] = jnp.conj(gradients[slot])
+        return gradients
+
+    def read_gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
+        """One gradient per slot, in its dtype or single precision, in JAX's convention."""
+        if grads is None or isinstance(grads, (bool, int)):
+            raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
+        gradients = slot_gradients(parts.index, grads, None, wide=True)
+        if parts.index.ties or parts.index.complex_slots:
+            first = next(iter(jtu.tree_leaves(grads)), None)
+            if first is not None and _handed_out.get(id(first)) is first:
+                raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
+        return gradients
+
+    def _argument(self, sight: Sight, name: str, value: Any) -> Any:
+        """An extra argument as the rule understands it: gradients and functions are of what it is shown."""
+        if name == "grad":
+            return self._show_gradients(sight, value)
+        if not (callable(value) and (name in ("value_fn", "obj_fn", "grad_fn") or jtu.all_leaves([value]))):
+            return value
+        complex_slots = sight.parts.index.complex_slots
+        if complex_slots and name != "grad_fn":
+            slot = sight.parts.layout.slots[complex_slots[0]]
+            raise TypeError(
+                "rules of Optax that differentiate a loss themselves, such as line searches, do not descend along "
+                f"complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as two real "
+                "parameters"
+            )
+
+        @functools.wraps(value)  # Optax looks at the names of its arguments
+        def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
+            result = value(sight.model(shown), *args, **kwargs)
+            return self._show_gradients(sight, result) if name == "grad_fn" else result
+
+        return of_what_is_shown
+
+    def _show_gradients(self, sight: Sight, grads: PyTree) -> PyTree:
+        """Gradients among the extra arguments, as the rule is shown them."""
+        given = self._gradients(sight.parts, grads)
+        pairs = zip(sight.parts.slots, given, strict=True)
+        # A rule is shown a whole form, so what is missing here alone is zero.
+        return sight.show([jnp.zeros_like(leaf) if each is None else each for leaf, each in pairs])
+
+
+def _check_ties(model: PyTree, parts: Parts[Any]) -> None:
+    """Checks that the places of each tie that trains agree, where there are values to see it."""
+    index, leaves = parts.index, jtu.tree_leaves(model)
+    for alias in index.ties:
+        pair = have, source = leaves[alias.leaf], leaves[alias.source]
+        is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
+        if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
+            continue
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            want = alias.value_from(source, index.structure.spec(alias.source))
+            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
+            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
+        if not is_equal:
+            paths = index.structure.paths
+            raise ValueError(
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
+                "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
+            )
