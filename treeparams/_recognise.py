@@ -142,7 +142,7 @@ _warned_of: set[Hashable] = set()
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
-_OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
 def _meet(structure: Structure, is_call: bool) -> None:
@@ -250,7 +250,7 @@ def warn(message: str, about: Hashable = None) -> None:
             return
         _warned_of.add(about)
     frame, levels = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
 
