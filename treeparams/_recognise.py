@@ -10,6 +10,7 @@ import collections
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import os
 import threading
@@ -276,9 +277,8 @@ def static_values(treedef: Any) -> list[Any]:
     """The static values of all nodes."""
     values: list[Any] = []
     extend, append = values.extend, values.append
-    treedef.walk(
-        lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, range(treedef.num_leaves)
-    )
+    leaves = itertools.repeat(None, treedef.num_leaves)
+    treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)
     return values
 
 
