@@ -10,6 +10,7 @@ import collections
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import os
 import threading
@@ -275,15 +276,13 @@ def name_deleted(error: Exception, tree: Any) -> None:
 def static_values(treedef: Any) -> list[Any]:
     """The static values of all nodes."""
     values: list[Any] = []
-
-    def visit(_: Any, data: Any) -> None:
-        if type(data) in (tuple, list):
-            values.extend(data)  # what is made anew at each flattening, around values that are not
-        else:
-            values.append(data)
-
-    treedef.walk(visit, bool, range(treedef.num_leaves))
+    extend, append = values.extend, values.append
+    leaves = itertools.repeat(None, treedef.num_leaves)
+    treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)
     return values
+
+
+_MADE_ANEW = frozenset((tuple, list))  # at each flattening, around values that are not
 
 
 def _is_concrete(kind: type) -> bool:
