@@ -234,6 +234,19 @@ def test_gradients_of_another_number_of_rows_are_refused():
 # -- Freezing and thawing ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_history_has_its_own_count_in_what_is_coupled_after(compiled):
+    model, grads = {"a": jnp.zeros(2), "b": jnp.zeros(2)}, {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optim.trainable(optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)), "a")
+    update = jax.jit(tx.update) if compiled else tx.update
+    _, state = update({"a": grads["a"]}, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    for _ in range(2):
+        updates, state = update(grads, state, model)
+        assert_close(updates, {"a": jnp.full(2, 0.5), "b": jnp.full(2, 0.5)}, 1e-4)  # Adam of ones is one, twice two
+    assert [int(run[0].count) for run in state.runs] == [3, 2]
+
+
 def test_a_vector_warns_of_gradients_by_another_layout():
     model = _pair()
     tx = optim.flat(optax.sgd(0.1), "a")

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from .._recognise import OURS, warn
 from .._states import Division, Init
 from .._text import describe, first_few
 from .._types import PyTree
+from ._apart import Value, run_apart
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
 from ._state import (
@@ -44,8 +45,10 @@ from ._state import (
 )
 
 FormMaker = Callable[[Layout], Form]
-Update = Callable[[PyTree], tuple[PyTree, PyTree]]
+Run = Callable[[PyTree], tuple[PyTree, PyTree]]
 """From a state of the rule to what it makes of the gradients, and its next state."""
+Step = tuple[list[Any], PyTree]
+"""The step of each slot, and the next state of the rule."""
 Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
 """The step of each slot, and the next state and count of each history."""
 
@@ -64,6 +67,24 @@ def slots_of(index: Index, history: History) -> list[int]:
     return [index.by_leaf[position] for position in index_of(history.layout).positions]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """An update of a rule, with all that it is given but the state."""
+
+    tx: Any
+    gradients: PyTree
+    params: PyTree
+    extra: dict[str, Any]
+
+    def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
+        """What the rule makes of the gradients, and its next state."""
+        return self.of(self.gradients, before, self.params)
+
+    def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The same of other gradients and parameters."""
+        return self.tx.update(gradients, before, params, **self.extra)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sight:
     """What the rule is shown in one update: the form of the parameters that have a gradient."""
@@ -77,10 +98,32 @@ class Sight:
         """The form of one value per slot of the whole layout."""
         return self.form.holding([values[slot] for slot in self.slots])
 
-    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
+    def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
         """The step of each slot, and the next state, of an update from a state that is divided in this way."""
         made, after = update(before)
         return self.read(made), steady(after, before)
+
+    def steps_apart(
+        self, update: Update, division: Division, befores: Sequence[PyTree], owner: Mapping[str, int]
+    ) -> list[Step] | None:
+        """As `step`, from a state for each of several histories, at once; `owner` says of which each parameter is.
+
+        `None` where the parameters lie together in one array, or the program of the rule does not tell.
+        """
+        if any(block.length is not None for block in self.form.blocks):
+            return None
+        leaves = list(zip(*map(jtu.tree_leaves, befores), strict=True))
+        of_slots = [owner[self.form.paths[slot]] for (slot,) in self.form.members]
+        shown = [list(map(Value, zip(jtu.tree_leaves(tree)), of_slots)) for tree in (update.gradients, update.params)]
+        state = [
+            Value(each) if owners is None else Value(each[:1], owner[owners.paths[0]])
+            for each, owners in zip(leaves, division.owners, strict=True)
+        ]
+        args = update.gradients, befores[0], update.params
+        found = run_apart(update.of, args, [*shown[0], *state, *shown[1]], len(befores))
+        if found is None:
+            return None
+        return [(self.read(made), steady(after, old)) for (made, after), old in zip(found, befores, strict=True)]
 
     def moves(self, history: History) -> Any:
         """Whether any parameter of a history takes a step: a bool, or an array of one."""
@@ -206,24 +249,20 @@ class Rule:
         """The step of each slot, and the next state and count of each history.
 
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
-        gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
+        gradient, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
         for history in histories:
             if all(gradients[slot] is None for slot in slots_of(parts.index, history)):
                 self._warn_of_no_gradient(history)
         sight, gradients = self.sight(parts, gradients, extra)
         update = self.update_of(sight, gradients, extra)
-        if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
-            update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps: list[Any] = [None] * len(gradients)
         runs, counts = [history.state for history in histories], [history.count for history in histories]
-        for number, history in enumerate(histories):
-            moves = sight.moves(history)
-            if moves is not False:
-                made, runs[number] = self._step_of(number, histories, sight, update)
-                counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
-                for slot in slots_of(parts.index, history):
-                    steps[slot] = made[slot]
+        for number, made, runs[number] in self._made(histories, sight, update):
+            history, moves = histories[number], sight.moves(histories[number])
+            counts[number] = history.count + (1 if moves is True else moves.astype(jnp.int32))
+            for slot in slots_of(parts.index, history):
+                steps[slot] = made[slot]
         return steps, tuple(runs), counts
 
     def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
@@ -239,23 +278,31 @@ class Rule:
         return Sight(parts, layout, self.form_of(layout), slots), list(gradients)
 
     def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
-        """The update of the rule as a function of its state."""
+        """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        return lambda before: self.tx.update(shown, before, params, **further)
+        return Update(self.tx, shown, params, further)
 
-    def _step_of(
-        self, number: int, histories: Sequence[History], sight: Sight, update: Update
-    ) -> tuple[list[Any], PyTree]:
-        """What the rule makes of all that it is shown, as one history has it, and that history's next state."""
-        history, others = histories[number], [*histories[:number], *histories[number + 1 :]]
-        step = functools.partial(sight.step, update, init=self.tx.init)
-        if len(histories) == 1 and sight.layout is history.layout:
-            return step(history.division, history.state)
+    def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
+        """Of each history that moves its number, the step of each slot as it has it, and its next state."""
+        moving = [number for number, history in enumerate(histories) if sight.moves(history) is not False]
+        if len(histories) == 1 and sight.layout is histories[0].layout:
+            history = histories[0]
+            if moving:
+                yield 0, *sight.step(update, history.division, history.state, self.tx.init)
+            return
         like = self.like(sight.layout)
-        steps, after = step(like.division, regrouped([history, *others], like))
-        mine = regrouped([dataclasses.replace(like, state=after), history], history)
-        return steps, steady(mine, history.state)
+        befores = [regrouped([histories[number], *histories[:number], *histories[number + 1 :]], like) for number in moving]
+        owner = {path: at for at, number in enumerate(moving) for path in histories[number].layout.paths}
+        found = sight.steps_apart(update, like.division, befores, owner) if len(moving) > 1 else None
+        run: Run = update
+        if found is None and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
+            run = jax.jit(update)  # so that the rule is traced once and not for each history
+        for at, number in enumerate(moving):
+            steps, after = found[at] if found else sight.step(run, like.division, befores[at], self.tx.init)
+            history = histories[number]
+            mine = regrouped([dataclasses.replace(like, state=after), history], history)
+            yield number, steps, steady(mine, history.state)
 
     def _warn_of_no_gradient(self, history: History) -> None:
         """Warns, once, if a history has not taken a step yet."""

@@ -24,7 +24,7 @@ from ._clip import ClipState
 from ._groups import GroupsState, groups_in
 from ._history import History, remembered
 from ._per_leaf import PerLeafState
-from ._rule import Rule, Sight, Update, slots_of
+from ._rule import Rule, Run, Sight, Step, slots_of
 from ._state import ModelTransformation, Plain, nodes_of, settled, steady
 from ._trial import Way, check_same
 
@@ -158,7 +158,7 @@ class _Waiting(Sight):
         """The stacks of one value per slot, with zeros in rows that wait."""
         return self._masked(super().show(values), 1)
 
-    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
+    def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
         """As of `Sight`, with the state from before for rows that wait."""
         fresh = settled(init(self.show(self.parts.slots)))
         made, after = update(self._of_state(division, before, fresh))
@@ -288,7 +288,7 @@ class _StackedRule(Rule):
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
         sight, filled = super().sight(parts, gradients, extra)
-        if all(flag is True for flag in flags):
+        if all([flag is True for flag in flags]):
             return sight, filled
         absent = frozenset([slot for slot, given in enumerate(gradients) if given is None])
         return _Waiting(parts, sight.layout, sight.form, sight.slots, flags, absent), filled
