@@ -171,7 +171,7 @@ def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters
         assert_close(after, want)
     assert_close(run_state, plain)
     if name in ("masked", "partition"):
-        with pytest.raises(ValueError, match="a mask, or optax.partition, stands around a transformation over models"):
+        with pytest.raises(ValueError, match=r"a mask, or optax\.partition, stands around a transformation"):
             around(optim.trainable).init(params)
 
 

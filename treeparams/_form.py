@@ -23,10 +23,6 @@ from ._structure import is_inexact, same_treedef
 from ._text import describe, first_few, quoted
 from ._types import PyTree
 
-
-
-
-
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
@@ -122,9 +118,8 @@ class Form:
     @functools.cached_property
     def _is_apart(self) -> bool:
         """Whether each slot is a block by itself, in order: there is nothing to join or to cut."""
-        return self.members == tuple([(slot,) for slot in range(len(self.blocks))]) and all(
-            [block.length is None for block in self.blocks]
-        )
+        in_order = tuple([(slot,) for slot in range(len(self.blocks))])
+        return bool(in_order) and self.members == in_order and all(block.length is None for block in self.blocks)
 
     @functools.cached_property
     def _kinds(self) -> tuple[list[Any], list[Any]]:

@@ -95,12 +95,14 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
         whole = question.answer() if form.is_bare else dict(jtu.tree_flatten_with_path(state)[0])
         found = dict.fromkeys(whole) | _joined_arrays(question, whole) | _single_arrays(question, whole)
     except Exception as error:  # a rule may want a leaf, or the names that it has masks for
-        problem = str(error) if isinstance(error, _Undivided) else f"{UNDIVIDED} (init: {type(error).__name__})"
+        problem = str(error) if isinstance(error, UndividedError) else f"{UNDIVIDED} (init: {type(error).__name__})"
         return Division((), problem)
     return Division(tuple(found.values()))
 
 
-class _Undivided(ValueError):
+class UndividedError(ValueError):
+    """What arrays of a state are of cannot be told."""
+
     def __init__(self) -> None:
         super().__init__(UNDIVIDED)
 
@@ -112,7 +114,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         return {}
     longer, keys, found = question.answer(longer=1), question.keys, {}
     if longer.keys() != whole.keys():
-        raise _Undivided
+        raise UndividedError
     for path, array in whole.items():
         if array.shape == longer[path].shape:
             continue
@@ -122,7 +124,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
         length = blocks[i].shape[0]
         if len(grown) != 1 or (array.shape[grown[0]], longer[path].shape[grown[0]]) != (length, length + 1):
-            raise _Undivided
+            raise UndividedError
         found[path] = _owners(question.form, i, (path[:start], path[stop:]), grown[0])
     return found
 
@@ -138,7 +140,7 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     if all(shapes(path) == {array.shape} for path, array in whole.items()):
         try:
             return {path: _in_tree(question, path) for path in missing}
-        except _Undivided:
+        except UndividedError:
             pass
     return _listed_arrays(question, whole)
 
@@ -158,19 +160,19 @@ def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     shown = jax.eval_shape(question.init, jtu.tree_unflatten(form.treedef, marked))
     answer = dict(jtu.tree_flatten_with_path(shown)[0])
     if answer.keys() != whole.keys():
-        raise _Undivided
+        raise UndividedError
     marks: dict[Any, int] = {}
     for path, array in answer.items():
         found = {size - _MARK for size in array.shape if 0 <= size - _MARK < len(marked)}
         if len(found) == 1:
             marks[path] = found.pop()
         elif found or array.shape != whole[path].shape:
-            raise _Undivided
+            raise UndividedError
     # Where the number of the leaf stands in the path of each.
     is_number = lambda path, at: getattr(path[at], "idx", None) == marks[path]
     at = next((at for at in range(min(map(len, marks), default=0)) if all(is_number(path, at) for path in marks)), None)
     if at is None:
-        raise _Undivided
+        raise UndividedError
     return {path: _owners(form, i, (path[:at], path[at + 1 :]), None) for path, i in marks.items()}
 
 
@@ -181,7 +183,7 @@ def _block_in(path: Sequence[Any], keys: Mapping[Any, int]) -> tuple[int, int, i
             block = keys.get(tuple(path[start : start + width]))
             if block is not None:
                 return block, start, start + width
-    raise _Undivided
+    raise UndividedError
 
 
 def _owners(form: Form, i: int, around: Sequence[Any], axis: int | None) -> Owners:
@@ -262,9 +264,7 @@ def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
 
 
-def joined(
-    like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]
-) -> list[Any]:
+def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
     """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
     like.check()
     made = []

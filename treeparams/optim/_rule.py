@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +20,15 @@ from jax.core import Tracer
 
 from .._form import Form
 from .._grad import nothing_trained
-from .._index import Index
-from .._layout import Layout, Trainable, index_of, trained_at
+from .._layout import Layout, Trainable, trained_at
 from .._match import slot_gradients
 from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import OURS, warn
-from .._states import Division, Init
 from .._text import describe, first_few
 from .._types import PyTree
-from ._apart import Value, run_apart
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
+from ._sight import Run, Sight, Update, slots_of
 from ._state import (
     ONE,
     ModelTransformation,
@@ -45,10 +43,6 @@ from ._state import (
 )
 
 FormMaker = Callable[[Layout], Form]
-Run = Callable[[PyTree], tuple[PyTree, PyTree]]
-"""From a state of the rule to what it makes of the gradients, and its next state."""
-Step = tuple[list[Any], PyTree]
-"""The step of each slot, and the next state of the rule."""
 Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
 """The step of each slot, and the next state and count of each history."""
 
@@ -57,89 +51,10 @@ _OTHER = {
     optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
     optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
 }
+_ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
 # One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
 # twice, or those of ties added up.
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-
-
-def slots_of(index: Index, history: History) -> list[int]:
-    """The slots that a history is of, in a model that may train others too."""
-    return [index.by_leaf[position] for position in index_of(history.layout).positions]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Update:
-    """An update of a rule, with all that it is given but the state."""
-
-    tx: Any
-    gradients: PyTree
-    params: PyTree
-    extra: dict[str, Any]
-
-    def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
-        """What the rule makes of the gradients, and its next state."""
-        return self.of(self.gradients, before, self.params)
-
-    def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The same of other gradients and parameters."""
-        return self.tx.update(gradients, before, params, **self.extra)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """What the rule is shown in one update: the form of the parameters that have a gradient."""
-
-    parts: Parts[Any]
-    layout: Layout
-    form: Form
-    slots: list[int]  # their numbers in the whole layout
-
-    def show(self, values: Sequence[Any]) -> PyTree:
-        """The form of one value per slot of the whole layout."""
-        return self.form.holding([values[slot] for slot in self.slots])
-
-    def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
-        """The step of each slot, and the next state, of an update from a state that is divided in this way."""
-        made, after = update(before)
-        return self.read(made), steady(after, before)
-
-    def steps_apart(
-        self, update: Update, division: Division, befores: Sequence[PyTree], owner: Mapping[str, int]
-    ) -> list[Step] | None:
-        """As `step`, from a state for each of several histories, at once; `owner` says of which each parameter is.
-
-        `None` where the parameters lie together in one array, or the program of the rule does not tell.
-        """
-        if any(block.length is not None for block in self.form.blocks):
-            return None
-        leaves = list(zip(*map(jtu.tree_leaves, befores), strict=True))
-        of_slots = [owner[self.form.paths[slot]] for (slot,) in self.form.members]
-        shown = [list(map(Value, zip(jtu.tree_leaves(tree)), of_slots)) for tree in (update.gradients, update.params)]
-        state = [
-            Value(each) if owners is None else Value(each[:1], owner[owners.paths[0]])
-            for each, owners in zip(leaves, division.owners, strict=True)
-        ]
-        args = update.gradients, befores[0], update.params
-        found = run_apart(update.of, args, [*shown[0], *state, *shown[1]], len(befores))
-        if found is None:
-            return None
-        return [(self.read(made), steady(after, old)) for (made, after), old in zip(found, befores, strict=True)]
-
-    def moves(self, history: History) -> Any:
-        """Whether any parameter of a history takes a step: a bool, or an array of one."""
-        return not set(self.slots).isdisjoint(slots_of(self.parts.index, history))
-
-    def read(self, shown: PyTree) -> list[Any]:
-        """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
-        values: list[Any] = [None] * len(self.parts.slots)
-        for slot, value in zip(self.slots, self.form.read(shown), strict=True):
-            values[slot] = value
-        return values
-
-    def model(self, shown: PyTree) -> Any:
-        """The model with these parameters; what is not shown is as it was."""
-        found = zip(self.read(shown), self.parts.slots, strict=True)
-        return self.parts.model([own if new is None else new for new, own in found])
 
 
 class Rule:
@@ -292,7 +207,9 @@ class Rule:
                 yield 0, *sight.step(update, history.division, history.state, self.tx.init)
             return
         like = self.like(sight.layout)
-        befores = [regrouped([histories[number], *histories[:number], *histories[number + 1 :]], like) for number in moving]
+        befores = [
+            regrouped([histories[number], *histories[:number], *histories[number + 1 :]], like) for number in moving
+        ]
         owner = {path: at for at, number in enumerate(moving) for path in histories[number].layout.paths}
         found = sight.steps_apart(update, like.division, befores, owner) if len(moving) > 1 else None
         run: Run = update
@@ -331,7 +248,7 @@ class Rule:
         if parts.index.ties or parts.index.complex_slots:
             first = next(iter(jtu.tree_leaves(grads)), None)
             if first is not None and _handed_out.get(id(first)) is first:
-                raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
+                raise ValueError(_ANOTHER)
         return gradients
 
     def _argument(self, sight: Sight, name: str, value: Any) -> Any:
@@ -375,7 +292,7 @@ def _refuse_another() -> None:
         frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
     while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
         if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
-            raise ValueError(ONE)
+            raise ValueError(_ANOTHER)
         frame = frame.f_back
 
 
