@@ -20,11 +20,19 @@ _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passe
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
-def check_rule(placement: Placement, update: Update, kept: Any) -> None:
-    """Checks the rule of an update; `kept` is what it keeps, as shapes with their shardings."""
+def check_over_form(placement: Placement, rule: Any) -> None:
+    """Checks that a rule is the same over what is joined as leaf by leaf."""
+    is_joined = [block.length is not None for block in placement.form.blocks]
+    if any(placement.stacked):
+        check_over_stacks(rule, placement.form, {}, "sharding.step", _is_factored, dict)
+    elif placement.layout.slots and any(is_joined):
+        check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
+
+
+def check_moves(placement: Placement, update: Update, kept: Any) -> None:
+    """Checks that an update moves no parameters; `kept` is what it keeps, as shapes with their shardings."""
     if not placement.layout.slots:
         return
-    _check_over_form(placement, update.rule)
     params = placement.shapes()
     value = jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *kept, value))
@@ -66,15 +74,6 @@ def check_rule(placement: Placement, update: Update, kept: Any) -> None:
             'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
         )
     raise ValueError(f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {reason}")
-
-
-def _check_over_form(placement: Placement, rule: Any) -> None:
-    """Checks that a rule is the same over what is joined as leaf by leaf."""
-    is_joined = [block.length is not None for block in placement.form.blocks]
-    if any(placement.stacked):
-        check_over_stacks(rule, placement.form, {}, "sharding.step", _is_factored, dict)
-    elif any(is_joined):
-        check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
 
 
 def _is_factored(state: Any) -> bool:

@@ -113,7 +113,9 @@ class Placement:
         return treedef.unflatten(list(map(put_leaf, start, shardings)))
 
     def laid(self, slots: Sequence[Any]) -> PyTree:
-        """The parameters, of one array for each slot, in buffers of their own."""
+        """The parameters, of one array for each slot, in buffers of their own; of shapes, as shapes."""
+        if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
+            return self.shapes()
         leaves = jtu.tree_leaves(self.form.join(slots))
         is_own = [block.length is not None for block in self.form.blocks]
         return self.tree(list(map(put_leaf, leaves, map(self.sharding, self.specs), is_own)))

@@ -111,10 +111,7 @@ class Plan:
         Raises:
             ValueError: the model does not fit the layout.
         """
-        slots = take_apart(model, self.layout).slots
-        if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
-            return self.shapes()
-        return self._placement.laid(slots)
+        return self._placement.laid(take_apart(model, self.layout).slots)
 
     def model(self, params: PyTree, state: Any = None, *, whole: bool = False) -> Any:
         """The model of parameters in the form of this plan.

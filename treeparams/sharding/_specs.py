@@ -116,9 +116,8 @@ def check_rules(rules: Rules, axes: Axes) -> None:
     for where, rule in rules.items():
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
             raise ValueError(f'{name_of(where)}: a rule is "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
-        problem = "" if isinstance(rule, str) else next(_problems(rule, axes), "")
-        if problem:
-            raise ValueError(f"{name_of(where)}, {rule}: {problem}")
+        if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
+            raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
 
 
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:

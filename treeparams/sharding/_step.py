@@ -13,7 +13,7 @@ from .._parts import Rest, take_apart
 from .._restructure import Restructure
 from .._text import count_of, describe
 from .._types import PyTree
-from ._check import check_rule
+from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement
 from ._plan import Plan, placement_of
@@ -116,9 +116,11 @@ def step(
     _check_options(plan, split, loss_takes)
     placement, update = placement_of(plan), Update.of(tx, average)
     pieces = count_of("microbatches", microbatches, "pieces")
-    found = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update)
-    check_rule(placement, update, found.kept)
-    return found.init, jax.jit(found.step, donate_argnums=(0, 1))
+    check_over_form(placement, update.rule)
+    kept = placement.made(update.start)
+    check_moves(placement, update, kept)
+    whole = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
+    return whole.init, jax.jit(whole.step, donate_argnums=(0, 1))
 
 
 def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
@@ -151,10 +153,7 @@ class Step:
     placement: Placement
     gradient: Gradient
     update: Update
-    kept: tuple[PyTree, PyTree] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", self.placement.made(self.update.start))
+    kept: tuple[PyTree, PyTree]
 
     def init(self, model: Any) -> tuple[PyTree, StepState]:
         """The parameters of a model and the first state, where they are to be."""
@@ -195,10 +194,8 @@ class Step:
         """Checks that a state is that of this step."""
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
-        rest = Restructure if self.takes_restructure else Rest
-        if _described((state.rule, state.average), jnp.shape) != _described(self.kept, jnp.shape) or not isinstance(
-            state.rest, rest
-        ):
+        kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
+        if _described(kept, jnp.shape) != _described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
             raise ValueError(
                 "the state is of another step: its rule, its average, its form or what its loss takes is another; "
                 "start with init(model)"
