@@ -71,15 +71,10 @@ def _ask(
     Of parameters that are twice as long along what is split over some axes of the mesh, `make` makes arrays that are
     twice as long along their own. Along the axis that joins parameters, the entry is known.
     """
-    asked = set(unknown.values())
+    pairs, asked = list(zip(form.blocks, specs, strict=True)), set(unknown.values())
     arrays = jtu.tree_flatten_with_path(start)[0]
-    for entry in dict.fromkeys(
-        entry for i in asked for entry in _within(form.blocks[i], specs[i]) if entry is not None
-    ):
-        leaves = [
-            _longer(block, spec, entry if i in asked else None)
-            for i, (block, spec) in enumerate(zip(form.blocks, specs, strict=True))
-        ]
+    for entry in dict.fromkeys(entry for i in asked for entry in _within(*pairs[i]) if entry is not None):
+        leaves = [_longer(*pair, entry if i in asked else None) for i, pair in enumerate(pairs)]
         grown = dict(jtu.tree_flatten_with_path(jax.eval_shape(make, jtu.tree_unflatten(form.treedef, leaves)))[0])
         for n, (path, array) in enumerate(arrays):
             if path not in grown or grown[path].ndim != array.ndim:
@@ -98,7 +93,7 @@ def _ask(
 
 def _within(block: Block, spec: PartitionSpec) -> Entries:
     """The entries of a block without that of the axis along which parameters are joined."""
-    return [None if axis == 0 and block.length is not None else entry for axis, entry in enumerate(spec)]
+    return [*spec] if block.length is None else [None, *spec[1:]]
 
 
 def _longer(block: Block, spec: PartitionSpec, entry: Any) -> jax.ShapeDtypeStruct:

@@ -3,13 +3,14 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._block import Block
 from .._form import Form, stacked_leaves
 from .._index import Slot
 from .._layout import Layout, index_of
@@ -20,7 +21,7 @@ from .._text import in_columns
 from .._types import PyTree
 from ._owners import entries_of
 from ._put import put_leaf
-from ._specs import Axes, Placed, Rules, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of
+from ._specs import Axes, Rules, as_text, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of
 
 Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
 """Makes the form of a layout, of the slots in each group of those that lie alike, and of a number of which the length
@@ -41,6 +42,15 @@ MAKERS: dict[str, Maker] = {
 _ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others
 
 
+class Lying(NamedTuple):
+    """How one parameter lies."""
+
+    spec: PartitionSpec  # of its own axes
+    words: str
+    parts: int
+    is_owned: bool  # whether it is a row that is whole on some device
+
+
 class Placement:
     """Where each parameter lies: a form, and a spec for each block of it. Static."""
 
@@ -49,7 +59,6 @@ class Placement:
     name: str  # what the user calls the form
     form: Form
     specs: list[PartitionSpec]  # of each block
-    placed: list[Placed]  # of each slot
 
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: str) -> None:
         if name not in MAKERS:
@@ -63,7 +72,7 @@ class Placement:
         multiple = math.lcm(_ALIGNED, parts_by([rule for _, rule in matched], axes))
         self.layout, self.axes, self.name = layout, axes, name
         self.form = MAKERS[name](layout, groups, multiple)
-        self.placed, self.specs = specs_of(self.form, layout.slots, matched, axes, name)
+        self.specs = specs_of(self.form, layout.slots, matched, axes, name)
 
     # -- Shardings
 
@@ -88,7 +97,7 @@ class Placement:
     @property
     def of_slots(self) -> list[NamedSharding]:
         """That of each slot by itself."""
-        return [self.sharding(each.spec) for each in self.placed]
+        return [self.sharding(each.spec) for each in self.slots]
 
     # -- Trees
 
@@ -156,20 +165,35 @@ class Placement:
 
     # -- In words
 
-    def rows(self) -> list[tuple[Slot, Placed, int]]:
-        """Each slot, how it lies, and in how many parts."""
-        pairs = zip(self.layout.slots, self.placed, strict=True)
-        return [(slot, each, self.axes.parts_along(each.names)) for slot, each in pairs]
+    @functools.cached_property
+    def slots(self) -> list[Lying]:
+        """How each slot lies."""
+        of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
+        return [of_blocks[self.form.places[slot][0]] for slot in range(len(self.layout.slots))]
+
+    def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
+        """How each slot in a block lies."""
+        first, *of_row = [*spec, None]
+        is_owned = is_stack and first is not None
+        own = spec_of(of_row) if is_stack else spec
+        words = f"whole rows over {first!r}" if is_owned else as_text(own) if names_of(spec) else "whole"
+        # In a vector it has none of its axes.
+        is_vector = block.length is not None and not is_stack
+        return Lying(PartitionSpec() if is_vector else own, words, self.axes.parts_along(names_of(spec)), is_owned)
+
+    def rows(self) -> list[tuple[Slot, Lying]]:
+        """Each slot, and how it lies."""
+        return list(zip(self.layout.slots, self.slots, strict=True))
 
     @property
     def replicated(self) -> dict[str, int]:
         """What is not split, with its bytes on each device; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, _, parts in self.rows() if parts == 1}
+        found = {slot.path: _bytes(slot) for slot, each in self.rows() if each.parts == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self, *, all_rows: bool = False) -> str:
         """The plan as a table, of many rows without those in the middle."""
-        cells = [[s.path, s.key, each.words, f"{-(-_bytes(s) // parts):,}"] for s, each, parts in self.rows()]
+        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.parts):,}"] for slot, each in self.rows()]
         header = ["path", "key", "lies", "bytes per device"]
         lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())

@@ -148,7 +148,7 @@ class Plan:
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:
         """From parameters to slots that lie as planned, or whole."""
         placement = self._placement
-        to = {False: placement.of_slots, True: [placement.whole] * len(placement.placed)}
+        to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
         return {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
 
     def put(self, model: Any) -> Any:

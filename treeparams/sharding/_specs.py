@@ -55,15 +55,6 @@ class Axes(NamedTuple):
         return PartitionSpec(*[entry if dim in by_hand else None for dim, entry in enumerate(spec)])
 
 
-class Placed(NamedTuple):
-    """How one parameter lies."""
-
-    spec: PartitionSpec  # of its own axes, as far as they are split
-    names: tuple[str, ...]  # the axes of the mesh over which it is split
-    words: str
-    is_owned: bool  # whether it is a row of a stack that is whole on some device
-
-
 def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
     """The axes, checked."""
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
@@ -184,29 +175,22 @@ def parts_by(rules: Sequence[Rule], axes: Axes) -> int:
 
 def specs_of(
     form: Form, slots: Sequence[Slot], matched: Sequence[Matched], axes: Axes, name: str
-) -> tuple[list[Placed], list[PartitionSpec]]:
-    """How each slot lies, and each block of a form, by the rules of slots. `name`: what the user calls the form."""
-    placed, wrong = dict[int, Placed](), dict[int, str]()
-    specs: list[PartitionSpec] = []
+) -> list[PartitionSpec]:
+    """How each block of a form lies, by the rules of its slots. `name`: what the user calls the form."""
+    specs, wrong = list[PartitionSpec](), dict[int, str]()
     for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
         rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
         rows = block.length if is_stack else None
         problem, spec = _checked(block.shape[is_stack:], rule, axes, rows, name)
-        is_owned, is_flat = rule == "owned", block.length is not None and not is_stack
-        names, words = names_of(spec), as_text(spec) if names_of(spec) else "whole"
-        if is_owned:
-            names, words = axes.split, f"whole rows over {axes.split_entry!r}"
-        # What lies one after another with others has none of its axes.
-        own = Placed(PartitionSpec() if is_flat else spec, names, words, is_owned)
-        placed |= dict.fromkeys(members, own)
-        specs.append(spec_of([axes.split_entry if is_owned else None, *spec]) if is_stack else spec)
+        specs.append(spec_of([axes.split_entry if rule == "owned" else None, *spec]) if is_stack else spec)
+        is_vector = block.length is not None and not is_stack
         for slot in members if problem else ():
-            who = f"the {name} ({describe(block)})" if is_flat else f"{slots[slot].path!r} ({describe(slots[slot])})"
+            who = f"the {name} ({describe(block)})" if is_vector else f"{slots[slot].path!r} ({describe(slots[slot])})"
             wrong[slot] = f"{who}, by {name_of(matched[slot][0])}: {problem}"
     if wrong:
         lines = dict.fromkeys(wrong[slot] for slot in sorted(wrong))
         raise ValueError(f"not everything can lie as the rules say:\n{first_lines(lines)}")
-    return [placed[slot] for slot in range(len(slots))], specs
+    return specs
 
 
 def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:

@@ -29,7 +29,12 @@ class Update:
     @classmethod
     def of(cls, tx: Any, average: Average | None = None) -> "Update":
         """Of a rule, and of what a user says of the average."""
-        return cls(plain(tx), None if average is None else ema_maker(average))
+        if isinstance(tx, ModelTransformation):
+            raise ValueError(
+                "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
+                "form how it rests: pass what is within it, such as optax.adam(1e-3)"
+            )
+        return cls(extended(tx), None if average is None else ema_maker(average))
 
     def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
         """The state of the rule, and the average."""
@@ -45,16 +50,6 @@ class Update:
         leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
         params = treedef.unflatten(leaves)
         return params, steady(after, state), None if average is None else average.update(params)
-
-
-def plain(tx: Any) -> Any:
-    """A rule that is plain Optax."""
-    if isinstance(tx, ModelTransformation):
-        raise ValueError(
-            "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its form "
-            "how it rests: pass what is within it, such as optax.adam(1e-3)"
-        )
-    return extended(tx)
 
 
 def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
