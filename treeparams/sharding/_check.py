@@ -53,7 +53,7 @@ def check_moves(placement: Placement, update: Update, kept: Any) -> None:
     size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
     matrices = [
         f"{slot.path} ({describe(slot)}, {each.words})"
-        for slot, each in placement.rows()
+        for slot, each in placement.rows
         if each.parts > 1 and len(slot.shape) > 1 and not each.is_owned
     ]
     if matrices:

@@ -26,22 +26,13 @@ Split = Literal["state", "gradients", "parameters"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gradient:
-    """The value and the gradient of a loss, the mean over the examples of a batch that devices share.
-
-    Attributes:
-        placement: where parameters lie.
-        loss: of the model and the batch; with `takes_form` of parameters in their form, of the `Restructure` or the
-            `Rest`, and of the batch.
-        split: how much is never whole on a device; as for `sharding.step`.
-        pieces: in how many each device takes its part of the batch.
-        takes_form: what the loss takes.
-    """
+    """The value and the gradient of a loss, the mean over the examples of a batch that devices share."""
 
     placement: Placement
     loss: Callable[..., Any]
     split: Split
-    pieces: int
-    takes_form: bool
+    pieces: int  # in which each device takes its examples, one after another
+    takes_form: bool  # whether the loss is of parameters in their form and of the way back, and not of the model
 
     @property
     def splits(self) -> list[Dims]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from ._owners import entries_of
 from ._put import put_leaf
 from ._specs import Axes, Rules, as_text, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of
 
+T = TypeVar("T")
 Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
 """Makes the form of a layout, of the slots in each group of those that lie alike, and of a number of which the length
 of what is joined is to be a multiple."""
@@ -54,12 +55,6 @@ class Lying(NamedTuple):
 class Placement:
     """Where each parameter lies: a form, and a spec for each block of it. Static."""
 
-    layout: Layout
-    axes: Axes
-    name: str  # what the user calls the form
-    form: Form
-    specs: list[PartitionSpec]  # of each block
-
     def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: str) -> None:
         if name not in MAKERS:
             *others, last = map('"{}"'.format, MAKERS)
@@ -70,9 +65,11 @@ class Placement:
         for slot, (_, rule) in enumerate(matched):
             groups[group_of(rule)].append(slot)
         multiple = math.lcm(_ALIGNED, parts_by([rule for _, rule in matched], axes))
-        self.layout, self.axes, self.name = layout, axes, name
+        self.layout = layout
+        self.axes = axes
+        self.name = name  # what the user calls the form
         self.form = MAKERS[name](layout, groups, multiple)
-        self.specs = specs_of(self.form, layout.slots, matched, axes, name)
+        self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
 
     # -- Shardings
 
@@ -97,7 +94,7 @@ class Placement:
     @property
     def of_slots(self) -> list[NamedSharding]:
         """That of each slot by itself."""
-        return [self.sharding(each.spec) for each in self.slots]
+        return [self.sharding(each.spec) for _, each in self.rows]
 
     # -- Trees
 
@@ -135,9 +132,7 @@ class Placement:
 
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
-        shape = lambda leaf: tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
-        described = lambda tree: [(jtu.keystr(path), shape(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
-        expected, got = described(self.form.shapes()), described(params)
+        expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
         if expected != got:
             wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(
@@ -166,10 +161,10 @@ class Placement:
     # -- In words
 
     @functools.cached_property
-    def slots(self) -> list[Lying]:
-        """How each slot lies."""
+    def rows(self) -> list[tuple[Slot, Lying]]:
+        """Each slot, and how it lies."""
         of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
-        return [of_blocks[self.form.places[slot][0]] for slot in range(len(self.layout.slots))]
+        return [(slot, of_blocks[self.form.places[n][0]]) for n, slot in enumerate(self.layout.slots)]
 
     def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
         """How each slot in a block lies."""
@@ -181,19 +176,15 @@ class Placement:
         is_vector = block.length is not None and not is_stack
         return Lying(PartitionSpec() if is_vector else own, words, self.axes.parts_along(names_of(spec)), is_owned)
 
-    def rows(self) -> list[tuple[Slot, Lying]]:
-        """Each slot, and how it lies."""
-        return list(zip(self.layout.slots, self.slots, strict=True))
-
     @property
     def replicated(self) -> dict[str, int]:
         """What is not split, with its bytes on each device; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, each in self.rows() if each.parts == 1}
+        found = {slot.path: _bytes(slot) for slot, each in self.rows if each.parts == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self, *, all_rows: bool = False) -> str:
         """The plan as a table, of many rows without those in the middle."""
-        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.parts):,}"] for slot, each in self.rows()]
+        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.parts):,}"] for slot, each in self.rows]
         header = ["path", "key", "lies", "bytes per device"]
         lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
@@ -209,6 +200,15 @@ class Placement:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
         return "\n".join(lines)
+
+
+def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
+    """Something of each array, after its path."""
+    return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
+
+
+def _shape_of(leaf: Any) -> Any:
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
 
 
 def _bytes(array: Any) -> int:

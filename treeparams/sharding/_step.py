@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,10 @@ from .._text import count_of, describe
 from .._types import PyTree
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
-from ._placement import Placement
+from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
 from ._update import Average, Update, sharding_of
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +139,12 @@ def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What `sharding.step` returns, as two methods: `init` and `step`.
-
-    Attributes:
-        placement: where parameters lie.
-        gradient: that of the loss.
-        update: what is done with it.
-        kept: what the update keeps, the state of the rule and the average, as shapes with their shardings.
-    """
+    """What `sharding.step` returns, as two methods: `init` and `step`."""
 
     placement: Placement
     gradient: Gradient
     update: Update
-    kept: tuple[PyTree, PyTree]
+    kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
     def init(self, model: Any) -> tuple[PyTree, StepState]:
         """The parameters of a model and the first state, where they are to be."""
@@ -195,7 +186,7 @@ class Step:
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
         kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
-        if _described(kept, jnp.shape) != _described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
+        if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
             raise ValueError(
                 "the state is of another step: its rule, its average, its form or what its loss takes is another; "
                 "start with init(model)"
@@ -203,12 +194,7 @@ class Step:
 
     def in_words(self) -> str:
         """All that is the same in all processes."""
-        kept = [f"state{path}  {spec}" for path, spec in _described(self.kept, describe)]
+        kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
         taken = "form" if self.gradient.takes_form else "model"
         how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, the loss takes the {taken}"
         return "\n".join([self.placement.in_words(all_rows=True), *kept, how])
-
-
-def _described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
-    """Something of each array, after its path."""
-    return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
