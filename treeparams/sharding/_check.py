@@ -51,6 +51,13 @@ def check_moves(placement: Placement, update: Update, kept: Any) -> None:
     if moved.bytes is not None and moved.bytes <= _SCALARS * len(placement.layout.slots):
         return
     size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
+    raise ValueError(
+        f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {_why_moved(placement)}"
+    )
+
+
+def _why_moved(placement: Placement) -> str:
+    """Why a rule moves parameters, and what to write instead."""
     matrices = [
         f"{slot.path} ({describe(slot)}, {each.words})"
         for slot, each in placement.rows
@@ -73,7 +80,7 @@ def check_moves(placement: Placement, update: Update, kept: Any) -> None:
             ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
             'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
         )
-    raise ValueError(f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {reason}")
+    return reason
 
 
 def _is_factored(state: Any) -> bool:
