@@ -1,18 +1,13 @@
 """flat: Optax over one vector, for rules that are the same on a vector as on the leaves in it: found by trying."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-import optax
-
 from .._layout import Trainable
+from ._separability import ANY, check_form, over_vector
 from ._shown import Vector
-from ._state import ModelTransformation, Plain, nodes_of
+from ._state import ModelTransformation, Plain
 from ._trainable import Rule
-from ._trial import Way, check_same
 
 
 def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
@@ -55,27 +50,9 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
 
     def init(vector: Any) -> Any:
         if not tried:
-            check_over_vector(plain, trial or {}, ("optim.flat", "use optim.trainable"))
+            check_form(plain, ANY, over_vector, ("optim.flat", "use optim.trainable"), trial or {})
             tried.append(True)
         return plain.init(vector)
 
     rule.tx = plain._replace(init=init)
     return ModelTransformation(rule.init, rule.update)
-
-
-def check_over_vector(tx: Any, trial: Mapping[str, Any], words: tuple[str, str]) -> None:
-    """Checks that a rule is the same over a vector as over its leaves. `words`: who asks, and what to write instead."""
-    name, instead = words
-    has_masks = lambda state: bool(nodes_of(optax.MaskedState, state))
-    leaves = "three small leaves, apart and joined to one vector"
-    check_same(tx, _SHAPES, (_JOINED, _APART), has_masks, trial, (name, leaves, instead))
-
-
-# What rules look at: rank, the sizes of axes (128 is where adafactor begins to factorise), the norm of a leaf.
-_SHAPES = ((128, 128), (3,), (2, 3))
-_ENDS = np.cumsum([math.prod(shape) for shape in _SHAPES])[:-1]
-_JOINED = Way(
-    lambda leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]),
-    lambda vector: [x.reshape(s) for x, s in zip(jnp.split(vector, _ENDS), _SHAPES, strict=True)],
-)
-_APART = Way(lambda leaves: leaves, lambda leaves: leaves)

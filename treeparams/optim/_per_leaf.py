@@ -14,7 +14,7 @@ from .._mesh import is_sharded, laid_as, split
 from .._stacks import is_stack
 from .._text import count_of, describe, in_short
 from .._types import PyTree
-from ._coupling import coupling
+from ._coupling import coupling, is_unread, unread
 from ._groups import GroupsState
 from ._shown import settled, steady
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of
@@ -99,6 +99,8 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
         return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]), found)
 
     def init(params: PyTree) -> Any:
+        if is_unread.get():
+            return PerLeafState(())
         _check(rule, known, jtu.tree_flatten_with_path(params)[0])
         start = lambda path, leaf: settled(_start_rows(rule, leaf) if is_stack(path, leaf) else rule.init(leaf))
         return PerLeafState(jtu.tree_map_with_path(start, params))
@@ -106,6 +108,8 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
+        if is_unread.get():
+            return unread(rule, updates, params, extra), state
         leaves, treedef = jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)
         states, values = [*_like(treedef, state.states)], [None] * len(leaves)
         if params is not None:

@@ -1,7 +1,6 @@
 """stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,21 +8,19 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import optax
 
-from .._joined import Form
 from .._layout import Layout, Trainable, slots_in, trained_at
 from .._parts import Parts
+from .._stacks import in_groups
 from .._structure import is_array
 from .._text import describe
 from .._types import PyTree
 from ._clip import ClipState
-from ._groups import Grouped, GroupsState
 from ._per_leaf import PerLeafState
+from ._separability import Kinds, check_form, kinds_of
 from ._shown import Stacks
 from ._state import ModelTransformation, Plain, TrainableState
 from ._trainable import Rule, Steps
-from ._trial import Way, check_same
 
 
 def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
@@ -74,69 +71,10 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     return ModelTransformation(rule.init, rule.update)
 
 
-# The shape of a small leaf of each rank: 128 is where adafactor begins to factorise.
-_SMALL = {0: (), 1: (3,), 2: (128, 128), 3: (2, 128, 128)}
-_WITHIN = (
+WITHIN = (
     "what looks at a leaf by itself stands within optim.per_leaf: "
     "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
-
-
-def check_over_stacks(
-    tx: Any,
-    form: Form,
-    trial: Mapping[str, Any],
-    name: str,
-    reads_leaves: Callable[[Any], bool],
-    grouped: type,
-    known: frozenset[Any] = frozenset(),
-) -> frozenset[Any]:
-    """Checks that a rule is the same over stacks as over their rows, on two small leaves of each rank and group.
-
-    Args:
-        tx: the rule.
-        form: the stacks.
-        trial: extra arguments that `tx` needs.
-        name: of the function that asks.
-        reads_leaves: whether a state tells that the rule looks at leaves.
-        grouped: of which class the dictionary of groups is.
-        known: the kinds of leaves on which it has been tried.
-
-    Returns:
-        The kinds on which it has been tried now.
-    """
-    ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
-    for keys, block in zip(form.keys, form.blocks, strict=True):
-        its = ranks.setdefault(keys[0] if len(keys) > 1 else "", {})
-        its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
-    kinds = frozenset((group, rank, count) for group, its in ranks.items() for rank, count in its.items())
-    if kinds <= known:
-        return known
-    small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
-    each = [(group, describe(small(rank)), small(rank).shape) for group, rank, count in kinds for _ in range(count)]
-    names, keys, shapes = zip(*sorted(each), strict=True)
-    ungrouped = len(form.keys[0]) == 1
-
-    def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
-        found: dict[str, dict[str, list[Any]]] = {}
-        for group, key, leaf in zip(names, keys, leaves, strict=True):
-            found.setdefault(group, {}).setdefault(key, []).append(leaf)
-        tree = grouped({group: {key: join(rows) for key, rows in its.items()} for group, its in found.items()})
-        return tree[""] if ungrouped else tree
-
-    def read(tree: PyTree) -> list[Any]:
-        stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
-        # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
-        counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
-        is_masked = lambda node: isinstance(node, optax.MaskedNode)
-        rows = [[s] * n if is_masked(s) else s for n, s in zip(counts, stacks, strict=True)]
-        found = [row for its in rows for row in its]
-        return [np.zeros(s, np.float32) if is_masked(row) else row for row, s in zip(found, shapes, strict=True)]
-
-    stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
-    words = (name, "small leaves, apart and in stacks", _WITHIN)
-    check_same(tx, shapes, (stacks, apart), reads_leaves, trial, words)
-    return known | kinds
 
 
 class _StackedRule(Rule):
@@ -144,13 +82,14 @@ class _StackedRule(Rule):
 
     form: Stacks
     trial: dict[str, Any]
-    _tried: frozenset[Any] = frozenset()
+    _checked: Kinds = frozenset()
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """A fresh state of the rule itself, once it is known to be the same over stacks."""
-        form = self.form.form_of(parts.layout)
-        args = (form, self.trial, "optim.stacked", _reads_leaves, Grouped, self._tried)
-        self._tried = check_over_stacks(self.tx, *args)
+        kinds = kinds_of(self.form.form_of(parts.layout))
+        if not kinds <= self._checked:
+            check_form(self.tx, kinds, in_groups, ("optim.stacked", WITHIN), self.trial)
+            self._checked |= kinds
         return super().fresh(parts)
 
     def steps(self, parts: Parts[Any], gradients: list[Any], state: TrainableState, extra: dict[str, Any]) -> Steps:
@@ -254,15 +193,3 @@ def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
         for slot in slots_in(layout, where):
             flags[slot] = flag if gradients[slot] is not None else False
     return flags
-
-
-def _reads_leaves(state: PyTree) -> bool:
-    """Whether a state, outside of `optim.per_leaf`, has a mask of leaves, or says that large axes are factorised.
-
-    The masks of `optim.groups` are right. Small leaves do not have the axes that are large enough to be factorised.
-    """
-    kinds = (optax.MaskedState, optax.FactoredState, GroupsState, PerLeafState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    groups = [node.inner_states.values() for node in nodes if isinstance(node, GroupsState)]
-    inner = [each.inner_state for states in groups for each in states]
-    return any(isinstance(node, kinds[:2]) for node in nodes) or any(map(_reads_leaves, inner))

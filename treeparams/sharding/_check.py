@@ -5,14 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from .._mesh import automatic
+from .._stacks import in_groups
 from .._summary import in_bytes
 from .._text import describe, in_short, quoted
-from ..optim._flat import check_over_vector
-from ..optim._per_leaf import PerLeafState
-from ..optim._stacked import check_over_stacks
+from ..optim._separability import ANY, check_form, kinds_of, over_vector
+from ..optim._stacked import WITHIN
 from ._collectives import collectives
 from ._like import sharding_of
 from ._placement import Placement
@@ -26,9 +25,10 @@ def check_rule(rule: Any, place: Placement, update: Callable[..., Any], states: 
     if not place.layout.slots:
         return
     if place.form == "vector":
-        check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
+        instead = 'take form="stacks" with optim.per_leaf, or form="tree"'
+        check_form(rule, ANY, over_vector, ("sharding.step", instead), {})
     if place.form == "stacks" and place.joined is not None:
-        check_over_stacks(rule, place.joined, {}, "sharding.step", _is_factored, dict)
+        check_form(rule, kinds_of(place.joined), in_groups, ("sharding.step", WITHIN), {})
     params = place.shapes()
     value = jax.ShapeDtypeStruct((), np.float32, sharding=place.whole)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *states, value))
@@ -70,10 +70,3 @@ def check_rule(rule: Any, place: Placement, update: Callable[..., Any], states: 
             'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
         )
     raise ValueError(f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {reason}")
-
-
-def _is_factored(state: Any) -> bool:
-    """Whether a state, outside of `optim.per_leaf`, says that large axes are factorised."""
-    kinds = (optax.FactoredState, PerLeafState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, optax.FactoredState) for node in nodes)
