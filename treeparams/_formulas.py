@@ -13,9 +13,8 @@ is known - a product of matrices, a sort, a draw - is a formula of its name, its
 shapes included: it is equal only to itself. What holds a program of another kind (a kernel, a callback) has no formula.
 """
 
-import functools
+import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,12 +36,22 @@ _EACH = frozenset(
     "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta add "
     "add_any alike".split()
 )
-_SAME = frozenset({"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"})
+_SAME = frozenset({
+    "copy",
+    "copy_p",
+    "device_put",
+    "optimization_barrier",
+    "reshard",
+    "sharding_constraint",
+    "stop_gradient",
+})
 _RESHAPES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 _TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
 _LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # what they do to a sum they do to each term
 _NOT_OF_FORMULAS = frozenset({"out_sharding", "sharding", "weak_type"})
-_KNOWN = {each.name for module in (jax.lax, jax.lax.linalg) for each in vars(module).values() if isinstance(each, Primitive)}
+_KNOWN = {
+    each.name for module in (jax.lax, jax.lax.linalg) for each in vars(module).values() if isinstance(each, Primitive)
+}
 _DRAWS = ("random_", "threefry", "rng_")
 
 alike_p = Primitive("alike")
@@ -63,13 +72,49 @@ Value = tuple[Part, ...]
 """An array, as runs of elements one after another."""
 
 
-class Formulas(dict[Any, int]):
+Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
+"""One round: from what is carried to what is carried next, and what else it returns."""
+
+
+class _Loop(NamedTuple):
+    start: Sequence[Value]
+    carried: Sequence[Value]  # as the body takes it, but for the formulas
+    numbers: list[int]  # of each run of what is carried: equal if they are the same in all rounds
+    rounds: dict[int, tuple[int, int]]  # of each number: the first formula, and the next in those of the round before
+    others: Sequence[Value]
+
+
+class Formulas:
     """The numbers of formulas."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._keys: list[Any] = []
 
     def of(self, *key: Any, over: Iterable[int] = ()) -> int:
         """The number of a formula, of other formulas `over` which it is."""
         over = tuple(over)
-        return NO_FORMULA if NO_FORMULA in over else self.setdefault((*key, over), len(self))
+        if NO_FORMULA in over:
+            return NO_FORMULA
+        number = self._numbers.setdefault((key, over), len(self._keys))
+        if number == len(self._keys):
+            self._keys.append((key, over))
+        return number
+
+    def carried(self, depth: int, number: int) -> int:
+        """That of what a loop carries, by number."""
+        return NO_FORMULA if number == NO_FORMULA else self.of("carried", depth, number)
+
+    def carried_in(self, depth: int, formulas: Iterable[int]) -> set[int]:
+        """The numbers of what a loop of this depth carries that formulas are made of."""
+        waiting, seen, found = set(formulas) - {NO_FORMULA}, set[int](), set[int]()
+        while waiting:
+            seen.add(formula := waiting.pop())
+            key, over = self._keys[formula]
+            waiting |= set(over) - seen
+            if key[:2] == ("carried", depth):
+                found.add(key[2])
+        return found
 
 
 class Reader:
@@ -103,19 +148,32 @@ class Reader:
             known.update(zip(eqn.outvars, self._step(eqn, look(eqn.invars)), strict=True))
         return look(jaxpr.outvars)
 
-    def loop(
-        self, start: Sequence[Value], body: Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
-    ) -> tuple[tuple[int, ...], list[int], list[Value], Sequence[Value]] | None:
-        """What goes round, from `start` on, by `body`, which returns what is carried and other values.
+    def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
+        """What is returned beside what is carried round: what it depends on, and its formulas in one round.
 
-        Returns:
-            The formulas that say it, the number of each part that is carried, the parts, and the other values, in the
-            formulas of one round. `None` where what is carried does not stay what it was.
+        `None` where what is carried does not stay what it was.
         """
+        found = self._loop(start, body)
+        if found is None:
+            return None
+        needed, formulas = set[int](), [part.formula for value in found.others for part in value]
+        while more := self._formulas.carried_in(self._depth + 1, formulas) - needed:
+            needed |= more
+            formulas = [found.rounds[n][1] for n in more]
+        if needed < found.rounds.keys():  # what is kept to be looked at, by whatever leaf, is numbered no more
+            kept = iter([
+                part.formula if n in needed else NO_FORMULA
+                for n, part in zip(found.numbers, _parts(found.start), strict=True)
+            ])
+            found = self._loop(_with(found.start, kept), body)
+        return None if found is None else (tuple(found.rounds.values()), found.others)
+
+    def _loop(self, start: Sequence[Value], body: Body) -> "_Loop | None":
+        """What goes round; `None` where what is carried does not stay what it was."""
         self._depth += 1
-        carried, numbers = list(start), _numbered([part.formula for value in start for part in value])
+        carried, numbers = list(start), _numbered([part.formula for part in _parts(start)])
         while True:
-            symbols = [self._formulas.of("carried", self._depth, over=[n]) for n in numbers]
+            symbols = [self._formulas.carried(self._depth, n) for n in numbers]
             after, others = body(_with(carried, symbols))
             joined = list(map(_joined, carried, after))
             if None in joined:
@@ -123,17 +181,17 @@ class Reader:
                 return None
             if list(map(len, joined)) != list(map(len, carried)):  # zeros that are as many runs after the first round
                 carried, start = joined, list(map(_in_runs, start, joined))
-                numbers = _numbered([part.formula for value in start for part in value])
+                numbers = _numbered([part.formula for part in _parts(start)])
                 continue
-            ends = [part.formula for value in map(_in_runs, after, joined) for part in value]
+            ends = [part.formula for part in _parts(map(_in_runs, after, joined))]
             finer = _numbered([NO_FORMULA if NO_FORMULA in pair else pair for pair in zip(numbers, ends, strict=True)])
             if finer == numbers and joined == carried:
                 break
             carried, numbers = joined, finer
         self._depth -= 1
-        begins = [part.formula for value in start for part in value]
-        rounds = {n: pair for n, *pair in zip(numbers, begins, ends, strict=True) if n != NO_FORMULA}
-        return tuple(each for pair in rounds.values() for each in pair), numbers, carried, others
+        begins = [part.formula for part in _parts(start)]
+        rounds = {n: (begin, end) for n, begin, end in zip(numbers, begins, ends, strict=True) if n != NO_FORMULA}
+        return _Loop(start, carried, numbers, rounds, others)
 
     # -- Operations ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +206,7 @@ class Reader:
         if name in ("cond", "scan", "while"):
             found = {"cond": self._cond, "scan": self._scan, "while": self._while}[name](eqn, its)
         elif name in _KNOWN or name == "alike" or name.startswith(_DRAWS):
-            found = self._split(eqn, its) if name == "split" else self._single(eqn, name, its)
+            found = self._split(eqn, its) if name in ("split", "unstack") else self._single(eqn, name, its)
         else:
             return [_uniform(NO_FORMULA)] * len(eqn.outvars)
         if found is not None:
@@ -160,7 +218,10 @@ class Reader:
         """The result of an operation that has one; `None` if no more is known of it than that."""
         found: Value | None = None
         if name in _EACH:
-            key = name.removesuffix("_any"), *(repr(eqn.params[key]) for key in sorted(eqn.params.keys() - _NOT_OF_FORMULAS))
+            key = (
+                name.removesuffix("_any"),
+                *(repr(eqn.params[key]) for key in sorted(eqn.params.keys() - _NOT_OF_FORMULAS)),
+            )
             found = self._arithmetic(key, its) or self._each(key, its)
         elif name in _TOTALS:
             found = self._reduced(eqn, its[0])
@@ -168,7 +229,7 @@ class Reader:
             found = self._product(eqn, its)
         elif name in _RESHAPES:
             found = self._reshaped(eqn, its[0])
-        elif name == "concatenate":
+        elif name in ("concatenate", "stack"):
             found = self._concatenated(eqn, its)
         elif name == "slice":
             found = self._sliced(eqn, its[0])
@@ -220,7 +281,8 @@ class Reader:
             reached[formula, count, key] = reached.get((formula, count, key), frozenset()) | slots
         total = NO_FORMULA
         if not any(formula == NO_FORMULA for formula, _ in terms):
-            total = self._formulas.of("total", kind, frozenset(reached.items()))
+            over = sorted({formula for formula, _ in terms})
+            total = self._formulas.of("total", kind, frozenset(reached.items()), over=over)
             self._terms[total] = kind, terms
         return _uniform(total)
 
@@ -294,13 +356,16 @@ class Reader:
             return None
         if old.size == new.size or (len(value) == 1 and first.place is None):
             return value
-        is_ahead = new.shape[ahead:] == old.shape and (*eqn.params["broadcast_dimensions"],) == (*range(ahead, new.ndim),)
+        is_ahead = new.shape[ahead:] == old.shape and (*eqn.params["broadcast_dimensions"],) == (
+            *range(ahead, new.ndim),
+        )
         if len(value) > 1 or not isinstance(first.place, int) or not is_ahead:
             return None
         return (first._replace(formula=self._formulas.of("repeated", new.shape[:ahead], over=[first.formula])),)
 
     def _concatenated(self, eqn: Any, its: Sequence[Value]) -> Value | None:
-        if math.prod(eqn.outvars[0].aval.shape[: eqn.params["dimension"]]) != 1:
+        (axis,) = [value for key, value in eqn.params.items() if key in ("axis", "dimension")]
+        if math.prod(eqn.outvars[0].aval.shape[:axis]) != 1:
             return None
         found: list[Part] = []
         for atom, value in zip(eqn.invars, its, strict=True):
@@ -325,10 +390,10 @@ class Reader:
         return _between(value, params["start_indices"][axes[0]] * unit, params["limit_indices"][axes[0]] * unit)
 
     def _split(self, eqn: Any, its: Sequence[Value]) -> list[Value] | None:
-        shape, axis = eqn.invars[0].aval.shape, eqn.params["axis"]
-        ends = np.cumsum([size * math.prod(shape[axis + 1 :]) for size in eqn.params["sizes"]]).tolist()
+        ends = [*itertools.accumulate(var.aval.size for var in eqn.outvars)]
         pieces = [_between(its[0], start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        return None if math.prod(shape[:axis]) > 1 or None in pieces else [piece for piece in pieces if piece is not None]
+        is_whole = math.prod(eqn.invars[0].aval.shape[: eqn.params["axis"]]) > 1 or None in pieces
+        return None if is_whole else [piece for piece in pieces if piece is not None]
 
     def _windowed(self, eqn: Any, name: str, its: list[Value]) -> Value | None:
         """A window of axes that are ahead of the leaf's, cut out or written: one of the steps of a memory."""
@@ -381,11 +446,10 @@ class Reader:
             goes_on = self.run(eqn.params["cond_jaxpr"], [*its[:start], *carried])
             return self.run(eqn.params["body_jaxpr"], [*its[start:end], *carried]), goes_on
 
-        found = self.loop(its[end:], body)
-        if found is None:
-            return None
-        rounds, numbers, carried, ((goes_on,),) = found
-        return self._after(self._formulas.of("while", over=[*rounds, goes_on.formula]), numbers, carried)
+        found = self._loop(its[end:], body)
+        return (
+            None if found is None else self._after(found, "while", over=[part.formula for part in found.others[0]])[1]
+        )
 
     def _scan(self, eqn: Any, its: Sequence[Value]) -> list[Value] | None:
         start, end = scan_carries(eqn)
@@ -398,17 +462,21 @@ class Reader:
             found = self.run(eqn.params["jaxpr"], [*its[:start], *carried, *(row for row in rows if row is not None)])
             return found[: end - start], found[end - start :]
 
-        found = self.loop(its[start:end], body)
+        found = self._loop(its[start:end], body)
         if found is None:
             return None
-        rounds, numbers, carried, ends = found
-        total = self._formulas.of("scan", eqn.params["length"], eqn.params["reverse"], over=rounds)
-        gathered = []
-        for value, var in zip(ends, eqn.outvars[end - start :], strict=True):
-            formula = self._formulas.of("rows", self._lies(value), over=[total, *(part.formula for part in value)])
-            one = len(value) == 1 and isinstance(value[0].place, int)
-            gathered.append((value[0]._replace(formula=formula),) if one else _of_no_block(formula, var.aval.size))
-        return [*self._after(total, numbers, carried), *gathered]
+        loop, results = self._after(found, "scan", eqn.params["length"], eqn.params["reverse"])
+        for value, var in zip(found.others, eqn.outvars[end - start :], strict=True):
+            formula = self._formulas.of("rows", self._lies(value), over=[loop, *(part.formula for part in value)])
+            is_block = len(value) == 1 and isinstance(value[0].place, int)
+            results.append((value[0]._replace(formula=formula),) if is_block else _of_no_block(formula, var.aval.size))
+        return results
+
+    def _after(self, found: _Loop, *key: Any, over: Sequence[int] = ()) -> tuple[int, list[Value]]:
+        """The formula of a loop, and what is carried after all rounds."""
+        loop = self._formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
+        of = {n: self._formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
+        return loop, _with(found.carried, [of[n] for n in found.numbers])
 
     def _row(self, value: Value, size: int) -> Value | None:
         """What a scan gives to each of its rounds: an axis ahead of the leaf's goes."""
@@ -419,11 +487,6 @@ class Reader:
             return None
         formula = self._formulas.of("row", self._depth + 1, over=[first.formula])
         return (first._replace(formula=formula),) if isinstance(first.place, int) else _of_no_block(formula, size)
-
-    def _after(self, loop: int, numbers: Sequence[int], carried: Sequence[Value]) -> list[Value]:
-        """What is carried, after all rounds."""
-        results = {n: self._formulas.of("result", n, over=[loop, n]) for n in numbers}
-        return _with(carried, [results[n] for n in numbers])
 
     def _lies(self, value: Value) -> Any:
         return tuple((self.slots(part.place), len(value) > 1 and part.size) for part in value)
@@ -443,7 +506,11 @@ def _numbered(keys: Sequence[Any]) -> list[int]:
     return [found.setdefault(key, len(found) - 1) for key in keys]
 
 
-def _with(values: Sequence[Value], formulas: Sequence[int]) -> list[Value]:
+def _parts(values: Iterable[Value]) -> list[Part]:
+    return [part for value in values for part in value]
+
+
+def _with(values: Sequence[Value], formulas: Iterable[int]) -> list[Value]:
     given = iter(formulas)
     return [tuple(part._replace(formula=next(given)) for part in value) for value in values]
 

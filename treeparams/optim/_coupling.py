@@ -85,7 +85,7 @@ def rows_unread(is_so: bool) -> Iterator[None]:
 
 def unread(rule: Any, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
     """What a rule makes of rows, as one operation."""
-    further = [jnp.asarray(each) for each in jtu.tree_leaves(extra) if jnp.isscalar(each) or is_array(each)]
+    further = [jnp.asarray(each) for each in extra.values() if jnp.isscalar(each) or is_array(each)]
     numbers = [each for each in further if not each.shape]
     values = [] if params is None else [params]
     return jax.tree.map(lambda *own: alike_p.bind(*own, *numbers, rule=id(rule)), updates, *values)

@@ -154,15 +154,15 @@ def _formulas(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], e
         found = reader.run(update, [*grads, *carried, *params, reader.argument("value")])
         return found[len(blocks) :], found[: len(blocks)]
 
-    found = reader.loop(reader.run(init, start), once)
+    found = reader.training(reader.run(init, start), once)
     if found is None:
         return [NO_FORMULA] * len(shapes)
-    rounds, _, _, updates = found
+    rounds, updates = found
     of_slot = {slot: _mark(rounds, updates[i], i) for i in blocks for slot in way.slots[i]}
     return [of_slot[slot] for slot in range(len(shapes))]
 
 
-def _mark(rounds: tuple[int, ...], update: Value, block: int) -> Any:
+def _mark(rounds: Any, update: Value, block: int) -> Any:
     part, *others = update
     if part.formula == NO_FORMULA:
         return NO_FORMULA
@@ -172,7 +172,9 @@ def _mark(rounds: tuple[int, ...], update: Value, block: int) -> Any:
 def _gap(rule: Any, shapes: Sequence[Any], ways: Sequence[_Way], extra: Mapping[str, Any]) -> float:
     """The largest difference of a leaf's updates at any scale and step, relative to the largest of them there."""
     rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
-    start = [factor * rng.normal(size=leaf.shape).astype(np.float32) for factor, leaf in zip(factors, shapes, strict=False)]
+    start = [
+        factor * rng.normal(size=leaf.shape).astype(np.float32) for factor, leaf in zip(factors, shapes, strict=False)
+    ]
 
     def begin() -> list[Any]:
         shown = [way.show(list(map(jnp.asarray, start))) for way in ways]
