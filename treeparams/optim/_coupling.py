@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._formulas import alike_p
 from .._programs import carry, primitives, until_steady
-from .._structure import is_array
+from ._formulas import alike_p
 from ._named import Asked, Named
 
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
@@ -67,15 +66,15 @@ def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
 
 
-# -- What is known to be right, where it stands within a rule that is read as a whole ----------------------------------
+# -- A rule over rows, within one that is read as a whole ---------------------------------------------------------------
 
 is_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("is_unread", default=False)
-"""Whether `optim.per_leaf` stands for an operation of which only its name is known, and what goes into it."""
+"""Whether `optim.per_leaf` is not to run, and stands for one operation on each leaf or stack."""
 
 
 @contextlib.contextmanager
 def rows_unread(is_so: bool) -> Iterator[None]:
-    """Within this, `optim.per_leaf` stands for one operation over rows, if it is so that all arrays have rows."""
+    """Within this, `optim.per_leaf` stands for one operation, if it is so that all arrays are stacks."""
     token = is_unread.set(is_so)
     try:
         yield
@@ -83,9 +82,17 @@ def rows_unread(is_so: bool) -> Iterator[None]:
         is_unread.reset(token)
 
 
-def unread(rule: Any, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
-    """What a rule makes of rows, as one operation."""
-    further = [jnp.asarray(each) for each in extra.values() if jnp.isscalar(each) or is_array(each)]
-    numbers = [each for each in further if not each.shape]
+def unread(rule: Any, row: jax.ShapeDtypeStruct, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
+    """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
+
+    What the rule closes over, such as a rate that was made outside of it, goes into the operation.
+    """
+    try:
+        program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(row)
+    except Exception:  # `init`, or the first `update`, says why
+        name, closed = "", []
+    else:
+        name = str(program.jaxpr)
+        closed = [jnp.sum(const) for const in program.consts if jnp.issubdtype(const.dtype, jnp.number)]
     values = [] if params is None else [params]
-    return jax.tree.map(lambda *own: alike_p.bind(*own, *numbers, rule=id(rule)), updates, *values)
+    return jax.tree.map(lambda *own: alike_p.bind(*own, *closed, program=name), updates, *values)

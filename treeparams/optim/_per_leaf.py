@@ -108,9 +108,12 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
-        if is_unread.get():
-            return unread(rule, updates, params, extra), state
         leaves, treedef = jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)
+        if is_unread.get():
+            first = [
+                jax.ShapeDtypeStruct(_row_shape(*pair), pair[1].dtype) for pair in leaves if not _is_nothing(pair[1])
+            ]
+            return unread(rule, first[0], updates, params, extra) if first else updates, state
         states, values = [*_like(treedef, state.states)], [None] * len(leaves)
         if params is not None:
             values = _like(treedef, params)

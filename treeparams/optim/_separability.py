@@ -4,6 +4,7 @@ It is read from its programs over two forms of one small layout, in which each e
 (`_formulas`). What calls kernels or Python has none, and is tried with numbers on the same two forms.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +16,27 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._formulas import NO_FORMULA, Formulas, Reader, Value
 from .._joined import Form, vector_of
 from .._layout import Layout
 from .._parts import take_apart
 from .._stacks import is_stack
 from .._text import describe, in_short
 from ._coupling import rows_unread
+from ._formulas import NO_FORMULA, Formulas, Value
 from ._groups import Grouped, GroupsState
 from ._named import Asked, Named
+from ._reader import Reader
 from ._shown import settled, steady
 from ._state import nodes_of
 
 Kinds = frozenset[tuple[str, int, int]]
-"""Of leaves: their group, the empty text if there are none; their rank; and 1 or, of several, 2."""
+"""Of leaves: the group, empty where there are no groups; the rank; and whether it is 1 or, for several, 2."""
 
 Make = Callable[[Layout, Mapping[Any, Sequence[int]]], Form]
 """From a layout, and the slots of each group (or those of `None`), to its form."""
 
 ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
+"""For a form in which it does not matter which leaves there are."""
 
 # Programs are read and not run, so axes may be long: rules factorise, or precondition, from some length on.
 _LONG, _TRIED = 4096, 128
@@ -72,9 +75,9 @@ def check_form(rule: Any, kinds: Kinds, make: Make, words: tuple[str, str], extr
         reason = _difference(rule, kinds, make, extra)
     except Exception as error:
         raise ValueError(
-            f"{name} traces the transformation over small leaves, apart and joined, and it fails there "
-            f"({in_short(error)}). {instead[0].upper()}{instead[1:]}; if it needs more arguments, give examples of them "
-            "(trial={...})"
+            f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
+            f"({in_short(error)}). {instead[0].upper()}{instead[1:]}; if it needs more arguments, give examples of "
+            "them (trial={...})"
         ) from error
     if reason:
         raise ValueError(f"the transformation {reason}; {instead}")
@@ -91,28 +94,36 @@ class _Way(NamedTuple):
 def _difference(rule: Any, kinds: Kinds, make: Make, extra: Mapping[str, Any]) -> str:
     """What a rule does otherwise, in words; the empty text if nothing."""
     asked = Asked()
-    shapes, ways = _small(rule, kinds, make, _LONG, asked)
-    formulas, joined = Formulas(), jax.eval_shape(ways[0].show, shapes)
-    with rows_unread(all(is_stack(path, leaf) for path, leaf in jtu.tree_flatten_with_path(joined)[0])):
-        together, apart = (_formulas(formulas, rule, way, shapes, extra) for way in ways)
+    shapes, ways = _few(rule, kinds, make, _LONG, asked)
+    formulas, stacks = Formulas(), jtu.tree_flatten_with_path(jax.eval_shape(ways[0].show, shapes))[0]
+    with rows_unread(all(is_stack(*each) for each in stacks)):
+        together, apart = (_updates(formulas, rule, way, shapes, extra) for way in ways)
     if asked.names:
-        return "goes by the names of leaves, and what is joined has none"
+        return "goes by the names of leaves, and where they are joined they have none"
     if NO_FORMULA in (*together, *apart):
-        gap = _gap(rule, *_small(rule, kinds, make, _TRIED, asked), extra)
-        tried = "looks at the shapes of leaves: tried on small ones, apart and joined, its updates differ by"
+        gap = _gap(rule, *_few(rule, kinds, make, _TRIED, asked), extra)
+        tried = "looks at the shapes of leaves: tried on a few, apart and joined, its updates differ by"
         return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
-    of = next((describe(leaf) for leaf, *pair in zip(shapes, together, apart, strict=True) if pair[0] != pair[1]), "")
-    return of and f"looks at the shapes of leaves, at axes or norms: joined, what it does to a {of} is something else"
+    pairs = zip(shapes, together, apart, strict=True)
+    other = next((describe(leaf) for leaf, one, two in pairs if one != two), "")
+    return (
+        other and f"looks at the shapes of leaves, their axes or norms: {other} has another update where it is joined"
+    )
 
 
-def _small(
+def _few(
     rule: Any, kinds: Kinds, make: Make, long: int, asked: Asked
 ) -> tuple[list[jax.ShapeDtypeStruct], tuple[_Way, _Way]]:
-    """Some leaves, and how they are shown, joined and apart."""
+    """A few leaves, and how they are shown, joined and apart.
+
+    A vector and matrices are among them whatever the model has: the stack of a scalar is a vector, and so on.
+    """
+    known = {kind[:2] for kind in kinds}
+    added = [(group, rank, 1) for group in {group for group, *_ in kinds} for rank in (1, 2)]
     of_rank = {0: [()], 1: [(3,)], 2: [(2, 3), (long, long)], 3: [(2, 3, 4), (2, long, long)]}
     each = [
         (group, describe(leaf), leaf)
-        for group, rank, count in kinds
+        for group, rank, count in (*kinds, *(kind for kind in added if kind[:2] not in known))
         for shape in of_rank.get(rank, [(2,) * (rank - 1) + (3,)])
         for leaf in [jax.ShapeDtypeStruct(shape, np.float32)] * count
     ]
@@ -121,17 +132,27 @@ def _small(
     for i, (group, *_) in enumerate(each):
         groups.setdefault(group or None, []).append(i)
     form = make(take_apart(shapes, None).layout, groups)
-    has_groups = bool(nodes_of(GroupsState, jax.eval_shape(lambda leaves: rule.init(form.join(leaves)), shapes)))
-    if has_groups and None in groups:
-        asked.names = True
-    in_groups: Any = Grouped if has_groups else dict
+    kind: Any = _dictionary(rule, jax.eval_shape(form.join, shapes), asked, None in groups)
 
     def tree(leaves: Sequence[Any]) -> Any:
         found = {group: Named([leaves[i] for i in slots], asked) for group, slots in groups.items()}
-        return found[None] if None in found else in_groups(found)
+        return found[None] if None in found else kind(found)
 
+    together = _Way(lambda leaves: kind(form.join(leaves)), form.cut, form.members)
     apart = _Way(tree, jtu.tree_leaves, [[i] for i in range(len(shapes))])
-    return shapes, (_Way(form.join, form.cut, form.members), apart)
+    return shapes, (together, apart)
+
+
+def _dictionary(rule: Any, joined: Any, asked: Asked, is_all: bool) -> Callable[[Any], Any]:
+    """As what a rule is shown groups: as what `optim.groups` takes as it is, if that is in it."""
+    kinds = (lambda tree: tree,) if is_all else (Grouped, dict)
+    for kind in kinds:
+        with contextlib.suppress(Exception), rows_unread(True):  # labels are those of a plain dictionary
+            state = jax.eval_shape(rule.init, kind(joined))
+            if nodes_of(GroupsState, state):
+                asked.names |= is_all
+                return kind
+    return kinds[-1]
 
 
 def _step(rule: Any, extra: Mapping[str, Any], scale: Any, grads: Any, state: Any, params: Any, value: Any) -> Any:
@@ -142,8 +163,8 @@ def _step(rule: Any, extra: Mapping[str, Any], scale: Any, grads: Any, state: An
     return updates, steady(after, state)
 
 
-def _formulas(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], extra: Mapping[str, Any]) -> list[Any]:
-    """What tells the update of each leaf: equal if it is the same."""
+def _updates(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], extra: Mapping[str, Any]) -> list[Any]:
+    """What tells the updates of leaves apart: equal if they are the same."""
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
     init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
@@ -163,10 +184,10 @@ def _formulas(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], e
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:
-    part, *others = update
-    if part.formula == NO_FORMULA:
+    run, *others = update
+    if run.formula == NO_FORMULA:
         return NO_FORMULA
-    return (rounds, part.formula) if not others and part.place in (None, block) else object()
+    return (rounds, run.formula) if not others and run.place in (None, block) else object()
 
 
 def _gap(rule: Any, shapes: Sequence[Any], ways: Sequence[_Way], extra: Mapping[str, Any]) -> float:
