@@ -66,7 +66,7 @@ def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
 
 
-# -- A rule over rows, within one that is read as a whole ---------------------------------------------------------------
+# -- A rule over rows, within one that is read as a whole --------------------------------------------------------------
 
 is_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("is_unread", default=False)
 """Whether `optim.per_leaf` is not to run, and stands for one operation on each leaf or stack."""

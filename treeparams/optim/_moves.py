@@ -35,11 +35,10 @@ def _reshaped(blocks: Blocks, eqn: Any, its: list[Value]) -> list[Value] | None:
 def _concatenated(blocks: Blocks, eqn: Any, its: list[Value]) -> list[Value] | None:
     found: list[Any] = []
     for atom, value in zip(eqn.invars, its, strict=True):
-        if len(value) == 1:
-            if value[0].place is not None and value[0].size != atom.aval.size:
-                return None
-            value = (value[0]._replace(size=atom.aval.size),)
-        found += value
+        run, *others = value
+        if not (others or run.place is None or run.size == atom.aval.size):
+            return None  # a memory of several steps
+        found += value if others else [run._replace(size=atom.aval.size)]
     if all(run.place is None and run.formula == found[0].formula for run in found):
         return [equal(found[0].formula)]
     axis = eqn.params["axis" if eqn.primitive.name == "stack" else "dimension"]
@@ -76,9 +75,8 @@ def _windowed(blocks: Blocks, eqn: Any, its: list[Value]) -> list[Value] | None:
     run, *more = [*placed.values()] or runs_of(arrays)[:1]
     shape = eqn.invars[0].aval.shape
     is_known = isinstance(run.place, int) and window and math.prod(shape[ahead:]) % run.size == 0
-    if more or not is_known or any(len(value) > 1 or isinstance(value[0].place, int) for value in index):
-        return None
-    if any(len(value) > 1 for value in arrays):
+    is_one = all(len(value) == 1 for value in (*arrays, *index)) and not more
+    if not (is_known and is_one) or any(isinstance(each.place, int) for each in runs_of(index)):
         return None
     key = eqn.primitive.name, shape[:ahead], tuple(window[:ahead]), str(eqn.params.get("mode"))
     over = [each.formula for each in runs_of([*arrays, *index])]

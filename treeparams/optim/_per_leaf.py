@@ -57,9 +57,9 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     `tx` sees one bare array, and no names: `optim.groups` stands around it, masks and labels within it are functions,
     `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **What couples leaves is refused** - norms of the
     whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - and so is what draws random numbers, of which all rows
-    would get the same. Put these around it, in a chain as above. Coupling is read from the programs of `tx`, once for
-    each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within, each row decides for itself,
-    so each call computes the step.
+    would get the same, and what asks for paths. Put these around it, in a chain as above. Coupling is read from the
+    programs of `tx`, once for each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within,
+    each row decides for itself, so each call computes the step.
 
     **`None` is not zero**, nor is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state, count
     included, waits. All rows of a stack move together.

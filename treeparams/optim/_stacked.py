@@ -40,9 +40,9 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     The model stays a model; the state rests in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx` sees
     parameters and gradients so. An element-wise rule (Adam, SGD) and a global one (clipping by the norm of all) take
     stacks as they are. **What looks at a leaf's shape or norm stands within `optim.per_leaf`**, as above, or is refused
-    at the first `init`: to Muon a stack of biases would be a matrix. It is found by trying, in 0.3 to 1 s: some updates
-    of small leaves of the ranks that the model has, apart and stacked. `optim.groups` may be in `tx`; its groups have
-    stacks of their own.
+    at the first `init`: to Muon a stack of biases would be a matrix. So is what goes by names. This is read from the
+    programs of `tx`, as for `optim.flat`, over a few leaves of the ranks that the model has, vectors and matrices.
+    `optim.groups` may be in `tx`; its groups have stacks of their own.
 
     **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
     traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
@@ -54,7 +54,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     Args:
         tx: any Optax transformation; see above.
         trainable: as for `optim.trainable`.
-        trial: extra arguments that `tx` needs, for the trial. `value`, `grad` and `value_fn` are there.
+        trial: examples of extra arguments that `tx` needs. `value`, `grad` and `value_fn` are there.
 
     Returns:
         A transformation that takes and returns what `optim.trainable` does. The updates of a parameter that waits are
