@@ -82,7 +82,9 @@ WRONG = {
     "a norm of matrices": optax.masked(
         optax.clip_by_global_norm(1e9), lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
     ),
-    "long axes": _of_leaves(lambda leaf, leaves: leaf - jnp.mean(leaf, 0) if leaf.shape > (1000,) else leaf),
+    "long axes": _of_leaves(
+        lambda leaf, leaves: leaf - jnp.mean(leaf, 0, keepdims=True) if leaf.shape > (1000,) else leaf
+    ),
     "the mean of means": _of_leaves(lambda leaf, leaves: leaf * sum(map(jnp.mean, leaves))),
     "norms in another norm": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sqrt(jnp.vdot(x, x)) for x in leaves)),
     "sums in whole numbers": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sum(x).astype(int) for x in leaves)),
