@@ -29,7 +29,7 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
     For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
     muon, clipping by block, masks by shape) are refused at the first `init`, and so are those that go by names (masks
     by path, `optim.groups`). This is read from the programs of `tx` over a few leaves with up to three axes, of up to
-    4096 by 4096 elements, apart and joined, in 10 to 300 ms. So it does not matter what the numbers are, or whether
+    4096 by 4096 elements, apart and joined, in 20 to 500 ms. So it does not matter what the numbers are, or whether
     they are traced. **Kernels and callbacks show no program**: a rule that calls them is tried with numbers, for some
     updates, and what it does otherwise in later ones, or at a rate of zero, is not found.
 
