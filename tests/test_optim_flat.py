@@ -59,8 +59,8 @@ _pause = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_sche
 AWARE = {  # those that do not, and how they hide it
     "norms of leaves": (optax.lamb(0.1), "looks at the shapes"),
     "axes of large leaves": (optax.adafactor(0.1), "looks at the shapes"),
-    "a mask by shape": (optax.adamw(0.1, mask=_matrices), "its state has a mask of leaves"),
-    "groups": (optim.groups({"**": optax.sgd(0.1)}), "its state has a mask of leaves"),
+    "a mask by shape": (optax.adamw(0.1, mask=_matrices), "looks at the shapes"),
+    "groups": (optim.groups({"**": optax.sgd(0.1)}), "goes by the names of leaves"),
     "random numbers leaf by leaf": (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
     "within hyperparameters": (
         optax.inject_hyperparams(lambda rate: optax.chain(optax.centralize(), optax.scale(rate)))(0.1),

@@ -30,6 +30,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
+    "custom_vmap_call",
 }
 
 
@@ -40,11 +41,7 @@ def through(eqn: Any, marks: Marks, run: Run) -> Marks:
         branches = [run(branch.jaxpr, marks[1:]) for branch in params["branches"]]
         return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
     if name == "scan":
-        if "ft_in" in params:  # since JAX 0.12
-            start, count, _ = map(len, params["ft_in"].unpack())
-        else:
-            start, count = params["num_consts"], params["num_carry"]
-        end = start + count
+        start, end = scan_carries(eqn)
         body = lambda carried: run(params["jaxpr"].jaxpr, [*marks[:start], *carried, *marks[end:]])
         carried = until_steady(body, marks[start:end])
         return [*carried, *body(carried)[end - start :]]
@@ -57,10 +54,9 @@ def through(eqn: Any, marks: Marks, run: Run) -> Marks:
             return [goes_on | each for each in run(params["body_jaxpr"].jaxpr, [*marks[start:end], *carried])]
 
         return until_steady(once, marks[end:])
-    if name in _CALLS:
-        for program in programs(eqn):
-            if (len(program.invars), len(program.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-                return run(program, marks)
+    program = called(eqn)
+    if program is not None:
+        return run(getattr(program, "jaxpr", program), marks)
     if name in _PAIRED:
         return marks
     return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
@@ -139,12 +135,36 @@ def is_floating(aval: Any) -> bool:
     return is_inexact(getattr(aval, "dtype", bool))
 
 
+def scan_carries(eqn: Any) -> tuple[int, int]:
+    """Where the operands that a scan carries begin and end."""
+    params = eqn.params
+    if "ft_in" in params:  # since JAX 0.12
+        start, count, _ = map(len, params["ft_in"].unpack())
+    else:
+        start, count = params["num_consts"], params["num_carry"]
+    return start, start + count
+
+
+def called(eqn: Any) -> ClosedJaxpr | Jaxpr | None:
+    """The program that an operation calls with its own operands, if that is what it does."""
+    for program in _closed_programs(eqn) if eqn.primitive.name in _CALLS else ():
+        jaxpr = getattr(program, "jaxpr", program)
+        if (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
+            return program
+    return None
+
+
 def programs(eqn: Any) -> Iterator[Any]:
     """The programs within an operation."""
+    for program in _closed_programs(eqn):
+        yield getattr(program, "jaxpr", program)
+
+
+def _closed_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, (ClosedJaxpr, Jaxpr)):
-                yield getattr(each, "jaxpr", each)
+                yield each
 
 
 def primitives(jaxpr: Any) -> set[str]:

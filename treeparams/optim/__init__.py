@@ -6,11 +6,15 @@ ground up:
     _state      TrainableState
     _groups     groups: a rule for each part; report: which leaf goes where
     _shown      what a rule is shown of a model, and states divided by leaves
+    _named      leaves that notice who asks for their names
+    _formulas   what programs compute, as formulas of elements
+    _moves      what operations do that know where elements lie
+    _reader     from programs to formulas
     _coupling   whether a rule couples leaves, read from its programs
     _per_leaf   per_leaf: a rule over each leaf by itself, over the rows of stacks at once
     _clip       clip_by_global_norm
+    _separability  whether a rule is the same over joined leaves, read from its programs
     _trainable  trainable: the boundary between models and Optax
-    _trial      whether a rule is the same over joined leaves, by trying
     _flat       flat: the same over one vector
     _stacked    stacked: the same over stacks; rows that wait
     _step       step, apply_updates

@@ -12,7 +12,9 @@ it again (`optax.flatten`) is refused too, whatever it does between. Only what P
 many leaves there are, leaves no mark.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +23,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._programs import carry, primitives, until_steady
+from ._formulas import alike_p
+from ._named import Asked, Named
 
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
@@ -30,8 +34,9 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
 
     Without `extra` arguments of `update` it gets those that rules of Optax ask for.
     """
-    leaves = [row for row in rows for _ in range(2)]
-    loss = lambda params, *_, **__: sum(jnp.sum(jnp.abs(leaf)) for leaf in params)
+    asked = Asked()
+    leaves = Named([row for row in rows for _ in range(2)], asked)
+    loss = lambda params, *_, **__: sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
 
     def step(grads: Any, state: Any, params: Any, value: Any) -> Any:
         known = {"value": value, "grad": grads, "value_fn": loss}
@@ -41,7 +46,9 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
     update, (updates, _) = jax.make_jaxpr(step, return_shape=True)(leaves, state, leaves, np.float32(0))
     if any(map(_draws, primitives(init) | primitives(update))):
         return "it draws random numbers, which would be the same for all leaves of one shape"
-    own = [1 << i for i in range(len(leaves))]
+    if asked.names:
+        return "it goes by the names of leaves, of which a row has none"
+    own = [1 << i for i in range(2 * len(rows))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
     run = lambda kept: carry(update.jaxpr, [*own, *kept, *own, 0])
     kept = until_steady(lambda kept: run(kept)[len(slots) :], carry(init.jaxpr, own))
@@ -57,3 +64,35 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
 
 def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
+
+
+# -- A rule over rows, within one that is read as a whole --------------------------------------------------------------
+
+is_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("is_unread", default=False)
+"""Whether `optim.per_leaf` is not to run, and stands for one operation on each leaf or stack."""
+
+
+@contextlib.contextmanager
+def rows_unread(is_so: bool) -> Iterator[None]:
+    """Within this, `optim.per_leaf` stands for one operation, if it is so that all arrays are stacks."""
+    token = is_unread.set(is_so)
+    try:
+        yield
+    finally:
+        is_unread.reset(token)
+
+
+def unread(rule: Any, row: jax.ShapeDtypeStruct, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
+    """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
+
+    What the rule closes over, such as a rate that was made outside of it, goes into the operation.
+    """
+    try:
+        program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(row)
+    except Exception:  # `init`, or the first `update`, says why
+        name, closed = "", []
+    else:
+        name = str(program.jaxpr)
+        closed = [jnp.sum(const) for const in program.consts if jnp.issubdtype(const.dtype, jnp.number)]
+    values = [] if params is None else [params]
+    return jax.tree.map(lambda *own: alike_p.bind(*own, *closed, program=name), updates, *values)

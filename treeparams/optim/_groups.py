@@ -16,11 +16,12 @@ from .._recognise import structure_of
 from .._text import describe, in_columns, quoted
 from .._types import PyTree
 from .._where import name_of, select
+from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
 def _is_stacks(node: Any) -> bool:
-    return isinstance(node, Stacks)
+    return isinstance(node, (Stacks, Named))
 
 
 class Group(NamedTuple):

@@ -15,7 +15,7 @@ from .._form import stacked_leaves
 from .._mesh import is_sharded, laid_as, split
 from .._text import count_of, describe, in_short
 from .._types import PyTree
-from ._coupling import coupling
+from ._coupling import coupling, is_unread, unread
 from ._groups import GroupsState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
@@ -61,9 +61,9 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     `tx` sees one bare array, and no names: `optim.groups` stands around it, masks and labels within it are functions,
     `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **What couples leaves is refused** - norms of the
     whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - and so is what draws random numbers, of which all rows
-    would get the same. Put these around it, in a chain as above. Coupling is read from the programs of `tx`, once for
-    each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within, each row decides for itself,
-    so each call computes the step.
+    would get the same, and what asks for paths. Put these around it, in a chain as above. Coupling is read from the
+    programs of `tx`, once for each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within,
+    each row decides for itself, so each call computes the step.
 
     **`None` is not zero**, nor is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state, count
     included, waits. All rows of a stack move together.
@@ -121,6 +121,8 @@ class _Each:
 
     def init(self, params: PyTree) -> Any:
         """The state of each leaf."""
+        if is_unread.get():
+            return PerLeafState(())
         leaves, treedef = jtu.tree_flatten(params)
         stacked = stacked_leaves(params)
         is_checked = _check(self.rule, self.known, list(map(_row, leaves, stacked)))
@@ -135,6 +137,9 @@ class _Each:
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         stacked = stacked_leaves(updates, _is_nothing)
+        if is_unread.get():
+            rows = [_row(leaf, many) for leaf, many in zip(leaves, stacked, strict=True) if not _is_nothing(leaf)]
+            return (unread(self.rule, rows[0], updates, params, extra) if rows else updates), state
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,12 @@ from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
+from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
     ONE,
     ModelTransformation,
+    Plain,
     Roles,
     TrainableState,
     extended,
@@ -60,16 +62,30 @@ _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictiona
 class Rule:
     """An Optax transformation, the form that it is shown of a model, and the parameters that it trains.
 
-    With `fills` a parameter without a gradient has a gradient of zeros, since the form has no holes.
+    With `fills` a parameter without a gradient has a gradient of zeros, since the form has no holes. `words` are the
+    name of the function that makes the rule, and what to write instead where the rule is not right over the form;
+    `trial` are arguments that the rule needs to be looked at.
     """
 
-    def __init__(self, tx: Any, form_of: FormMaker, trainable: Trainable, *, fills: bool = False) -> None:
+    def __init__(
+        self,
+        tx: Plain,
+        form_of: FormMaker,
+        trainable: Trainable,
+        *,
+        fills: bool = False,
+        words: tuple[str, str] = ("this form", "use optim.trainable"),
+        trial: Mapping[str, Any] | None = None,
+    ) -> None:
         if isinstance(tx, ModelTransformation):
             raise ValueError(ONE)
         self.tx = extended(tx)
         self.form_of = form_of
         self.trainable = trainable
         self.fills = fills
+        self._words = words
+        self._trial = dict(trial or {})
+        self._right_for: Kinds = frozenset()  # kinds of leaves
         self._warned: set[int] = set()  # of layouts, by hash
 
     # -- States
@@ -100,7 +116,7 @@ class Rule:
     def fresh(self, parts: Parts[Any]) -> PyTree:
         """A fresh state of the rule itself."""
         form = self.form_of(parts.layout)
-        self.check(form)
+        self._right_for = check_form(self.tx, form, self._words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
         if nodes_of(TrainableState, run):
             raise ValueError(ONE)
@@ -114,9 +130,6 @@ class Rule:
                 "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
             )
         return settled(run)
-
-    def check(self, form: Form) -> None:
-        """Checks that the rule is right over a form. Over the canonical tree every rule is."""
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
         """A fresh state of some parameters, as shapes; where one has been made, it need not be asked for."""

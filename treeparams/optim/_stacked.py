@@ -2,17 +2,15 @@
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import optax
 
-from .._form import Form, Stacks
+from .._form import Form
 from .._layout import Layout, Trainable, slots_in
 from .._makers import stacks_in_groups, stacks_of, tree_of
 from .._parts import Parts
@@ -23,11 +21,9 @@ from .._types import PyTree
 from ._clip import ClipState
 from ._groups import GroupsState, groups_in
 from ._history import History, remembered
-from ._per_leaf import PerLeafState
 from ._rule import Rule
 from ._sight import Run, Sight, Step, slots_of
 from ._state import ModelTransformation, Plain, nodes_of, settled, steady
-from ._trial import Way, check_same
 
 
 def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
@@ -47,9 +43,9 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     The model stays a model; the state rests in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx` sees
     parameters and gradients so. An element-wise rule (Adam, SGD) and a global one (clipping by the norm of all) take
     stacks as they are. **What looks at a leaf's shape or norm stands within `optim.per_leaf`**, as above, or is refused
-    at the first `init`: to Muon a stack of biases would be a matrix. It is found by trying, in 0.3 to 1 s: some updates
-    of small leaves of the ranks that the model has, apart and stacked. `optim.groups` may be in `tx`; its groups have
-    stacks of their own.
+    at the first `init`: to Muon a stack of biases would be a matrix. So is what goes by names. This is read from the
+    programs of `tx`, as for `optim.flat`, over a few leaves of the ranks that the model has, vectors and matrices.
+    `optim.groups` may be in `tx`; its groups have stacks of their own.
 
     **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
     traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
@@ -61,7 +57,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     Args:
         tx: any Optax transformation; see above.
         trainable: as for `optim.trainable`.
-        trial: extra arguments that `tx` needs, for the trial. `value`, `grad` and `value_fn` are there.
+        trial: examples of extra arguments that `tx` needs. `value`, `grad` and `value_fn` are there.
 
     Returns:
         A transformation that takes and returns what `optim.trainable` does. The updates of a parameter that waits are
@@ -73,77 +69,14 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
             of `optim.per_leaf`; a `where` selects nothing that trains; otherwise as `optim.trainable`.
         TypeError: a flag is no bool; otherwise as `optim.trainable`.
     """
-    rule = _StackedRule(tx, trainable)
-    rule.trial = dict(trial or {})
+    rule = _StackedRule(tx, trainable, trial)
     return ModelTransformation(rule.init, rule.update)
 
 
-# The shape of a small leaf of each rank: 128 is where adafactor begins to factorise.
-_SMALL = {0: (), 1: (3,), 2: (128, 128), 3: (2, 128, 128)}
-_WITHIN = (
+WITHIN = (
     "what looks at a leaf by itself stands within optim.per_leaf: "
     "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
-
-
-def check_over_stacks(
-    tx: Any,
-    form: Form,
-    trial: Mapping[str, Any],
-    name: str,
-    reads_leaves: Callable[[Any], bool],
-    grouped: type,
-    known: frozenset[Any] = frozenset(),
-) -> frozenset[Any]:
-    """Checks that a rule is the same over stacks as over their rows, on two small leaves of each rank and group.
-
-    Args:
-        tx: the rule.
-        form: the stacks.
-        trial: extra arguments that `tx` needs.
-        name: of the function that asks.
-        reads_leaves: whether a state tells that the rule looks at leaves.
-        grouped: of which class the dictionary of groups is.
-        known: the kinds of leaves on which it has been tried.
-
-    Returns:
-        The kinds on which it has been tried now.
-    """
-    ranks: dict[str, dict[int, int]] = {}  # how many of each, in each group
-    for keys, block in zip(form.keys, form.blocks, strict=True):
-        its = ranks.setdefault(keys[0].key if len(keys) > 1 else "", {})
-        its[block.rank] = min(2, its.get(block.rank, 0) + block.length)
-    kinds = frozenset((group, rank, count) for group, its in ranks.items() for rank, count in its.items())
-    if kinds <= known:
-        return known
-    small = lambda rank: jax.ShapeDtypeStruct(_SMALL.get(rank, (2,) * (rank - 1) + (3,)), np.float32)
-    each = [(group, describe(small(rank)), small(rank).shape) for group, rank, count in kinds for _ in range(count)]
-    names, keys, shapes = zip(*sorted(each), strict=True)
-    ungrouped = len(form.entries[0]) == 1
-
-    def show(leaves: list[Any], join: Callable[[list[Any]], Any]) -> PyTree:
-        found: dict[str, dict[str, list[Any]]] = {}
-        for group, key, leaf in zip(names, keys, leaves, strict=True):
-            found.setdefault(group, {}).setdefault(key, []).append(leaf)
-        empty = {} if ungrouped else dict.fromkeys(jtu.tree_unflatten(form.treedef, form.blocks), Stacks())
-        tree = grouped(
-            empty | {group: Stacks({key: join(rows) for key, rows in its.items()}) for group, its in found.items()}
-        )
-        return tree[""] if ungrouped else tree
-
-    def read(tree: PyTree) -> list[Any]:
-        stacks = [its[key] for its in ([tree] if ungrouped else tree.values()) for key in sorted(its)]
-        # Of the leaves of other groups, a rule that asks for the loss shows it nothing.
-        counts = [len(list(same)) for _, same in itertools.groupby(zip(names, keys, strict=True))]
-        is_masked = lambda node: isinstance(node, optax.MaskedNode)
-        rows = [[s] * n if is_masked(s) else s for n, s in zip(counts, stacks, strict=True)]
-        found = [row for its in rows for row in its]
-        return [np.zeros(s, np.float32) if is_masked(row) else row for row, s in zip(found, shapes, strict=True)]
-
-    stacks, apart = Way(lambda leaves: show(leaves, jnp.stack), read), Way(lambda leaves: show(leaves, list), read)
-    words = (name, "small leaves, apart and in stacks", _WITHIN)
-    check_same(tx, shapes, (stacks, apart), reads_leaves, trial, words)
-    return known | kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,16 +172,9 @@ def _check_shared(history: History) -> None:
 class _StackedRule(Rule):
     """As `Rule`, over stacks, with rows that wait; where `optim.groups` is in it, those of each group by themselves."""
 
-    trial: dict[str, Any]
-    _tried: frozenset[Any] = frozenset()
-
-    def __init__(self, tx: Any, trainable: Trainable) -> None:
-        super().__init__(tx, self._stacks_of, trainable, fills=True)
-
-    def check(self, form: Form) -> None:
-        """Checks that the rule is the same over stacks."""
-        args = (form, self.trial, "optim.stacked", _reads_leaves, dict, self._tried)
-        self._tried = check_over_stacks(self.tx, *args)
+    def __init__(self, tx: Plain, trainable: Trainable, trial: Mapping[str, Any] | None) -> None:
+        words = "optim.stacked", WITHIN
+        super().__init__(tx, self._stacks_of, trainable, fills=True, words=words, trial=trial)
 
     # -- Groups
 
@@ -310,15 +236,3 @@ def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
         for slot in slots_in(layout, where):
             flags[slot] = flag if gradients[slot] is not None else False
     return flags
-
-
-def _reads_leaves(state: PyTree) -> bool:
-    """Whether a state, outside of `optim.per_leaf`, has a mask of leaves, or says that large axes are factorised.
-
-    The masks of `optim.groups` are right. Small leaves do not have the axes that are large enough to be factorised.
-    """
-    kinds = (optax.MaskedState, optax.FactoredState, GroupsState, PerLeafState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    groups = [node.inner_states.values() for node in nodes if isinstance(node, GroupsState)]
-    inner = [each.inner_state for states in groups for each in states]
-    return any(isinstance(node, kinds[:2]) for node in nodes) or any(map(_reads_leaves, inner))

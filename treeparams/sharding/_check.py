@@ -4,14 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from .._mesh import automatic
 from .._summary import in_bytes
 from .._text import describe, in_short, quoted
-from ..optim._flat import check_over_vector
-from ..optim._per_leaf import PerLeafState
-from ..optim._stacked import check_over_stacks
+from ..optim._separability import check_form
+from ..optim._stacked import WITHIN
 from ._collectives import collectives
 from ._placement import Placement
 from ._update import Update, sharding_of
@@ -22,11 +20,8 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 def check_over_form(placement: Placement, rule: Any) -> None:
     """Checks that a rule is the same over what is joined as leaf by leaf."""
-    is_joined = [block.length is not None for block in placement.form.blocks]
-    if any(placement.stacked):
-        check_over_stacks(rule, placement.form, {}, "sharding.step", _is_factored, dict)
-    elif placement.layout.slots and any(is_joined):
-        check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
+    instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
+    check_form(rule, placement.form, ("sharding.step", instead), {})
 
 
 def check_moves(placement: Placement, update: Update, kept: Any) -> None:

@@ -1,0 +1,179 @@
+"""Whether a rule is right over a vector and over stacks: read from its programs, whatever the numbers in it are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import treeparams as tp
+from treeparams import optim
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
+FORMS = {"flat": optim.flat, "stacked": optim.stacked}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+SHAPES, NAMES = "looks at the shapes of leaves", "goes by the names of leaves"
+
+
+def _of_leaves(f):
+    """A rule of `f(leaf, leaves)`."""
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: f(leaf, jax.tree.leaves(grads)), grads))
+
+
+def _lowest(f):
+    return _of_leaves(lambda leaf, leaves: leaf * jnp.min(jnp.array([jnp.min(f(each)) for each in leaves])))
+
+
+def _until_small(leaf):
+    return jax.lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: x / 2, leaf)
+
+
+RULES = {
+    optax: "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw polyak_sgd "
+    "radam rmsprop rprop sgd sign_sgd yogi lbfgs",
+    contrib: "acprop ademamix adopt cocob dadapt_adamw madgrad momo_adam prodigy schedule_free_adamw schedule_free_sgd",
+}
+late = {"should_transform_fn": lambda step: step >= 3}
+clipped = optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
+RIGHT = {
+    **{name: getattr(module, name)(0.1) for module, names in RULES.items() for name in names.split()},
+    "momentum": optax.sgd(optax.linear_schedule(0.1, 0.0, 3), momentum=0.9, nesterov=True),
+    "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 3)),
+    "clip": optax.chain(optax.clip(0.1), optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1)),
+    "our clip": clipped,
+    "apply_if_finite": optax.apply_if_finite(clipped, 3),
+    "MultiSteps": optax.MultiSteps(clipped, 2, should_skip_update_fn=optax.skip_not_finite),
+    "later": optax.transforms.conditionally_transform(clipped, **late),
+    "ema": optax.chain(optax.ema(0.9), optax.zero_nans(), optax.normalize_by_update_norm()),
+    "a line search": optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(5)),
+    "another": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "reduce_on_plateau": optax.chain(optax.adam(0.1), contrib.reduce_on_plateau()),
+    "mechanize": contrib.mechanize(optax.adam(0.1)),
+    "one vector itself": optax.flatten(optax.lamb(0.1)),
+    "a mask of all": optax.masked(optax.adam(0.1), lambda tree: jax.tree.map(lambda _: True, tree)),
+    "the largest": _of_leaves(lambda leaf, leaves: leaf / jax.tree.reduce(jnp.maximum, [jnp.max(x) for x in leaves])),
+    "the least": _lowest(jnp.abs),
+    "finite": _of_leaves(lambda leaf, leaves: leaf * jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))),
+    "scaled before they are added": _of_leaves(
+        lambda leaf, leaves: leaf * sum(-3 * jnp.vdot(x, x) / 2 for x in leaves)
+    ),
+    "root mean square": _of_leaves(
+        lambda leaf, leaves: leaf / jnp.sqrt(sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves))
+    ),
+}
+
+
+@forms
+@pytest.mark.parametrize("name", RIGHT)
+def test_takes_what_treats_elements_alike(name, form):
+    jax.eval_shape(form(RIGHT[name]).init, MODEL)
+
+
+WRONG = {
+    "injected lamb at rest": optax.inject_hyperparams(optax.lamb)(0.0),
+    "later": optax.transforms.conditionally_transform(optax.scale_by_trust_ratio(), **late),
+    "fromage": optax.fromage(0.1),
+    "novograd at rest": optax.novograd(0.0),
+    "centralize at rest": optax.chain(optax.centralize(), optax.scale(0.0)),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(1e9),
+    "a norm of matrices": optax.masked(
+        optax.clip_by_global_norm(1e9), lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    ),
+    "long axes": _of_leaves(
+        lambda leaf, leaves: leaf - jnp.mean(leaf, 0, keepdims=True) if leaf.shape > (1000,) else leaf
+    ),
+    "the mean of means": _of_leaves(lambda leaf, leaves: leaf * sum(map(jnp.mean, leaves))),
+    "norms in another norm": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sqrt(jnp.vdot(x, x)) for x in leaves)),
+    "sums in whole numbers": _of_leaves(lambda leaf, leaves: leaf * sum(jnp.sum(x).astype(int) for x in leaves)),
+    "how many leaves": _of_leaves(lambda leaf, leaves: leaf / len(leaves)),
+    "the first leaf": _of_leaves(lambda leaf, leaves: leaf * jnp.sum(leaves[0])),
+    "places": _of_leaves(lambda leaf, leaves: leaf * jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)),
+    "order": _of_leaves(lambda leaf, leaves: jnp.sort(leaf.ravel()).reshape(leaf.shape)),
+    "axes": _of_leaves(lambda leaf, leaves: leaf - 0 * jnp.flip(leaf, range(leaf.ndim))),
+    "a matrix": _of_leaves(lambda leaf, leaves: leaf @ leaf.mT @ leaf if leaf.ndim == 2 else leaf),
+    "a loop": _of_leaves(lambda leaf, leaves: _until_small(leaf)),
+    "a branch": _of_leaves(lambda leaf, leaves: jax.lax.cond(jnp.sum(leaf) > 0, jnp.sin, jnp.cos, leaf)),
+}
+
+
+@forms
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_what_looks_at_leaves_whatever_the_numbers(name, form):
+    with pytest.raises(ValueError, match=SHAPES):
+        form(WRONG[name]).init(MODEL)
+
+
+@forms
+def test_refuses_norms_of_leaves_under_a_traced_rate(form):
+    def after(rate):
+        tx = form(optax.lamb(rate))
+        return optim.step(tx, MODEL, tx.init(MODEL), MODEL)[0]
+
+    for transform in (jax.vmap, jax.jit, lambda f: jax.jit(jax.vmap(f))):
+        with pytest.raises(ValueError, match=SHAPES):
+            transform(after)(jnp.ones(3) if transform is not jax.jit else jnp.ones(()))
+
+
+def _is_bias(path):
+    return "bias" in jax.tree_util.keystr(path)
+
+
+def _twice_the_biases(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: 2 * leaf if _is_bias(path) else leaf, tree)
+
+
+def _first_alone(tree):
+    first, *_ = tp.trainables(tree).values()
+    return jax.tree.map(lambda leaf: leaf if leaf is first else 0 * leaf, tree)
+
+
+BY_NAME = {
+    "a mask": optax.masked(
+        optax.sgd(0.1), lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: _is_bias(path), tree)
+    ),
+    "labels": optax.partition(
+        {True: optax.sgd(0.1), False: optax.adam(0.1)},
+        lambda tree: jax.tree.map_with_path(lambda path, _: _is_bias(path), tree),
+    ),
+    "update": optax.stateless(lambda grads, params: _twice_the_biases(grads)),
+    "paths of this library": optax.stateless(lambda grads, params: _first_alone(grads)),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), lambda tx: optim.stacked(optim.per_leaf(tx))], ids=[*FORMS, "rows"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_refuses_what_goes_by_names(name, form):
+    with pytest.raises(ValueError, match=NAMES):
+        form(BY_NAME[name]).init(MODEL)
+
+
+def test_rows_within_are_known_to_be_right_but_not_what_goes_into_them():
+    by_rows = lambda rate: optax.chain(optax.scale(2.0), optim.per_leaf(optax.lamb(rate)))
+    jax.eval_shape(optim.stacked(optax.inject_hyperparams(by_rows)(0.1)).init, MODEL)
+
+    def by_the_first(grads, state, params=None):
+        rows = optim.per_leaf(optax.scale(jnp.sum(jax.tree.leaves(grads)[0])))
+        return rows.update(grads, state, params)
+
+    with pytest.raises(ValueError, match=SHAPES):
+        optim.stacked(optax.GradientTransformation(optim.per_leaf(optax.scale(1.0)).init, by_the_first)).init(MODEL)
+    with pytest.raises(ValueError, match=SHAPES):  # a vector has no rows
+        optim.flat(optim.per_leaf(optax.lamb(0.1))).init(MODEL)
+
+
+def _called_back(scale):
+    """What no program shows."""
+    call = lambda leaf: jax.pure_callback(lambda x: np.asarray(x) * 2, leaf, leaf)
+    return optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: call(leaf) * scale, grads))
+
+
+@forms
+def test_tries_what_no_program_shows(form):
+    form(_called_back(1.0)).init(MODEL)
+    with pytest.raises(ValueError, match=r"looks at the shapes of leaves: tried on a few.*differ by \de"):
+        form(optax.chain(_called_back(1.0), optax.lamb(0.1))).init(MODEL)
+    with pytest.raises(ValueError, match="tried with numbers, and has traced ones in it"):
+        jax.vmap(lambda scale: form(_called_back(scale)).init(MODEL))(jnp.ones(2))

@@ -1,0 +1,208 @@
+"""What programs compute, as formulas: those with the same ones do the same, whatever their arrays are cut into.
+
+A rule over one array of all leaves is another program than over the leaves, with other shapes in it, and is right if
+each *element* comes out the same. So an array is described by the formula of its elements: the sum of two arrays is
+`add(x, y)`, in leaves and in vectors, and a number is itself, however it is broadcast. A total is a set of terms, such
+as "x squared, over slots 0 and 1", so that a sum over all leaves is one formula, whether it was made leaf by leaf or at
+once, and the norm of one leaf is another formula than the norm of all.
+
+Formulas are numbers, given out by one `Formulas` to all programs that are compared: equal formulas have equal numbers.
+A value is an array, as runs of elements with one formula each: of one array, one run; of arrays that were joined, some.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Primitive
+
+NO_FORMULA = -1
+"""Of what a program does not show, and of all that is made of it."""
+
+alike_p = Primitive("alike")
+"""Stands for what is known to do the same to leaves as to what they are joined to, whatever it does."""
+
+alike_p.def_abstract_eval(lambda array, *_, **__: array)
+
+
+class Run(NamedTuple):
+    """Elements of an array that have one formula."""
+
+    formula: int
+    place: Any  # the block in which they lie so; `("of size", n)` in an array of no block; `None` if all are equal
+    size: int  # of the block, or how many they are; if all are equal, and there is no other run, nothing is known of it
+
+
+Value = tuple[Run, ...]
+Terms = Mapping[tuple[int, Any], int]
+"""How often each formula, over the elements at a place, is in a total."""
+
+TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
+"""By what operation on two numbers is reduced."""
+
+_LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # what they do to a sum they do to each term
+
+
+class Formulas:
+    """The numbers of formulas."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._keys: list[tuple[Any, tuple[int, ...]]] = []
+        self.kept: list[Any] = []  # of which there are ids in keys
+
+    def of(self, *key: Any, over: Iterable[int] = ()) -> int:
+        """The number of a formula, of other formulas `over` which it is."""
+        whole = key, tuple(over)
+        if NO_FORMULA in whole[1]:
+            return NO_FORMULA
+        if whole not in self._numbers:
+            self._numbers[whole] = len(self._keys)
+            self._keys.append(whole)
+        return self._numbers[whole]
+
+    def carried_in(self, depth: int, formulas: Iterable[int]) -> set[int]:
+        """The numbers of what a loop at this depth carries, of all that formulas are made of."""
+        waiting, seen, found = set(formulas) - {NO_FORMULA}, set[int](), set[int]()
+        while waiting:
+            formula = waiting.pop()
+            seen.add(formula)
+            key, over = self._keys[formula]
+            waiting |= set(over) - seen
+            if key[:2] == ("carried", depth):
+                found.add(key[2])
+        return found
+
+
+class Blocks:
+    """What is made of the elements of some blocks: arrays in which slots lie, such as leaves, a vector, stacks."""
+
+    def __init__(self, formulas: Formulas, slots: Sequence[Iterable[int]], sizes: Sequence[int]) -> None:
+        self.formulas = formulas
+        self._slots = list(map(frozenset, slots))  # in each block
+        self._sizes = sizes
+        self._terms: dict[int, tuple[str, Terms]] = {}  # of a formula that is a total
+
+    def argument(self, name: str, block: int | None = None) -> Value:
+        """An argument of this name: a block, or a number."""
+        return (Run(self.formulas.of(name), block, 1 if block is None else self._sizes[block]),)
+
+    def lies(self, value: Value) -> Any:
+        """Where the elements of a value lie, in the words of slots."""
+        slots = [self._slots[run.place] if isinstance(run.place, int) else run.place for run in value]
+        return tuple((own, run.size if len(value) > 1 else 0) for own, run in zip(slots, value, strict=True))
+
+    def each(self, key: tuple[Any, ...], its: Sequence[Value]) -> Value | None:
+        """What is made element by element; `None` where places differ: the first of one leaf, and that of another."""
+        longest = max(its, key=len)
+        found = []
+        for runs in zip(*(in_runs(value, longest) for value in its), strict=True):
+            placed = {run.place: run for run in runs if run.place is not None}
+            if len(placed) > 1 or (len(longest) > 1 and len({run.size for run in runs}) > 1):
+                return None
+            like = next(iter(placed.values()), runs[0])
+            found.append(like._replace(formula=self.formulas.of(*key, over=[run.formula for run in runs])))
+        return tuple(found)
+
+    def over_all(self, kind: str, value: Value, size: int) -> Value:
+        """The sum (or the largest, or whether all are true, ...) of all elements of an array of this size."""
+        terms: list[Terms] = []
+        for formula, place, own in value:
+            if place is None:
+                terms.append(self._terms_of(kind, formula, size if len(value) == 1 else own))
+                continue
+            ahead = size // own if len(value) == 1 else 1  # a memory of several steps has axes ahead of the leaf's
+            terms.append({(formula if ahead == 1 else self.formulas.of("ahead", ahead, over=[formula]), place): 1})
+        return self._total(kind, terms)
+
+    def of_totals(self, key: tuple[Any, ...], its: Sequence[Value], is_floating: bool) -> Value | None:
+        """What is made of totals, if that is one too: leaf by leaf they are added up, and may be scaled before."""
+        formulas = [value[0].formula for value in its]
+        totals = {i: self._terms[formula] for i, formula in enumerate(formulas) if formula in self._terms}
+        kinds = {kind for kind, _ in totals.values()}
+        if not kinds or not all(map(is_equal, its)):
+            return None
+        if key[0] == "sub" and "add" in kinds:
+            negative = self.of_totals(("neg",), its[1:], is_floating) or self.each(("neg",), its[1:])
+            return None if negative is None else self.of_totals(("add",), [its[0], negative], is_floating)
+        if key[0] in kinds:
+            return self._total(key[0], [self._terms_of(key[0], formula, 1) for formula in formulas])
+        # Whole numbers are not linear: half of a sum is not that of its terms.
+        if (
+            kinds != {"add"}
+            or len(totals) > 1
+            or not (key[0] in _LINEAR and is_floating)
+            or (key[0] == "div" and 1 in totals)
+        ):
+            return None
+        ((at, (_, terms)),) = totals.items()
+        scaled = lambda term: self.formulas.of(*key, over=[*formulas[:at], term, *formulas[at + 1 :]])
+        return self._total("add", [{(scaled(term), place): count} for (term, place), count in terms.items()])
+
+    def _terms_of(self, kind: str, formula: int, count: int) -> Terms:
+        own, terms = self._terms.get(formula, ("", {}))
+        return {term: n * count for term, n in terms.items()} if own == kind else {(formula, None): count}
+
+    def _total(self, kind: str, several: Sequence[Terms]) -> Value:
+        terms: dict[tuple[int, Any], int] = {}
+        for term, count in (item for each in several for item in each.items()):
+            terms[term] = terms.get(term, 0) + count if kind == "add" else 1
+        if [*terms.values()] == [1] and next(iter(terms))[1] is None:
+            return equal(next(iter(terms))[0])
+        if any(formula == NO_FORMULA for formula, _ in terms):
+            return equal(NO_FORMULA)
+        reached: dict[Any, frozenset[int]] = {}  # the slots of all blocks over which a formula is added up
+        for (formula, place), count in terms.items():
+            slots, other = (self._slots[place], None) if isinstance(place, int) else (frozenset[int](), place)
+            reached[formula, count, other] = reached.get((formula, count, other), frozenset()) | slots
+        over = sorted({formula for formula, _ in terms})
+        total = self.formulas.of("total", kind, frozenset(reached.items()), over=over)
+        self._terms[total] = kind, terms
+        return equal(total)
+
+
+def equal(formula: int) -> Value:
+    """An array whose elements are all equal."""
+    return (Run(formula, None, 1),)
+
+
+def is_equal(value: Value) -> bool:
+    """Whether all elements are equal."""
+    return [run.place for run in value] == [None]
+
+
+def of_no_block(formula: int, size: int) -> Value:
+    """An array that is no block's."""
+    return equal(formula) if size == 1 else (Run(formula, ("of size", size), size),)
+
+
+def runs_of(values: Iterable[Value]) -> list[Run]:
+    """The runs of some values."""
+    return [run for value in values for run in value]
+
+
+def with_formulas(values: Sequence[Value], formulas: Iterable[int]) -> list[Value]:
+    """Values with other formulas, one for each run."""
+    given = iter(formulas)
+    return [tuple(run._replace(formula=next(given)) for run in value) for value in values]
+
+
+def in_runs(value: Value, like: Value) -> Value:
+    """A value whose elements are all equal in as many runs as another has; others as they are."""
+    if len(value) == len(like) or not is_equal(value):
+        return value
+    return tuple(own._replace(size=run.size) for own in value for run in like)
+
+
+def between(value: Value, size: int, start: int, end: int) -> Value | None:
+    """The elements from one to another of an array of this size; `None` if no runs begin and end there."""
+    if is_equal(value):
+        return value
+    found, at = [], 0
+    for run in value:
+        first, last = max(start, at), min(end, at + run.size)
+        at += run.size
+        if first < last:
+            if run.place is not None and last - first < run.size:
+                return None
+            found.append(run._replace(size=last - first))
+    return tuple(found) if at == size and found else None

@@ -1,0 +1,236 @@
+"""From programs to formulas: what JAX's operations do to the elements of blocks.
+
+Loops, and the state of an optimiser, carry values round. Those that begin alike and go on alike are one, and are
+numbered in the order in which they are first carried, which is the same in any form. An operation of which no more is
+known - a product of matrices, a sort, a draw - has a formula of its name, its parameters and its operands, shapes
+included, so that it is equal only to itself. Kernels, and callbacks to Python, have none.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+
+from .._programs import called, scan_carries
+from ._formulas import NO_FORMULA, Blocks, Value, equal, in_runs, is_equal, of_no_block, runs_of, with_formulas
+from ._moves import MOVES
+
+# Each element of the result is made of the elements at its place.
+_EACH = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "alike", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma",
+    "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac",
+    "igamma_grad_a", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt",
+    "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count",
+    "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub",
+    "tan", "tanh", "xor", "zeta",
+})  # fmt: skip
+_SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"}
+_UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
+_DRAWS = ("random_", "threefry", "rng_")
+_KNOWN = {
+    each.name for module in (jax.lax, jax.lax.linalg) for each in vars(module).values() if isinstance(each, Primitive)
+} | {"add_any", "alike"}
+
+Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
+"""One round: from what is carried to what is carried next, and what else there is."""
+
+
+class _Loop(NamedTuple):
+    start: Sequence[Value]
+    carried: Sequence[Value]  # as the body takes it
+    numbers: list[int]  # of each run that is carried, equal if the runs are
+    rounds: dict[int, tuple[int, int]]  # of each number, the first formula, and the next one, of those of the round
+    others: Sequence[Value]
+
+
+class Reader(Blocks):
+    """Reads programs."""
+
+    _depth = 0  # of loops
+
+    def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Value]) -> list[Value]:
+        """What a program returns for these arguments."""
+        jaxpr: Any = getattr(program, "jaxpr", program)
+        known = dict(zip(jaxpr.invars, args, strict=True))
+        known |= zip(jaxpr.constvars, map(self._constant, getattr(program, "consts", ())), strict=True)
+
+        def look(atoms: Sequence[Any]) -> list[Value]:
+            return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+        for eqn in jaxpr.eqns:
+            known.update(zip(eqn.outvars, self._step(eqn, look(eqn.invars)), strict=True))
+        return look(jaxpr.outvars)
+
+    def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
+        """What there is beside what is carried round: all rounds that it depends on, and its formulas in one.
+
+        `None` where what is carried does not stay what it was.
+        """
+        found = self._loop(start, body)
+        if found is None:
+            return None
+        needed, formulas = set[int](), [run.formula for run in runs_of(found.others)]
+        while more := self.formulas.carried_in(self._depth + 1, formulas) - needed:
+            needed |= more
+            formulas = [found.rounds[n][1] for n in more]
+        if needed < found.rounds.keys():  # some is kept to be looked at, and may be kept leaf by leaf
+            pairs = zip(found.numbers, runs_of(found.start), strict=True)
+            kept = [run.formula if n in needed else NO_FORMULA for n, run in pairs]
+            found = self._loop(with_formulas(found.start, kept), body)
+        return None if found is None else ((*found.rounds.values(),), found.others)
+
+    # -- Operations ----------------------------------------------------------------------------------------------------
+
+    def _step(self, eqn: Any, its: list[Value]) -> Sequence[Value]:
+        """The results of an operation."""
+        name, program = eqn.primitive.name, called(eqn)
+        if program is not None:
+            return self.run(program, its)
+        if name in _SAME:
+            return its
+        if not (name in _KNOWN or name.startswith(_DRAWS)):
+            return [equal(NO_FORMULA)] * len(eqn.outvars)
+        found: list[Value] | None = None
+        if name in _EACH:
+            params = (repr(value) for key, value in sorted(eqn.params.items()) if key not in _UNNAMED)
+            key = name.removesuffix("_any"), *params
+            is_floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+            value = self.of_totals(key, its, is_floating) or self.each(key, its)
+            found = None if value is None else [value]
+        elif name in MOVES:
+            found = MOVES[name](self, eqn, its)
+        elif name in ("cond", "while", "scan"):
+            found = {"cond": self._branches, "while": self._while, "scan": self._scan}[name](eqn, its)
+        return self._whole(eqn, its) if found is None else found
+
+    def _whole(self, eqn: Any, its: Sequence[Value]) -> list[Value]:
+        """The results of an operation of which nothing is known but what goes into it, as it lies there."""
+        params = repr(sorted((key, repr(value)) for key, value in eqn.params.items()))
+        key = eqn.primitive.name, params, *(str(atom.aval) for atom in eqn.invars), *map(self.lies, its)
+        over = [run.formula for run in runs_of(its)]
+        formulas = (self.formulas.of("whole", i, *key, over=over) for i in itertools.count())
+        return [of_no_block(formula, var.aval.size) for formula, var in zip(formulas, eqn.outvars, strict=False)]
+
+    def _constant(self, given: Any) -> Value:
+        if isinstance(given, Tracer):
+            self.formulas.kept.append(given)  # so that no other gets its id
+            return of_no_block(self.formulas.of("traced", id(given)), given.size)
+        if jnp.issubdtype(getattr(given, "dtype", float), jax.dtypes.prng_key):
+            given = jax.random.key_data(given)
+        array = np.asarray(given)
+        first, everything = array.ravel()[:1].tobytes(), array.tobytes()
+        if everything == first * array.size:
+            return equal(self.formulas.of("constant", array.dtype.name, first))
+        return of_no_block(self.formulas.of("constant", array.dtype.name, array.shape, everything), array.size)
+
+    # -- Branches and loops --------------------------------------------------------------------------------------------
+
+    def _branches(self, eqn: Any, its: list[Value]) -> list[Value]:
+        ends = [self.run(branch, its[1:]) for branch in eqn.params["branches"]]
+        found = []
+        for i, several in enumerate(zip(*ends, strict=True)):
+            either = self.each(("cond",), [its[0], *several])
+            found.append(self._whole(eqn, [*its, *several])[i] if either is None else either)
+        return found
+
+    def _while(self, eqn: Any, its: list[Value]) -> list[Value] | None:
+        start = eqn.params["cond_nconsts"]
+        end = start + eqn.params["body_nconsts"]
+
+        def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
+            goes_on = self.run(eqn.params["cond_jaxpr"], [*its[:start], *carried])
+            return self.run(eqn.params["body_jaxpr"], [*its[start:end], *carried]), goes_on
+
+        found = self._loop(its[end:], body)
+        if found is None:
+            return None
+        return self._after(found, "while", self.lies(found.others[0]), over=[run.formula for run in found.others[0]])[1]
+
+    def _scan(self, eqn: Any, its: list[Value]) -> list[Value] | None:
+        start, end = scan_carries(eqn)
+        given = eqn.params["jaxpr"].jaxpr.invars[end:]
+        found_rows = [self._row(value, var.aval.size) for value, var in zip(its[end:], given, strict=True)]
+        rows = [row for row in found_rows if row is not None]
+
+        def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
+            found = self.run(eqn.params["jaxpr"], [*its[:start], *carried, *rows])
+            return found[: end - start], found[end - start :]
+
+        found = self._loop(its[start:end], body) if len(rows) == len(given) else None
+        if found is None:
+            return None
+        loop, results = self._after(found, "scan", eqn.params["length"], eqn.params["reverse"])
+        for value, var in zip(found.others, eqn.outvars[end - start :], strict=True):
+            formula = self.formulas.of("rows", self.lies(value), over=[loop, *(run.formula for run in value)])
+            is_block = len(value) == 1 and isinstance(value[0].place, int)
+            results.append((value[0]._replace(formula=formula),) if is_block else of_no_block(formula, var.aval.size))
+        return results
+
+    def _row(self, value: Value, size: int) -> Value | None:
+        """What a scan gives to each of its rounds: it takes an axis ahead of the leaf's."""
+        run, *others = value
+        if is_equal(value):
+            return value
+        if others or (isinstance(run.place, int) and size % run.size):
+            return None
+        formula = self.formulas.of("row", self._depth + 1, over=[run.formula])
+        return (run._replace(formula=formula),) if isinstance(run.place, int) else of_no_block(formula, size)
+
+    def _loop(self, start: Sequence[Value], body: Body) -> _Loop | None:
+        """What goes round; `None` where what is carried does not stay what it was.
+
+        Runs that begin with one formula are taken to be one, until a round makes different ones of them.
+        """
+        self._depth += 1
+        carried, numbers = [*start], _numbered([run.formula for run in runs_of(start)])
+        while True:
+            symbols = [NO_FORMULA if n == NO_FORMULA else self.formulas.of("carried", self._depth, n) for n in numbers]
+            after, others = body(with_formulas(carried, symbols))
+            merged = [_merged(*pair) for pair in zip(carried, after, strict=True)]
+            joined = [value for value in merged if value is not None]
+            if len(joined) < len(merged):
+                self._depth -= 1
+                return None
+            if [*map(len, joined)] != [*map(len, carried)]:  # zeros that have become several runs
+                carried, start = joined, [*map(in_runs, start, joined)]
+                numbers = _numbered([run.formula for run in runs_of(start)])
+                continue
+            ends = [run.formula for run in runs_of(map(in_runs, after, joined))]
+            finer = _numbered([NO_FORMULA if NO_FORMULA in pair else pair for pair in zip(numbers, ends, strict=True)])
+            if finer == numbers and joined == carried:
+                break
+            carried, numbers = joined, finer
+        self._depth -= 1
+        begins = [run.formula for run in runs_of(start)]
+        rounds = {n: (begin, end) for n, begin, end in zip(numbers, begins, ends, strict=True) if n != NO_FORMULA}
+        return _Loop(start, carried, numbers, rounds, others)
+
+    def _after(self, found: _Loop, *key: Any, over: Sequence[int] = ()) -> tuple[int, list[Value]]:
+        """The formula of a loop, and what is carried after all rounds."""
+        loop = self.formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
+        of = {n: self.formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
+        return loop, with_formulas(found.carried, [of[n] for n in found.numbers])
+
+
+def _numbered(keys: Sequence[Any]) -> list[int]:
+    """The numbers of keys, by their first places; of what has no formula there is none."""
+    found = {NO_FORMULA: NO_FORMULA}
+    return [found.setdefault(key, len(found) - 1) for key in keys]
+
+
+def _merged(old: Value, new: Value) -> Value | None:
+    """What is `old` at first and `new` later, in runs and places that hold both; `None` if there are none."""
+    old, new = in_runs(old, new), in_runs(new, old)
+    if len(old) != len(new):
+        return None
+    pairs = [(before, after) for before, after in zip(old, new, strict=True) if before.place != after.place]
+    if any(None not in (before.place, after.place) for before, after in pairs):
+        return None
+    return tuple(after if before.place is None else before for before, after in zip(old, new, strict=True))
