@@ -21,6 +21,7 @@ from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
 def _is_stacks(node: Any) -> bool:
+    """Whether the leaves below a node have no paths of the model."""
     return isinstance(node, (Stacks, Named))
 
 
@@ -98,7 +99,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
         structure = structure_of(params)[2]
         found: dict[int, str] = {}
         leaves = jtu.tree_flatten_with_path(params)[0]
-        if leaves and all(isinstance(each, Stacks) for each in jtu.tree_leaves(params, is_leaf=_is_stacks)):
+        if leaves and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks))):
             # Rows of stacks have no paths here; it is the groups of the stacks that say where each goes.
             given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
             # With a default, a name that no group has is a mistake, not one for which nothing is left.

@@ -76,10 +76,3 @@ def _why_moved(placement: Placement) -> str:
             'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
         )
     return reason
-
-
-def _is_factored(state: Any) -> bool:
-    """Whether a state, outside of `optim.per_leaf`, says that large axes are factorised."""
-    kinds = (optax.FactoredState, PerLeafState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, optax.FactoredState) for node in nodes)
