@@ -1,5 +1,6 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from .._text import describe, first_lines, quoted
 from .._ties import Alias
 from .._types import PyTree
 from ._arrays import placed
-from ._contents import Contents, heads_of, histories_in, specs_in, state_in_words
+from ._contents import Contents, heads_of, histories_in, places_in_words, specs_in, state_in_words
 from ._file import PREFIX, File, write
 
 M = TypeVar("M")
@@ -73,6 +74,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         words = {
             "ties": contents.ties,
             "states": {path: state_in_words(state) for path, state in contents.states.items()},
+            "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
             "frozen": [name for name, i in contents.stored.items() if i in frozen],
         }
         write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
@@ -148,6 +150,7 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
     leaves = _leaves_in(contents, file)
     wrong = list(_unlike_states(contents, file))
     wrong = wrong or [*_unlike_arrays(contents, leaves, file), *_unlike_ties(contents, leaves, file)]
+    wrong = wrong or list(_unlike_joined(contents, file))
     if wrong:
         raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
     known = contents.aliases
@@ -252,12 +255,48 @@ def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
             continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
-        if not specs_in(there).items() <= known.items():  # the names and shapes of the parameters tell
+        if not specs_in(there).items() <= known.items():  # the names and shapes of arrays tell, or `_unlike_joined`
             continue
         yield (
             f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
             f"{_histories(here)} in the tree. A state like the saved one is made by\n{calls_for(there)}"
         )
+
+
+def _unlike_joined(contents: Contents, file: File) -> Iterator[str]:
+    """Says which arrays hold other parameters, or in another order, than in the file: joined, they may be as long."""
+    for path, restructure in contents.ways_back.items():
+        here, there = places_in_words(restructure), file.words["restructures"].get(path)
+        for name in here if there is None else here | there:
+            ours, theirs = (_place(each, name) for each in (here, there or here))
+            if ours != theirs:
+                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the file"
+                break
+    for path, state in contents.states.items():
+        here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
+        for at, pieces in here.items():
+            pairs = itertools.zip_longest(pieces, there.get(at, pieces), fillvalue="none")
+            ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            if ours != theirs:
+                yield f"in the state at {path!r}, {at[-1]!r} holds {ours} in the tree, {theirs} in the file"
+                break
+
+
+def _place(places: Mapping[str, Any], name: str) -> str:
+    place, shape = places.get(name, ("nothing", []))
+    return f"{place} of shape {tuple(shape)}"
+
+
+def _pieces_in(words: Mapping[str, Any] | None) -> dict[Any, list[str]]:
+    """The parameters in each array of a state, in order, by history and name."""
+    if words is None:
+        return {}
+    pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
+    return {
+        (place.partition(".")[0], *paths, name): [pieces[slot] for slot in said["blocks"][block][0]]
+        for (place, paths), said in zip(histories_in(words), words["divisions"], strict=True)
+        for name, (block, *_) in said["owners"].items()
+    }
 
 
 def _parts_in(words: Mapping[str, Any]) -> Any:
