@@ -57,9 +57,10 @@ def through(eqn: Any, marks: Marks, run: Run) -> Marks:
             return [goes_on | each for each in run(params["body_jaxpr"].jaxpr, [*marks[start:end], *carried])]
 
         return until_steady(once, marks[end:])
-    program = called(eqn)
-    if program is not None:
-        return run(getattr(program, "jaxpr", program), marks)
+    if name in _CALLS:
+        for program in programs(eqn):
+            if (len(program.invars), len(program.outvars)) == (len(eqn.invars), len(eqn.outvars)):
+                return run(program, marks)
     if name in _PAIRED:
         return marks
     return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
@@ -126,25 +127,12 @@ def is_floating(aval: Any) -> bool:
     return is_inexact(getattr(aval, "dtype", bool))
 
 
-def called(eqn: Any) -> ClosedJaxpr | Jaxpr | None:
-    """The program that an operation calls with its own operands; `None` where it is no such call."""
-    for each in _held(eqn) if eqn.primitive.name in _CALLS else ():
-        program = getattr(each, "jaxpr", each)
-        if (len(program.invars), len(program.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-            return each
-    return None
-
-
 def programs(eqn: Any) -> Iterator[Any]:
-    """The programs within an operation, without their constants."""
-    return (getattr(each, "jaxpr", each) for each in _held(eqn))
-
-
-def _held(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """The programs within an operation."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, (ClosedJaxpr, Jaxpr)):
-                yield each
+                yield getattr(each, "jaxpr", each)
 
 
 def primitives(jaxpr: Any) -> set[str]:

@@ -171,7 +171,7 @@ class Rule:
         layouts = [roles.layout] if is_one else [trained_at(roles.layout, positions) for positions in at]
         states = (*state.runs, *state.held)
         found = list(map(History, layouts, states, roles.divisions, state.counts, roles.origins))
-        if found and not _are_of_one_rule(self.like(layouts[0]).division, roles.divisions[0], is_one):
+        if found and self.like(layouts[0]).division != roles.divisions[0]:
             raise ValueError(
                 "the state was made by another transformation than this one; pass the one whose init made it"
             )
@@ -312,16 +312,6 @@ class Rule:
         pairs = zip(sight.parts.slots, given, strict=True)
         # A rule is shown a whole form, so what is missing here alone is zero.
         return sight.show([jnp.zeros_like(leaf) if each is None else each for leaf, each in pairs])
-
-
-def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
-    """Whether two states have the same arrays of the same parameters.
-
-    Of several histories, `saving.plan` makes those of some parameters without asking the rule. What is of parameters is
-    the same in them; the rest may not be.
-    """
-    of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
-    return like == division or (not is_one and of_each(like) == of_each(division))
 
 
 def _check_ties(model: PyTree, parts: Parts[Any]) -> None:
