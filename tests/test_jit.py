@@ -81,6 +81,12 @@ def test_what_is_donated(donate, deleted):
     assert [x.is_deleted(), y.is_deleted(), shared.is_deleted()] == deleted
 
 
+def test_whatever_is_an_array_is_donated():
+    arrays = {"a": ramp(2), "count": jnp.arange(3), "key": jax.random.key(0)}
+    tp.jit(lambda model: model, donate="all")({**arrays, "again": arrays["a"], "f": jnp.tanh})
+    assert [array.is_deleted() for array in arrays.values()] == [True] * 3
+
+
 def test_only_warn_says_what_could_not_be_donated():
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
         tp.jit(lambda m: [jnp.sum(m[0])], donate="warn")([ramp(3)])
@@ -103,6 +109,24 @@ def test_the_arrays_of_a_module_that_is_compiled_are_no_constants():
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         tp.jit(lambda x: x, **options)
+
+
+def test_shapes_are_left_to_jax():
+    traces = []
+    f = tp.jit(lambda m: traces.append(1) or m["w"].sum())
+    # NumPy's arrays, JAX's and tracers are met in structures of their own, each with the shapes met first.
+    for w in (np.ones(2, "f"), jnp.ones(3), np.ones(3, "f"), jnp.ones(2)):
+        f({"w": w})
+    assert len(traces) == 2
+    jax.grad(lambda w: f({"w": w}))(jnp.ones(4))
+    f({"w": jnp.ones(4)})
+    assert len(traces) == 3
+
+
+def test_errors_of_jax_name_the_argument_by_its_path():
+    model = {"layers": [tied(), tied()]}
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"the argument kept\['1\.0\.layers\.1\.a'\]"):
+        tp.jit(lambda m: 1 if m["layers"][1]["a"][0] else 2)(model)
 
 
 def test_inside_of_other_transformations():
@@ -155,6 +179,8 @@ A, B = ramp(1), ramp(1, start=2)
         ([A, B], {"x": {"y": A}, "z": B}, r"lowered for other .*\n'1.0' is a list in .*\n.*is only in the first"),
         ([A, "one"], [A, "two"], r"other values: .*'one'.* in the first, .*'two'.* in the second"),
         (Net(A, n=1), Net(A, n=2), r"has other static values"),
+        ([A, "one"], [A, B], r"'1.0.1' is no array in the first, an array in the second"),
+        ([A, B], [A, "one"], r"'1.0.1' is an array in the first, no array in the second"),
     ],
 )
 def test_a_compiled_program_refuses_what_it_was_not_lowered_for(known, other, message):
@@ -162,3 +188,24 @@ def test_a_compiled_program_refuses_what_it_was_not_lowered_for(known, other, me
     np.testing.assert_array_equal(compiled(known), A)
     with pytest.raises(ValueError, match=message):
         compiled(other)
+
+
+def test_a_compiled_program_refuses_what_has_changed_since():
+    class Setting:
+        def __init__(self) -> None:
+            self.rates = [1]
+
+    class Late(Net): ...
+
+    setting = Setting()
+    double = tp.jit(lambda model, setting: tp.maptrainable(lambda x: 2 * x * setting.rates[0], model))
+    compiled = double.lower(Late(A), setting).compile()
+    np.testing.assert_array_equal(compiled(Late(A), setting).w, 2 * A)
+    setting.rates.append(2)
+    with pytest.raises(ValueError, match="a value that is no array has been changed in place"):
+        compiled(Late(A), setting)
+    setting.rates.pop()
+    compiled(Late(A), setting)
+    tp.declare(Late, frozen="w")
+    with pytest.raises(ValueError, match=r"tp\.declare has been called since"):
+        compiled(Late(A), setting)

@@ -166,7 +166,6 @@ def test_errors_of_active(without_type_checks):
 
 KEPT = {  # state that is not kept row by row, by what the error calls it
     r"state\[0\].count": optax.adam(0.1),
-    r"state\[0\].trace\['float32\[4,4\]'\]": optax.chain(optax.trace(0.9), rows(optax.adam(0.1))),
     r"state.count": optax.inject_hyperparams(lambda rate: rows(optax.sgd(rate)))(0.1),
     r"state.inner_states\['out'\].*.count": optim.groups({"out": optax.adam(0.1)}, default=rows(optax.sgd(0.1))),
 }
@@ -182,6 +181,20 @@ def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
             jax.eval_shape(functools.partial(tx.update, active=active), wrong, state, net)
     _, after = jax.eval_shape(functools.partial(tx.update, active={"**": True}), grads, state, net)
     assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_what_a_rule_keeps_row_by_row_outside_of_per_leaf_waits_too():
+    net, tx = _net(), optim.stacked(optax.chain(optax.trace(0.9), optim.clip_by_global_norm(1e9), optax.scale(-0.1)))
+    grads = tp.partition(net)[0]
+    _, state = tx.update(grads, tx.init(net), net)
+    updates, after = tx.update(grads, state, net, active={"layers.0": False})
+    want, both = tx.update(grads, state, net)
+    for path in state.layout.paths:
+        key, number = state.layout[path].key, state.layout[path].row
+        trace = (state if path.startswith("layers.0") else both).runs[0][0].trace[key][number]
+        np.testing.assert_array_equal(after.runs[0][0].trace[key][number], trace)
+    assert not any(np.any(step) for step in jax.tree.leaves(updates["layers"][0]))
+    assert_same((updates["layers"][1:], updates["out"]), (want["layers"][1:], want["out"]))
 
 
 def test_a_history_waits_whole_without_rows():

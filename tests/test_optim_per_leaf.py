@@ -136,7 +136,7 @@ def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
     heat = lambda row: row / jnp.max(jnp.abs(row))
     updates, _ = jax.jit(lambda stacks: tx.update(stacks, state, heat=heat))(stacks)
     largest = lambda stack: np.max(np.abs(stack), tuple(range(1, stack.ndim)), keepdims=True)
-    assert_close(updates, {key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()})
+    assert_close(updates, Stacks({key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()}))
 
 
 def _hot(grads, state, params=None, *, heat):
@@ -272,7 +272,7 @@ def test_within_trainable_equals_the_rule_leaf_by_leaf():
 
 
 def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
-    model = {"a": ramp(2), "b": ramp(3), "float32[2]": ramp(4, 2)}
+    model = {"a": ramp(2), "b": ramp(3), "stacks": Stacks({"float32[2]": ramp(4, 2)})}
     rule = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
     tx = optim.trainable(optim.per_leaf(rule), "a")
     state = optim.set_trainable(tx, optim.adjust(tx.init(model), learning_rate=0.25), model, "**")
@@ -281,17 +281,17 @@ def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
     want = jax.tree.map(lambda leaf: np.float32(-0.75) * np.asarray(leaf), model)
     assert_close(update(model, state, model)[0], want, 1e-6)
     state = optim.adjust(state, step_size=jnp.float32(1.0))
-    fresh = state.runs[1].states["float32[2]"]
+    fresh = state.runs[1].states["stacks"]["float32[2]"]
     assert_same(fresh[0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
     assert_same(fresh[1].hyperparams["step_size"], np.ones(4, np.float32))
-    last = optim.set_trainable(tx, state, model, '"float32[2]"', reset=True)  # its rates are those of "a" before it
-    assert_same(last.runs[0].states["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
+    last = optim.set_trainable(tx, state, model, "stacks", reset=True)  # its rates are those of "a" before it
+    assert_same(last.runs[0].states["stacks"]["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
     back = optim.set_trainable(tx, last, model, "b", reset=True)
     assert_same(back.runs[0].states["b"][0].hyperparams["learning_rate"], jnp.float32(0.25))
     assert_same(jax.jit(lambda state: optim.adjust(state, learning_rate=0.25))(last), last)
     rows = optim.adjust(last, learning_rate=jnp.arange(4.0))
-    row = np.asarray(update(model, rows, model)[0]["float32[2]"])[2]
-    assert_close(row, -2 * np.asarray(model["float32[2]"])[2])
+    row = np.asarray(update(model, rows, model)[0]["stacks"]["float32[2]"])[2]
+    assert_close(row, -2 * np.asarray(model["stacks"]["float32[2]"])[2])
     with pytest.raises(ValueError, match=r"expected learning_rate of shape \(4,\), got shape \(2,\)"):
         optim.adjust(last, learning_rate=jnp.ones(2))
 

@@ -173,7 +173,7 @@ def test_a_view_of_stacks_is_a_mapping_of_rows(specimen):
     for path, part in view.items():
         assert (part.dtype, part.shape) == (layout[path].dtype, layout[path].shape)
         np.testing.assert_array_equal(part, np.asarray(want[path]).astype(part.dtype))
-        changed = {key: np.array(stack) for key, stack in stacks.items()}
+        changed = stacks | {key: np.array(stack) for key, stack in stacks.items()}
         changed[layout[path].key][layout[path].row] += changed[layout[path].key].dtype.type(1)
         assert_same(view.at[path].add(1), changed)
 

@@ -157,9 +157,21 @@ def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> lis
 
 
 def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
-    """The arrays of each block, each in its dtype."""
-    is_by_parts = _is_by_parts(blocks, [[leaf] for leaf in leaves])
-    return list(map(_cut_rows, blocks, leaves)) if is_by_parts else _cut(tuple(blocks), list(leaves))
+    """The arrays of each block, each in its dtype; a single one as it is, where it has that."""
+    joined = [i for i, block in enumerate(blocks) if block.length is not None]
+    found = [[_as_it_is(block, leaf)] for block, leaf in zip(blocks, leaves, strict=True)]
+    if joined:
+        some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
+        is_by_parts = _is_by_parts(some[0], [[leaf] for leaf in some[1]])
+        made = list(map(_cut_rows, *some)) if is_by_parts else _cut(*some)
+        for i, arrays in zip(joined, made, strict=True):
+            found[i] = arrays
+    return found
+
+
+def _as_it_is(block: Block, leaf: Any) -> Any:
+    is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
+    return leaf if is_right or block.length is not None else cast(jnp.asarray(leaf), block.dtype)
 
 
 def _is_by_parts(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> bool:

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 from ._declare import is_box
 from ._paths import join_path, quote, sibling_entries
 from ._static_keys import contents, static_key
-from ._structure import Structure, keys_of
+from ._structure import Node, Structure, keys_of
 from ._text import both_in_text, cut, describe, first_few, in_columns, in_text
 
 _DEEPEST = 8  # containers within a static value, which may contain itself
@@ -173,6 +173,13 @@ def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Di
         what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
     first, second = (describe(spec) if spec else "no array" for spec in (here, there))
     yield Difference(these.paths[i], what, first, second)
+
+
+def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:
+    """How the static values of two nodes of one structure, of one class, differ: by field."""
+    return _Pair(structure, structure, lambda i, j: (), None).static_rows(
+        here.entries, here.cls, here.static, there.static
+    )
 
 
 def _numbered(structure: Structure) -> Any:

@@ -225,11 +225,12 @@ class Form:
 
     def _in_words(self, i: int) -> str:
         """What is expected of a block, up to what was given."""
-        block, names = self.blocks[i], [self.paths[slot] for slot in self.members[i]]
+        block = self.blocks[i]
+        if self.is_bare:
+            return f"expected {self.noun} of shape {block.shape} and floating dtype,"
+        names = [self.paths[slot] for slot in self.members[i]]
         if block.length is None:
             return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
-        if self.is_bare:
-            return f"expected a vector of shape {block.shape} and floating dtype,"
         keys = tuple([key_text(key) for key in self.keys[i]])
         return f"expected {self.noun}, in {_quote(keys)} rows of {quoted(names)};"
 

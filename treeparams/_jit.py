@@ -4,17 +4,17 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
 
-from ._declare import registry
-from ._difference import Difference, both_in_text, compare, groups_of, spec_rows, tie_rows
-from ._recognise import keep_apart, structure_of
-from ._static_keys import Values
-from ._structure import Structure, getter, is_array
-from ._text import first_lines
+from ._difference import Difference, compare, groups_of, tie_rows
+from ._parts import Rest, arrays_in, as_rest, index_in, others, put_together, with_kept_arrays
+from ._recognise import keep_apart
+from ._static_keys import static_key
+from ._structure import getter
+from ._text import both_in_text, first_lines
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -75,7 +75,7 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
 
 
 class Jitted(Generic[P, R]):
-    """A function compiled by `tp.jit`."""
+    """A function compiled by `tp.jit`: `jax.jit` over the `Rest` of all that it is called with."""
 
     def __init__(self, fun: Callable[P, R], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
         """For this library's own use; users write `tp.jit(f)`."""
@@ -83,32 +83,28 @@ class Jitted(Generic[P, R]):
         self._fun = fun
         self._donate: Donate = donate
 
-        def run(donated: Sequence[Any], kept: Sequence[Any], call: _Call) -> _Result:
-            fun, args, kwargs = call.restore(donated, kept)
-            keep_apart((*donated, *kept))
-            leaves, treedef = jtu.tree_flatten(fun(*args, **kwargs))
-            arrays = {id(leaf): leaf for leaf in leaves if is_array(leaf)}
-            values = [leaf for leaf in leaves if id(leaf) not in arrays]
-            places = {key: place for place, key in enumerate(arrays)}
-            at = iter(range(len(arrays), len(leaves)))
-            order = [places[id(leaf)] if id(leaf) in places else next(at) for leaf in leaves]
-            return _Result(list(arrays.values()), (getter(order), treedef, values))
+        def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
+            left = iter(donated)
+            arrays = [next(left) if array is None else array for array in arrays_in(kept)]
+            keep_apart(arrays)
+            fun, args, kwargs = put_together(with_kept_arrays(kept, arrays), ())
+            return as_rest(fun(*args, **kwargs))
 
         run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-        self._run = jax.jit(run, donate_argnums=0, static_argnums=2, **jit_kwargs)
+        self._run = jax.jit(run, donate_argnums=0, **jit_kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        donated, kept, call = self._take_apart(args, kwargs)
+        donated, kept = self._take_apart(args, kwargs)
         if self._donate == "none" or self._donate.startswith("warn"):
-            return self._run(donated, kept, call).restore()
+            return put_together(self._run(donated, kept), ())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self._run(donated, kept, call).restore()
+            return put_together(self._run(donated, kept), ())
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
         """The program for these arguments, before it is compiled: `as_text()`, `cost_analysis()`, `compile()`."""
-        donated, kept, call = self._take_apart(args, kwargs)
-        return Stage(self._take_apart, self._run.lower(donated, kept, call), call)
+        donated, kept = self._take_apart(args, kwargs)
+        return Stage(self._take_apart, self._run.lower(donated, kept), with_kept_arrays(kept, ()))
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
@@ -119,34 +115,54 @@ class Jitted(Generic[P, R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _take_apart(self, args: Any, kwargs: Any) -> "tuple[tuple[Any, ...], tuple[Any, ...], _Call]":
-        leaves, treedef, structure = structure_of((self._fun, args, kwargs), by_shape=False)
-        plan = structure.remember(("jit", self._donate), lambda: _plan(structure, treedef, self._donate))
-        values = Values(plan.values(leaves), structure.settled)
-        return plan.donated(leaves), plan.kept(leaves), _Call(structure, treedef, plan, values)
+    def _take_apart(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Rest[Any]]:
+        call = as_rest((self._fun, args, kwargs), by_shape=False)
+        return ((), call) if self._donate == "none" else _without_donated(call, self._donate)
+
+
+def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], Rest[Any]]:
+    """The arrays that are donated; and the call, with `None` in their place."""
+    structure = index_in(call).structure
+    donated, kept = structure.remember(("donated", donate), lambda: _donation(call, donate))
+    arrays = [*arrays_in(call), None]
+    return donated(arrays), with_kept_arrays(call, kept(arrays))
+
+
+def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
+    index, count = index_in(call), len(arrays_in(call))
+    first = range(0)
+    if donate.endswith("except-first"):
+        fun, args, _ = index.structure.treedef.children()
+        size = args.children()[0].num_leaves if args.children() else 0
+        first = range(fun.num_leaves, fun.num_leaves + size)
+    shared = {index.gathers.order[leaf] for leaf in first}  # what also stands among what is donated
+    donated = [i for i in range(count) if i not in shared]
+    kept = [i if i in shared else count for i in range(count)]
+    return getter(donated), getter(kept)
 
 
 class Stage:
     """A lowered or compiled program, called with the arguments of the function."""
 
-    def __init__(self, take_apart: Callable[[Any, Any], Any], stage: Any, call: "_Call") -> None:
+    def __init__(self, take_apart: Callable[[Any, Any], Any], stage: Any, call: Rest[Any]) -> None:
         """For this library's own use; users write `tp.jit(f).lower(...)`."""
         self._take_apart = take_apart
         self._stage = stage
-        self._lowered_for = call
+        self._lowered_for = call  # without its arrays
 
     def compile(self, *args: Any, **kwargs: Any) -> "Stage":
         """The compiled program; it can be called."""
         return Stage(self._take_apart, self._stage.compile(*args, **kwargs), self._lowered_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        donated, kept, call = self._take_apart(args, kwargs)
-        if call != self._lowered_for:
+        donated, kept = self._take_apart(args, kwargs)
+        call = with_kept_arrays(kept, ())
+        if jtu.tree_structure(call) != jtu.tree_structure(self._lowered_for):
             raise ValueError(
                 "the program was lowered for other arguments (the first; these are the second):\n"
-                + first_lines(self._lowered_for.differences(call))
+                + first_lines(_differences(self._lowered_for, call))
             )
-        return self._stage(donated, kept).restore()
+        return put_together(self._stage(donated, kept), ())
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stage":  # of a copy that is being made
@@ -154,91 +170,26 @@ class Stage:
         return getattr(self._stage, name)
 
 
-class _Plan(NamedTuple):
-    donated: Callable[[Any], tuple[Any, ...]]
-    kept: Callable[[Any], tuple[Any, ...]]
-    values: Callable[[Any], tuple[Any, ...]]
-    gather: Callable[[Any], tuple[Any, ...]]  # donated + kept + values -> leaves
-    traced: list[bool]  # of each leaf
+def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
+    """Says in words what differs between two calls, of which the static halves are at hand."""
+    these, those = index_in(here).structure, index_in(there).structure
+    ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
+
+    def at_leaves(i: int, j: int) -> Iterator[Difference]:
+        if i in ours and j in theirs and static_key(ours[i], strict=True) != static_key(theirs[j], strict=True):
+            yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
+        elif (i in ours) != (j in theirs):
+            first, second = ("no array" if leaf in values else "an array" for leaf, values in ((i, ours), (j, theirs)))
+            yield Difference(these.paths[i], "type", first, second)
+
+    shared = these.index.keys() & those.index.keys()
+    ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
+    rows = [*compare(these, those, at_leaves), *ties]
+    unseen = ["tp.declare has been called since, or a value that is no array has been changed in place"]
+    return [row.in_words() for row in rows] or unseen
 
 
-def _plan(structure: Structure, treedef: Any, donate: Donate) -> _Plan:
-    count = len(structure.specs)
-    traced = [spec is not None for spec in structure.specs]
-    arrays = [i for i in range(count) if traced[i] and structure.first[i] == i]
-    values = [i for i in range(count) if not traced[i]]
-    safe = range(count if donate == "none" else 0)
-    if donate.endswith("except-first"):
-        fun, args, _ = treedef.children()
-        first = args.children()[0].num_leaves if args.children() else 0
-        safe = range(fun.num_leaves, fun.num_leaves + first)
-    shared = {structure.first[i] for i in safe}  # what also stands among what is not donated
-    donated = [i for i in arrays if i not in shared]
-    kept = [i for i in arrays if i in shared]
-    places = {i: place for place, i in enumerate([*donated, *kept, *values])}
-    order = getter([places[structure.first[i]] for i in range(count)])
-    return _Plan(getter(donated), getter(kept), getter(values), order, traced)
-
-
-class _Call:
-    """The static half of a call: function, structure, and the values that are no arrays."""
-
-    def __init__(self, structure: Structure, treedef: Any, plan: _Plan, values: Values) -> None:
-        self.structure = structure
-        self._treedef = treedef
-        self._plan = plan
-        self._values = values
-        self._declarations = registry.version
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Call):
-            return NotImplemented
-        # Shapes and dtypes are left to `jax.jit`.
-        these, those = self.structure, other.structure
-        is_same = these is those or (
-            (these.first, self._plan.traced) == (those.first, other._plan.traced) and these.has_statics_of(those)
-        )
-        return is_same and self._declarations == other._declarations and self._values == other._values
-
-    def __hash__(self) -> int:
-        return hash((len(self.structure.specs), len(self.structure.statics)))
-
-    def differences(self, other: "_Call") -> list[str]:
-        """Says in words what differs between two calls."""
-        these, those = self.structure, other.structure
-        ours, theirs = (
-            dict(zip(call._plan.values(range(len(call.structure.specs))), call._values.values, strict=True))
-            for call in (self, other)
-        )
-
-        def at_leaves(i: int, j: int) -> Iterator[Difference]:
-            # Shapes and dtypes may be those of an earlier call.
-            if i in ours and j in theirs and Values([ours[i]], False) != Values([theirs[j]], False):
-                yield Difference(these.paths[i], "value", *both_in_text(ours[i], theirs[j]))
-            elif (i in ours) != (j in theirs):
-                yield from spec_rows(these, those, i, j)
-
-        shared = these.index.keys() & those.index.keys()
-        ties = tie_rows(groups_of(these), groups_of(those), shared.__contains__)
-        rows = [*compare(these, those, at_leaves), *ties]
-        return [row.in_words() for row in rows] or ["tp.declare has been called since"]
-
-    def restore(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
-        return jtu.tree_unflatten(self._treedef, self._plan.gather([*donated, *kept, *self._values.values]))
-
-
-class _Result:
-    """A result as a pytree of its distinct arrays; all else is static."""
-
-    def __init__(self, arrays: Sequence[Any], static: tuple[Any, ...]) -> None:
-        self.arrays = arrays
-        self.static = static
-
-    def restore(self) -> Any:
-        gather, treedef, values = self.static
-        return jtu.tree_unflatten(treedef, gather([*self.arrays, *values]))
-
-
-jtu.register_pytree_node(
-    _Result, lambda result: (result.arrays, result.static), lambda static, arrays: _Result(arrays, static)
-)
+def _values_by_leaf(call: Rest[Any]) -> dict[int, Any]:
+    index = index_in(call)
+    leaves = range(len(index.structure.specs))
+    return dict(zip(index.gathers.values(leaves), others(call), strict=True))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
+from ._difference import static_differences
 from ._paths import join_path, nearest, selects, split_path
-from ._static_keys import static_key
 from ._structure import Structure, same_treedef
 from ._text import describe, quoted
 from ._where import Where, name_of
@@ -140,8 +140,9 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
     for here, there in zip(*nodes, strict=False):
         if here.cls is not there.cls:
             yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
-        if static_key(here.static, strict=True) != static_key(there.static, strict=True):
-            yield f"{here.path!r} has the static values {here.static!r}, {there.path!r} {there.static!r}"
+        if here.cls is there.cls:
+            for row in static_differences(structure, here, there):
+                yield f"{row.path!r} is {row.first}, and {row.second} at {there.path!r}"
     treedefs = subtreedefs(structure)
     if not same_treedef(treedefs[first.number], treedefs[other.number]):
         yield "they differ in where they hold None"

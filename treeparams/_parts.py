@@ -14,13 +14,14 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from ._declare import registry
 from ._index import Index
-from ._layout import Layout, Trainable
+from ._layout import Layout, Trainable, index_of
 from ._match import read_slots
 from ._recognise import keep_apart, note_ties, structure_of
 from ._resolve import look_up, warn_of_forgotten_ties
 from ._static_keys import Values, contents, identical
-from ._structure import flatten, same_treedef
+from ._structure import Spec, Structure, flatten, same_treedef
 from ._text import describe
 from ._types import PyTree
 
@@ -29,6 +30,8 @@ M = TypeVar("M")
 
 class _Static:
     """The static half of a `Rest`. Equal only if one compiled program is right for both."""
+
+    __slots__ = ("index", "layout", "treedef", "values")
 
     def __init__(self, layout: Layout, index: Index, treedef: Any, values: tuple[Any, ...]) -> None:
         self.layout = layout
@@ -39,12 +42,12 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
             return NotImplemented
-        return self is other or (
+        is_same = self.index is other.index or (
             self.layout == other.layout
             and self.index.gathers.order == other.index.gathers.order
             and identical(self.index.structure.bare, other.index.structure.bare)
-            and self.values == other.values
         )
+        return is_same and self.values == other.values
 
     def __hash__(self) -> int:
         return hash((self.layout, self.index.gathers.order))
@@ -94,6 +97,8 @@ def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
 jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
 
 
+arrays_in: Callable[[Rest[Any]], tuple[Any, ...]] = operator.attrgetter("_kept")
+"""The arrays of a `Rest`, each object once."""
 index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
 """The `Index` of the model that a `Rest` is of."""
 
@@ -147,19 +152,43 @@ def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
 
 
+def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:
+    """Any tree as a `Rest` that is all of it: nothing is trained. `put_together(rest, ())` is the tree.
+
+    Its static half is equal to that of a tree that differs in shapes and dtypes alone. Without `by_shape` there is one
+    structure for all of these.
+    """
+    leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
+    layout = structure.remember("nothing trained", lambda: _nothing_trained(structure))
+    index = index_of(layout)
+    return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
+
+
+def _nothing_trained(structure: Structure) -> Layout:
+    specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
+    # What classes declare is read while a program is traced, so that it is for one number of declarations.
+    statics = (*structure.statics, ("declarations", registry.version))
+    without_shapes = dataclasses.replace(structure, specs=specs, statics=statics, _memo={})
+    return Layout(Index(without_shapes, (False,) * len(specs), ()))
+
+
+_ANY_ARRAY = Spec((), None, False)
+
+
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """The model of one value per slot."""
     frozen, static = _halves(rest)
-    index = static.index
-    computed = index.computed_from(slots) if index.computed else ()
-    if slots and isinstance(slots[0], Tracer):
-        keep_apart(slots)
-    elif index.gathers.tied_pairs and not index.are_ties_noted:
-        note_ties(index.structure, index.gathers.tied_pairs)
-        index.are_ties_noted = True
+    index, values = static.index, [*slots, *frozen, *static.values.values]
+    if slots:
+        if isinstance(slots[0], Tracer):
+            keep_apart(slots)
+        elif index.gathers.tied_pairs and not index.are_ties_noted:
+            note_ties(index.structure, index.gathers.tied_pairs)
+            index.are_ties_noted = True
+        if index.computed:
+            values += index.computed_from(slots)
     # One gather and one unflatten, since the place of each leaf is known.
-    leaves = index.gathers.leaves([*slots, *frozen, *static.values.values, *computed])
-    return jtu.tree_unflatten(static.treedef, leaves)
+    return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
 
 
 def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import collections
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import os
 import threading
@@ -142,7 +143,7 @@ _warned_of: set[Hashable] = set()
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
-_OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+OURS = (os.path.dirname(__file__), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
 
 
 def _meet(structure: Structure, is_call: bool) -> None:
@@ -250,7 +251,7 @@ def warn(message: str, about: Hashable = None) -> None:
             return
         _warned_of.add(about)
     frame, levels = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame, levels = frame.f_back, levels + 1
     warnings.warn(message, UserWarning, stacklevel=levels)
 
@@ -275,15 +276,13 @@ def name_deleted(error: Exception, tree: Any) -> None:
 def static_values(treedef: Any) -> list[Any]:
     """The static values of all nodes."""
     values: list[Any] = []
-
-    def visit(_: Any, data: Any) -> None:
-        if type(data) in (tuple, list):
-            values.extend(data)  # what is made anew at each flattening, around values that are not
-        else:
-            values.append(data)
-
-    treedef.walk(visit, bool, range(treedef.num_leaves))
+    extend, append = values.extend, values.append
+    leaves = itertools.repeat(None, treedef.num_leaves)
+    treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)
     return values
+
+
+_MADE_ANEW = frozenset((tuple, list))  # at each flattening, around values that are not
 
 
 def _is_concrete(kind: type) -> bool:

@@ -133,17 +133,19 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     if not singles:
         return {}
     halves = [question.answer(without=singles[start::2]) for start in (0, 1)]
-    if not halves[0].keys() | halves[1].keys() >= whole.keys():
-        return _listed_arrays(question, whole)
-    keys, found = question.keys, {}
-    for path, array in whole.items():
-        shapes = [half[path].shape for half in halves if path in half]
-        if any(shape != array.shape for shape in shapes):
-            raise _Undivided  # one array of all leaves together
-        if len(shapes) < 2:
-            i, start, stop = _block_in(path, keys)
-            found[path] = _owners(question.form, i, (path[:start], path[stop:]), None)
-    return found
+    missing = {path for path in whole if any(path not in half for half in halves)}
+    shapes = lambda path: {half[path].shape for half in halves if path in half}
+    if all(shapes(path) == {array.shape} for path, array in whole.items()):
+        try:
+            return {path: _in_tree(question, path) for path in missing}
+        except _Undivided:
+            pass
+    return _listed_arrays(question, whole)
+
+
+def _in_tree(question: _Question, path: Any) -> Owners:
+    i, start, stop = _block_in(path, question.keys)
+    return _owners(question.form, i, (path[:start], path[stop:]), None)
 
 
 def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
@@ -151,21 +153,25 @@ def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
     So each leaf is shown with a size that no other has.
     """
-    form, found = question.form, {}
+    form = question.form
     marked = [jax.ShapeDtypeStruct((_MARK + i,), block.dtype) for i, block in enumerate(form.blocks)]
     shown = jax.eval_shape(question.init, jtu.tree_unflatten(form.treedef, marked))
     answer = dict(jtu.tree_flatten_with_path(shown)[0])
     if answer.keys() != whole.keys():
         raise _Undivided
+    marks: dict[Any, int] = {}
     for path, array in answer.items():
-        marks = {size - _MARK for size in array.shape if 0 <= size - _MARK < len(marked)}
-        if not marks and array.shape == whole[path].shape:
-            continue
-        numbers = [at for at, key in enumerate(path) if marks == {getattr(key, "idx", None)}]
-        if not numbers:
+        found = {size - _MARK for size in array.shape if 0 <= size - _MARK < len(marked)}
+        if len(found) == 1:
+            marks[path] = found.pop()
+        elif found or array.shape != whole[path].shape:
             raise _Undivided
-        found[path] = _owners(form, marks.pop(), (path[: numbers[-1]], path[numbers[-1] + 1 :]), None)
-    return found
+    # Where the number of the leaf stands in the path of each.
+    is_number = lambda path, at: getattr(path[at], "idx", None) == marks[path]
+    at = next((at for at in range(min(map(len, marks), default=0)) if all(is_number(path, at) for path in marks)), None)
+    if at is None:
+        raise _Undivided
+    return {path: _owners(form, i, (path[:at], path[at + 1 :]), None) for path, i in marks.items()}
 
 
 def _block_in(path: Sequence[Any], keys: Mapping[Any, int]) -> tuple[int, int, int]:

@@ -68,6 +68,8 @@ class Values:
     equal to itself.
     """
 
+    __slots__ = ("_key", "values")
+
     def __init__(self, values: Sequence[Any], settled: bool) -> None:
         self.values = values
         self._key = None if settled else static_key(tuple(values), strict=True)

@@ -144,7 +144,7 @@ class _Each:
             _check(self.rule, self.known, [_row(leaves[i], stacked[i]) for i in here], extra)
         run = functools.partial(self._step, extra)
         for i in here:
-            self._check_state(updates, i, leaves[i], states[i])
+            self._check_state(updates, i, stacked[i], leaves[i], states[i])
             args = leaves[i], states[i], values[i]
             leaves[i], after = self.rows.run(run, *args) if stacked[i] else run(*args)
             states[i] = steady(after, states[i])
@@ -153,12 +153,18 @@ class _Each:
     def _step(self, extra: dict[str, Any], gradient: Any, state: Any, value: Any) -> Any:
         return self.rule.update(gradient, state, value, **extra)
 
-    def _check_state(self, updates: PyTree, i: int, gradient: Any, state: Any) -> None:
+    def _check_state(self, updates: PyTree, i: int, is_stack: bool, gradient: Any, state: Any) -> None:
         """Refuses a gradient of what `init` did not have, or had in another number of rows."""
-        if not _is_nothing(state) or _is_nothing(jax.eval_shape(self.rule.init, gradient)):
-            return
-        path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
-        raise ValueError(f"a gradient for {path}, for which init had no parameter; give None there")
+        problem = ""
+        if is_stack:
+            counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)}
+            if counts - {len(gradient)}:
+                problem = f"of {len(gradient)} rows, where init had {max(counts)}"
+        if _is_nothing(state) and not _is_nothing(jax.eval_shape(self.rule.init, gradient)):
+            problem = "where init had no parameter; give None there"
+        if problem:
+            path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
+            raise ValueError(f"a gradient for {path} {problem}")
 
 
 _KINDS = 6  # of rows; each takes some 10 ms

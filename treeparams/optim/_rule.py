@@ -6,6 +6,7 @@ is copies of that form (see `_states`), divided once, when a state is made.
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from .._index import Index
 from .._layout import Layout, Trainable, index_of, trained_at
 from .._match import slot_gradients
 from .._parts import Parts, kept_arrays, take_apart
-from .._recognise import warn
+from .._recognise import OURS, warn
 from .._states import Division, Init
 from .._text import describe, first_few
 from .._types import PyTree
@@ -58,6 +59,11 @@ _OTHER = {
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
+def slots_of(index: Index, history: History) -> list[int]:
+    """The slots that a history is of, in a model that may train others too."""
+    return [index.by_leaf[position] for position in index_of(history.layout).positions]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sight:
     """What the rule is shown in one update: the form of the parameters that have a gradient."""
@@ -76,9 +82,9 @@ class Sight:
         made, after = update(before)
         return self.read(made), steady(after, before)
 
-    def moves(self, slots: Sequence[int]) -> Any:
-        """Whether any of these slots takes a step: a bool, or an array of one."""
-        return not set(self.slots).isdisjoint(slots)
+    def moves(self, history: History) -> Any:
+        """Whether any parameter of a history takes a step: a bool, or an array of one."""
+        return not set(self.slots).isdisjoint(slots_of(self.parts.index, history))
 
     def read(self, shown: PyTree) -> list[Any]:
         """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
@@ -91,11 +97,6 @@ class Sight:
         """The model with these parameters; what is not shown is as it was."""
         found = zip(self.read(shown), self.parts.slots, strict=True)
         return self.parts.model([own if new is None else new for new, own in found])
-
-
-def slots_of(index: Index, history: History) -> list[int]:
-    """The slots that a history is of, in a model that may train others too."""
-    return [index.by_leaf[position] for position in index_of(history.layout).positions]
 
 
 class Rule:
@@ -119,6 +120,8 @@ class Rule:
         """A fresh state."""
         if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
             raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
+        if nodes_of(optax.MaskedNode, params):
+            raise ValueError(f"a mask, or optax.partition, stands around a transformation over models; {ONE}")
         parts = take_apart(params, self.trainable)
         _check_ties(params, parts)
         return self.start(parts)
@@ -186,6 +189,7 @@ class Rule:
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         histories = self.histories(state)
+        _refuse_another()
         parts = take_apart(params, state.roles.layout)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
@@ -204,9 +208,8 @@ class Rule:
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
         gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
-        own = [slots_of(parts.index, history) for history in histories]
-        for history, slots in zip(histories, own, strict=True):
-            if all(gradients[slot] is None for slot in slots):
+        for history in histories:
+            if all(gradients[slot] is None for slot in slots_of(parts.index, history)):
                 self._warn_of_no_gradient(history)
         sight, gradients = self.sight(parts, gradients, extra)
         update = self.update_of(sight, gradients, extra)
@@ -214,12 +217,12 @@ class Rule:
             update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps: list[Any] = [None] * len(gradients)
         runs, counts = [history.state for history in histories], [history.count for history in histories]
-        for number, slots in enumerate(own):
-            moves = sight.moves(slots)
+        for number, history in enumerate(histories):
+            moves = sight.moves(history)
             if moves is not False:
                 made, runs[number] = self._step_of(number, histories, sight, update)
                 counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
-                for slot in slots:
+                for slot in slots_of(parts.index, history):
                     steps[slot] = made[slot]
         return steps, tuple(runs), counts
 
@@ -312,6 +315,21 @@ class Rule:
         pairs = zip(sight.parts.slots, given, strict=True)
         # A rule is shown a whole form, so what is missing here alone is zero.
         return sight.show([jnp.zeros_like(leaf) if each is None else each for leaf, each in pairs])
+
+
+def _refuse_another() -> None:
+    """Refuses to be one of two transformations over models in a combination of Optax.
+
+    Each by itself is given what the other one made, with all places of a tie filled and complex numbers conjugated, and
+    would do so again. What one is called with does not tell, so it is the state of what calls it that is looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("optax."):
+        frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
+        if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
+            raise ValueError(ONE)
+        frame = frame.f_back
 
 
 def _check_ties(model: PyTree, parts: Parts[Any]) -> None:

@@ -22,9 +22,9 @@ from .._text import describe
 from .._types import PyTree
 from ._clip import ClipState
 from ._groups import GroupsState, groups_in
-from ._history import remembered
+from ._history import History, remembered
 from ._per_leaf import PerLeafState
-from ._rule import Rule, Sight, Update
+from ._rule import Rule, Sight, Update, slots_of
 from ._state import ModelTransformation, Plain, nodes_of, settled, steady
 from ._trial import Way, check_same
 
@@ -160,7 +160,6 @@ class _Waiting(Sight):
 
     def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
         """As of `Sight`, with the state from before for rows that wait."""
-        _check_shared(division, before)
         fresh = settled(init(self.show(self.parts.slots)))
         made, after = update(self._of_state(division, before, fresh))
         # The number that changes none when it is added: -0.0 + 0.0 is 0.0.
@@ -168,12 +167,14 @@ class _Waiting(Sight):
         steps = [None if slot in self.absent else step for slot, step in enumerate(steps)]
         return steps, self._of_state(division, steady(after, before), before)
 
-    def moves(self, slots: Sequence[int]) -> Any:
-        """Whether any of these slots takes a step."""
-        flags = [self.flags[slot] for slot in slots]
+    def moves(self, history: History) -> Any:
+        """Whether any parameter of a history takes a step."""
+        own = slots_of(self.parts.index, history)
+        flags = [self.flags[slot] for slot in own]
         if all(flag is False for flag in flags) or all(flag is True for flag in flags):
             return flags[0]
-        return jnp.any(self._moving(slots))
+        _check_shared(history)
+        return jnp.any(self._moving(own))
 
     def model(self, shown: PyTree) -> Any:
         """The model with these parameters in the rows that move."""
@@ -217,12 +218,12 @@ def _along(flags: jax.Array, axis: int | None, ndim: int) -> jax.Array:
     return jnp.expand_dims(flags, [each for each in range(ndim) if each != axis])
 
 
-def _check_shared(division: Division, state: PyTree) -> None:
+def _check_shared(history: History) -> None:
     """Refuses a state of which something would move for rows that wait; what is of the call, a clip's, may."""
     is_clip = lambda node: isinstance(node, ClipState)
-    arrays = iter(division.owners)
-    for path, node in jtu.tree_flatten_with_path(state, is_leaf=is_clip)[0]:
-        owners = [next(arrays) for _ in jtu.tree_leaves(node)]
+    each = iter(history.division.owners)
+    for path, node in jtu.tree_flatten_with_path(history.state, is_leaf=is_clip)[0]:
+        owners = [next(each) for _ in jtu.tree_leaves(node)]
         if not is_clip(node) and None in owners:
             raise ValueError(
                 "some parameters wait in this update, and the transformation keeps what is not kept row by row, "

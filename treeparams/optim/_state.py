@@ -81,8 +81,8 @@ def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
 
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation that takes extra arguments."""
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
+    if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if not isinstance(tx, optax.GradientTransformation):
         hint = "; call it with its arguments, as in optax.adam(1e-3)" if callable(tx) else ""
         raise TypeError(f"expected an Optax transformation, got {describe(tx)}{hint}")
