@@ -107,6 +107,18 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """The program that an operation does no more than call, with its own operands."""
+    if eqn.primitive.name not in _CALLS or eqn.primitive.name == "shard_map":
+        return None
+    for value in eqn.params.values():
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            program = value if isinstance(value, ClosedJaxpr) else ClosedJaxpr(value, ())
+            if len(program.jaxpr.invars) == len(eqn.invars) and len(program.jaxpr.outvars) == len(eqn.outvars):
+                return program
+    return None
+
+
 def derivative(eqn: Any, moves: Sequence[bool]) -> ClosedJaxpr:
     """The program of an operation and its derivative in the operands that move.
 

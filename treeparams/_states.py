@@ -10,9 +10,10 @@ pieces, one for each parameter, and joins them as another state. So parameters f
 others, wait, move to another model by name, and lie over devices.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +71,8 @@ _WRAP = jtu.DictKey("the parameters")  # under which a form that is one array is
 _MARK = 1_000_003  # no size that a state has for another reason
 
 
-class _Question(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Question:
     """A rule's `init`, and the form that it is asked about."""
 
     init: Init
@@ -81,6 +83,20 @@ class _Question(NamedTuple):
         shapes = self.form.shapes(**change)
         wrapped = {_WRAP.key: shapes} if self.form.is_bare else shapes
         return dict(jtu.tree_flatten_with_path(jax.eval_shape(self.init, wrapped))[0])
+
+    @functools.cached_property
+    def ends(self) -> Mapping[Any, int]:
+        """Where in the path of an array the keys of its block end: with each leaf in a dictionary, that has one more.
+
+        Not all arrays are in it, nor any if the rule cannot be asked so, as one that goes by the names of parameters.
+        """
+        deeper = jax.tree.map(lambda leaf: {_WRAP.key: leaf}, self.form.shapes())
+        try:
+            paths = [path for path, _ in jtu.tree_flatten_with_path(jax.eval_shape(self.init, deeper))[0]]
+        except Exception:
+            return {}
+        at = {path: path.index(_WRAP) for path in paths if _WRAP in path}
+        return {path[:end] + path[end + 1 :]: end for path, end in at.items()}
 
     @property
     def keys(self) -> Mapping[Any, int]:
@@ -110,20 +126,19 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     blocks = question.form.blocks
     if all(block.length is None for block in blocks):
         return {}
-    longer, keys, found = question.answer(longer=1), question.keys, {}
+    longer, found = question.answer(longer=1), {}
     if longer.keys() != whole.keys():
         raise _Undivided
-    for path, array in whole.items():
-        if array.shape == longer[path].shape:
-            continue
-        i, start, stop = _block_in(path, keys)
+    grown = [path for path, array in whole.items() if array.shape != longer[path].shape]
+    for path, (i, start, stop) in _blocks_in(question, grown).items():
+        array = whole[path]
         sizes = zip(array.shape, longer[path].shape, strict=True)
-        grown = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
+        axes = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
         # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
         length = blocks[i].shape[0]
-        if len(grown) != 1 or (array.shape[grown[0]], longer[path].shape[grown[0]]) != (length, length + 1):
+        if len(axes) != 1 or (array.shape[axes[0]], longer[path].shape[axes[0]]) != (length, length + 1):
             raise _Undivided
-        found[path] = _owners(question.form, i, (path[:start], path[stop:]), grown[0])
+        found[path] = _owners(question.form, i, (path[:start], path[stop:]), axes[0])
     return found
 
 
@@ -137,15 +152,11 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     shapes = lambda path: {half[path].shape for half in halves if path in half}
     if all(shapes(path) == {array.shape} for path, array in whole.items()):
         try:
-            return {path: _in_tree(question, path) for path in missing}
+            at = _blocks_in(question, missing).items()
+            return {path: _owners(question.form, i, (path[:start], path[stop:]), None) for path, (i, start, stop) in at}
         except _Undivided:
             pass
     return _listed_arrays(question, whole)
-
-
-def _in_tree(question: _Question, path: Any) -> Owners:
-    i, start, stop = _block_in(path, question.keys)
-    return _owners(question.form, i, (path[:start], path[stop:]), None)
 
 
 def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
@@ -174,14 +185,28 @@ def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     return {path: _owners(form, i, (path[:at], path[at + 1 :]), None) for path, i in marks.items()}
 
 
-def _block_in(path: Sequence[Any], keys: Mapping[Any, int]) -> tuple[int, int, int]:
-    """The block whose keys stand in a path, and where: of several the last, the longest first."""
+def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int, int, int]]:
+    """The block whose keys stand in each path, and where.
+
+    Keys of several may: a list of parameters has positions in it, and so have the tuples of a chain. Of these, the last
+    and longest are taken that leave the same before and after them in most of the paths.
+    """
+    found = {path: list(_candidates(path, question.keys)) for path in paths}
+    if any(len(its) > 1 for its in found.values()):
+        for path, its in found.items():
+            found[path] = [each for each in its if each[2] == question.ends.get(path, each[2])] or its
+    places = collections.Counter((path[:i], path[j:]) for path, its in found.items() for _, i, j in its)
+    if not all(found.values()):
+        raise _Undivided
+    return {path: max(its, key=lambda at, p=path: places[p[: at[1]], p[at[2] :]]) for path, its in found.items()}
+
+
+def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[int, int, int]]:
     for width in sorted(set(map(len, keys)), reverse=True):
         for start in range(len(path) - width, -1, -1):
             block = keys.get(tuple(path[start : start + width]))
             if block is not None:
-                return block, start, start + width
-    raise _Undivided
+                yield block, start, start + width
 
 
 def _owners(form: Form, i: int, around: Sequence[Any], axis: int | None) -> Owners:
@@ -262,9 +287,7 @@ def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
 
 
-def joined(
-    like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]
-) -> list[Any]:
+def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
     """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
     like.check()
     made = []

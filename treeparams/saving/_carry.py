@@ -25,7 +25,7 @@ from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import as_in_jax, placed
 from ._contents import division_in, histories_in, specs_in
 from ._elements import Movers
-from ._names import Names, names_of
+from ._names import Names
 
 M = TypeVar("M")
 Origin = tuple[int, int]

@@ -91,7 +91,7 @@ def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
         places = [np.ravel(_numbers(made)) for made in _run(program.jaxpr, program.consts, elements)]
         together = np.concatenate(places) if places else np.zeros(0, np.int32)
         is_moved = np.all((together >= 0) & (together < ends[-1])) and len(np.unique(together)) == len(together)
-    except _NotMoved:
+    except _NotMovedError:
         is_moved = False
     if not is_moved:
         raise ValueError(
@@ -102,7 +102,7 @@ def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
     return places
 
 
-class _NotMoved(Exception):
+class _NotMovedError(Exception):
     pass
 
 
@@ -122,7 +122,7 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 def _numbers(value: Any) -> Any:
     if not isinstance(value, _Elements):
-        raise _NotMoved
+        raise _NotMovedError
     return value.numbers
 
 
@@ -145,7 +145,7 @@ def _step(eqn: Any, values: list[Any]) -> list[Any]:
     if name in _MOVES | _JOINS:
         count = len(values) if name in _JOINS else 1
         if any(isinstance(value, _Elements) for value in values[count:]):
-            raise _NotMoved
+            raise _NotMovedError
         if name == "gather":  # what is filled in is no element
             eqn = eqn.replace(params=eqn.params | {"fill_value": -1})
         return list(map(_Elements, bind(eqn, [*map(_numbers, values[:count]), *values[count:]])))
@@ -167,5 +167,5 @@ def _unchanged(eqn: Any, values: list[Any]) -> _Elements:
         values = values[::-1]
     is_neutral = name in _NEUTRAL and not isinstance(values[1], _Elements) and bool(np.all(values[1] == _NEUTRAL[name]))
     if not is_neutral or _numbers(values[0]).shape != shape:
-        raise _NotMoved
+        raise _NotMovedError
     return values[0]
