@@ -92,7 +92,7 @@ def test_each_stack_has_a_row_for_each_slot_in_tree_order(model, layout):
         key = f"{dtype}[{','.join(map(str, leaf.shape))}]"
         assert restructure.place(path) == (None, key, len(rows.setdefault(key, [])))
         rows[key].append(np.asarray(leaf, dtype))
-    assert_same(stacks, {key: np.stack(its) for key, its in rows.items()})
+    assert_same(dict(stacks), {key: np.stack(its) for key, its in rows.items()})
 
 
 @generated(20)

@@ -285,7 +285,9 @@ def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
     assert_same(fresh[0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
     assert_same(fresh[1].hyperparams["step_size"], np.ones(4, np.float32))
     last = optim.set_trainable(tx, state, model, "stacks", reset=True)  # its rates are those of "a" before it
-    assert_same(last.runs[0].states["stacks"]["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
+    assert_same(
+        last.runs[0].states["stacks"]["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32)
+    )
     back = optim.set_trainable(tx, last, model, "b", reset=True)
     assert_same(back.runs[0].states["b"][0].hyperparams["learning_rate"], jnp.float32(0.25))
     assert_same(jax.jit(lambda state: optim.adjust(state, learning_rate=0.25))(last), last)

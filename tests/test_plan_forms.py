@@ -41,9 +41,8 @@ def _copies(state, number=0):
 
 def _pieces(copies, names=lambda path: path):
     """What each parameter has, alone, by place and name; and what is shared."""
-    pieces = copies.pieces().items()
-    alone = {(place, names(path)): piece.alone(copies.shapes[path]) for (place, path), piece in pieces}
-    return alone | copies.shared()
+    alone = {(at, names(path)): copies.piece(at, path).alone(copies.shapes[path]) for at, path in copies.at}
+    return alone | {entries: copies.shared(entries) for entries in copies.common}
 
 
 def _assert_pieces(got, want):
@@ -178,6 +177,43 @@ def test_from_form_to_form(name):
         assert jax.tree.structure(state) == jax.tree.structure(like)
         assert_same(jax.tree.leaves(state.runs), [jnp.asarray(array) for array in want], identity=False)
     assert_same(state, start)
+
+
+# -- What begins goes on in all ways -----------------------------------------------------------------------------------
+
+_PER_LEAF = optim.per_leaf(_injected)
+ON = {
+    "groups": (optim.trainable, optim.groups({"[xd]*": _injected}, default=_injected)),
+    "groups over stacks": (optim.stacked, optim.groups({"[xd]*": _PER_LEAF}, default=_PER_LEAF)),
+}
+
+
+@pytest.mark.parametrize(("form", "rule"), ON.values(), ids=ON.keys())
+def test_a_parameter_that_begins_is_as_one_that_is_thawed(form, rule, tmp_path):
+    """The rule never sees the state that is cut out for some of its parameters."""
+    tx, old = form(rule), {"x": ramp(2, 3), "y": ramp(2, 3)}
+    new = old | {"d": ramp(2, 3), "w": ramp(2, 3)}
+    update = jax.jit(tx.update, donate_argnums=1)
+    fresh = tx.init(new)
+    thawed = optim.set_trainable(tx, optim.set_trainable(tx, fresh, new, ("x", "y"), reset=True), new)
+    made = saving.plan(old, new, strict=False).state(tx.init(old), fresh)
+    assert made.roles.running == thawed.roles.running
+    states = [optim.adjust(each, learning_rate=0.5) for each in (made, thawed)]
+    found = [update(new, jax.tree.map(jnp.copy, each), new) for each in states]  # one is donated
+    assert_same(found[0][0], found[1][0])
+    some = {"y": new["y"], "d": new["d"]}
+    for change in (
+        lambda state: tx.update(some, state, new)[0],
+        lambda state: optim.set_trainable(tx, optim.set_trainable(tx, state, new, ("x", "y")), new).runs,
+        lambda state: optim.set_trainable(tx, state, new, ("y", "d"), reset=True).runs,
+        lambda state: str(optim.report(tx, new, state)),
+        lambda state: saving.plan(new, new).state(state, fresh).counts,
+    ):
+        assert_same(*(change(state) for _, state in found))
+    saving.save(tmp_path / "run.safetensors", {"state": found[0][1]})
+    for like in (made, thawed):  # that of the calls in an error, too
+        loaded = saving.load(tmp_path / "run.safetensors", {"state": like})["state"]
+        assert_same(tx.update(new, loaded, new)[0], tx.update(new, found[0][1], new)[0])
 
 
 # -- Wrong before ------------------------------------------------------------------------------------------------------

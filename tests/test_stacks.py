@@ -81,7 +81,9 @@ def test_nothing_trained(model):
     stacks, restructure = tp.stack(model)
     assert stacks == restructure.ravel(model) == restructure.ravel_gradient(model) == {}
     assert_same(restructure({}), model)
-    assert_same(jax.jit(lambda stacks, restructure: restructure.ravel(restructure(stacks)))(stacks, restructure), stacks)
+    assert_same(
+        jax.jit(lambda stacks, restructure: restructure.ravel(restructure(stacks)))(stacks, restructure), stacks
+    )
     assert len(restructure.view({})) == 0
     with pytest.raises(ValueError, match=r"one too many, 'float32\[3\]'"):
         restructure({"float32[3]": ramp(1, 3)})
@@ -200,7 +202,6 @@ def test_a_model_whose_keys_read_like_stacks_is_a_model():
     tx, plain = optim.stacked(optim.per_leaf(optax.lion(0.1))), optax.lion(0.1)
     want = plain.update(model, plain.init(model), model)[0]
     assert_close(tx.update(model, tx.init(model), model)[0], want)
-
 
 
 def test_keys_that_only_look_like_those_of_stacks_are_fine():

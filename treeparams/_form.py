@@ -9,6 +9,7 @@ they have captured. A form itself is held by the index of its layout.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ import jax.tree_util as jtu
 from ._block import Block, cut_blocks, join_blocks
 from ._index import common_dtype, is_complex
 from ._paths import key_text, nearest, quote
-from ._structure import is_inexact
+from ._structure import is_inexact, same_treedef
 from ._text import describe, first_few, quoted
 from ._types import PyTree
 
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 class Stacks(dict[str, Any]):
@@ -114,33 +116,40 @@ class Form:
         return sorted(self.places)
 
     @functools.cached_property
-    def _of_blocks(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """From an array for each slot in the order of blocks to the order of slots; nothing to do in a tree."""
+    def _is_apart(self) -> bool:
+        """Whether each slot is a block by itself, in order: there is nothing to join or to cut."""
+        in_order = tuple([(slot,) for slot in range(len(self.blocks))])
+        return bool(in_order) and self.members == in_order and all(block.length is None for block in self.blocks)
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[list[Any], list[Any]]:
+        """The shapes and dtypes of the blocks."""
+        return [block.shape for block in self.blocks], [block.dtype for block in self.blocks]
+
+    @functools.cached_property
+    def _order(self) -> list[int] | None:
+        """For each slot its number in the order of blocks; none where that is the order of slots."""
         order = [slot for slots in self.members for slot in slots]
-        if order == self.slots:
-            return list
         at = {slot: i for i, slot in enumerate(order)}
-        indices = [at[slot] for slot in self.slots]
-        return lambda arrays: [arrays[i] for i in indices]
+        return None if order == self.slots else [at[slot] for slot in self.slots]
 
     def join(self, arrays: Sequence[Any]) -> PyTree:
         """The form of one array per slot."""
+        if self._is_apart:
+            return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
         return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
         """The form of one array per slot, each block in the widest dtype of what is in it."""
-        blocks = [
-            block if block.length is None else self._as_wide(block, [arrays[slot] for slot in slots])
+        if self._is_apart:
+            return self.join(arrays)
+        blocks = tuple([
+            _as_wide(block, [arrays[slot] for slot in slots])
             for block, slots in zip(self.blocks, self.members, strict=True)
-        ]
-        is_same = all(one is other for one, other in zip(blocks, self.blocks, strict=True))
-        return self.join(arrays) if is_same else dataclasses.replace(self, blocks=tuple(blocks)).join(arrays)
-
-    def _as_wide(self, block: Block, arrays: Sequence[Any]) -> Block:
-        its = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays if array.size] or [block.dtype]
-        dtype = common_dtype([block.dtype, *its])
-        return block if dtype == block.dtype else dataclasses.replace(block, dtype=dtype)
+        ])
+        is_same = all(map(operator.is_, blocks, self.blocks))
+        return self.join(arrays) if is_same else dataclasses.replace(self, blocks=blocks).join(arrays)
 
     def cut(self, tree: PyTree) -> list[jax.Array]:
         """One array per slot, in its shape and dtype; checked."""
@@ -148,29 +157,34 @@ class Form:
 
     def cut_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """As `cut`, of the leaves alone, which are known to be right; one array for each of `slots`."""
-        return self._of_blocks([array for own in cut_blocks(self.blocks, leaves) for array in own])
+        arrays = [array for own in cut_blocks(self.blocks, leaves) for array in own]
+        return arrays if self._order is None else [arrays[i] for i in self._order]
 
     def read(self, tree: PyTree) -> list[Any]:
         """As `cut`, of a tree that may lack blocks; `None` for the slots in these.
 
         Rules of Optax put a `MaskedNode`, or `None`, where they leave something out.
         """
-        if jtu.tree_structure(tree) == self.treedef:
-            leaves = jtu.tree_leaves(tree)
-        else:
-            found = dict(jtu.tree_flatten_with_path(tree)[0])
-            leaves = [found.get(keys) for keys in self.keys]
-            unknown = [path for path in found if path not in set(self.keys)]
-            if unknown:
-                raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown[0])}")
+        leaves, treedef = jtu.tree_flatten(tree)
+        if not same_treedef(treedef, self.treedef):
+            leaves = self._at_blocks(tree)
+        elif self._is_apart and (list(map(_shape, leaves)), list(map(_dtype, leaves))) == self._kinds:
+            return leaves
         here = [i for i, leaf in enumerate(leaves) if leaf is not None]
         for i in here:
             self._check_leaf(i, leaves[i])
-        values: list[Any] = [None] * (1 + max(self.slots, default=-1))
+        values: dict[int, Any] = dict.fromkeys(self.slots)
         for i, own in zip(here, cut_blocks([self.blocks[i] for i in here], [leaves[i] for i in here]), strict=True):
-            for slot, array in zip(self.members[i], own, strict=True):
-                values[slot] = array
+            values |= zip(self.members[i], own, strict=True)
         return [values[slot] for slot in self.slots]
+
+    def _at_blocks(self, tree: PyTree) -> list[Any]:
+        """What a tree has at the place of each block; `None` for nothing."""
+        found = dict(jtu.tree_flatten_with_path(tree)[0])
+        unknown = found.keys() - set(self.keys)
+        if unknown:
+            raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown.pop())}")
+        return [found.get(keys) for keys in self.keys]
 
     def shapes(self, *, longer: int = 0, without: Sequence[int] = ()) -> PyTree:
         """The form as `jax.ShapeDtypeStruct`s; with longer blocks, or without some of the single ones."""
@@ -253,6 +267,15 @@ class Form:
                 f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}, and no parameter "
                 f"is complex; take {'vector.real' if self.is_bare else 'its real part'}"
             )
+
+
+def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
+    """The block in the widest dtype of what is in it."""
+    if block.length is None:
+        return block
+    its = {array.dtype for array in arrays if array.size} or {block.dtype}
+    dtype = common_dtype([block.dtype, *map(jax.dtypes.canonicalize_dtype, its)])
+    return block if dtype == block.dtype else dataclasses.replace(block, dtype=dtype)
 
 
 def _quote(keys: Sequence[Any]) -> str:

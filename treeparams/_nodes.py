@@ -142,7 +142,7 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
             yield f"{here.path!r} is a {here.cls.__qualname__}, {there.path!r} a {there.cls.__qualname__}"
         if here.cls is there.cls:
             for row in static_differences(structure, here, there):
-                yield f"{row.path!r} is {row.first}, and {row.second} at {there.path!r}"
+                yield f"the static value {row.path!r} is {row.first}, and {row.second} at {there.path!r}"
     treedefs = subtreedefs(structure)
     if not same_treedef(treedefs[first.number], treedefs[other.number]):
         yield "they differ in where they hold None"

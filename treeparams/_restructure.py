@@ -8,8 +8,8 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
-from ._index import Index
 from ._form import Form
+from ._index import Index
 from ._layout import Layout, slot_at
 from ._makers import NOTHING, stacks_of_arrays
 from ._match import read_slots, slot_gradients
@@ -25,7 +25,6 @@ from ._parts import (
     with_kept_arrays,
 )
 from ._repeated import Source, alike_nodes, part
-from ._text import first_few
 from ._types import PyTree
 from ._view import View
 from ._where import Where

@@ -13,7 +13,8 @@ others, wait, move to another model by name, and lie over devices.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._form import Form
+from ._form import Form, Stacks
 from ._index import common_dtype
 from ._paths import join_path, key_text, quote
 from ._types import PyTree
@@ -111,12 +112,14 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
         whole = question.answer() if form.is_bare else dict(jtu.tree_flatten_with_path(state)[0])
         found = dict.fromkeys(whole) | _joined_arrays(question, whole) | _single_arrays(question, whole)
     except Exception as error:  # a rule may want a leaf, or the names that it has masks for
-        problem = str(error) if isinstance(error, _Undivided) else f"{UNDIVIDED} (init: {type(error).__name__})"
+        problem = str(error) if isinstance(error, UndividedError) else f"{UNDIVIDED} (init: {type(error).__name__})"
         return Division((), problem)
     return Division(tuple(found.values()))
 
 
-class _Undivided(ValueError):
+class UndividedError(ValueError):
+    """What arrays of a state are of cannot be told."""
+
     def __init__(self) -> None:
         super().__init__(UNDIVIDED)
 
@@ -128,7 +131,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         return {}
     longer, found = question.answer(longer=1), {}
     if longer.keys() != whole.keys():
-        raise _Undivided
+        raise UndividedError
     grown = [path for path, array in whole.items() if array.shape != longer[path].shape]
     for path, (i, start, stop) in _blocks_in(question, grown).items():
         array = whole[path]
@@ -137,7 +140,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
         length = blocks[i].shape[0]
         if len(axes) != 1 or (array.shape[axes[0]], longer[path].shape[axes[0]]) != (length, length + 1):
-            raise _Undivided
+            raise UndividedError
         found[path] = _owners(question.form, i, (path[:start], path[stop:]), axes[0])
     return found
 
@@ -154,7 +157,7 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         try:
             at = _blocks_in(question, missing).items()
             return {path: _owners(question.form, i, (path[:start], path[stop:]), None) for path, (i, start, stop) in at}
-        except _Undivided:
+        except UndividedError:
             pass
     return _listed_arrays(question, whole)
 
@@ -169,19 +172,19 @@ def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     shown = jax.eval_shape(question.init, jtu.tree_unflatten(form.treedef, marked))
     answer = dict(jtu.tree_flatten_with_path(shown)[0])
     if answer.keys() != whole.keys():
-        raise _Undivided
+        raise UndividedError
     marks: dict[Any, int] = {}
     for path, array in answer.items():
         found = {size - _MARK for size in array.shape if 0 <= size - _MARK < len(marked)}
         if len(found) == 1:
             marks[path] = found.pop()
         elif found or array.shape != whole[path].shape:
-            raise _Undivided
+            raise UndividedError
     # Where the number of the leaf stands in the path of each.
     is_number = lambda path, at: getattr(path[at], "idx", None) == marks[path]
     at = next((at for at in range(min(map(len, marks), default=0)) if all(is_number(path, at) for path in marks)), None)
     if at is None:
-        raise _Undivided
+        raise UndividedError
     return {path: _owners(form, i, (path[:at], path[at + 1 :]), None) for path, i in marks.items()}
 
 
@@ -197,7 +200,7 @@ def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int
             found[path] = [each for each in its if each[2] == question.ends.get(path, each[2])] or its
     places = collections.Counter((path[:i], path[j:]) for path, its in found.items() for _, i, j in its)
     if not all(found.values()):
-        raise _Undivided
+        raise UndividedError
     return {path: max(its, key=lambda at, p=path: places[p[: at[1]], p[at[2] :]]) for path, its in found.items()}
 
 
@@ -232,15 +235,23 @@ class Piece(NamedTuple):
         if axis is None:
             return self.array
         start, stop = self.owners.starts[self.number : self.number + 2]
+        piece = _between(self.array, start, stop, axis)
         if self.owners.has_rows:
-            return jax.lax.index_in_dim(jnp.asarray(self.array), start, axis, keepdims=False)
-        piece = jax.lax.slice_in_dim(jnp.asarray(self.array), start, stop, axis=axis)
+            return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
         if piece.ndim > 1:
             raise ValueError(f"{UNDIVIDED}; an array of it has {piece.ndim} axes, one of which is the vector's")
-        return jnp.reshape(piece, shape)
+        return piece.reshape(shape)
 
 
-class Copies(NamedTuple):
+def _between(array: Any, start: int, stop: int, axis: int) -> Any:
+    """A part of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
+    if isinstance(array, np.ndarray):
+        return array[(slice(None),) * axis + (slice(start, stop),)]
+    return jax.lax.slice_in_dim(jnp.asarray(array), start, stop, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Copies:
     """A state as its arrays, by the entries of their paths, with the owners of each."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the parameters
@@ -256,18 +267,31 @@ class Copies(NamedTuple):
         """The entries and owners of each array."""
         return zip(self.arrays, self.division.owners, strict=True)
 
-    def pieces(self) -> dict[tuple[Place, str], Piece]:
-        """The pieces of all arrays that are not shared."""
+    @functools.cached_property
+    def at(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
+        """Where each parameter has its piece at a place: in which array, and its number among the owners of that."""
         return {
-            (owners.place, path): Piece(self.arrays[entries], owners, number)
+            (owners.place, path): (entries, owners, number)
             for entries, owners in self.owned()
             if owners is not None
             for number, path in enumerate(owners.paths)
         }
 
-    def shared(self) -> dict[Entries, Any]:
-        """The shared arrays."""
-        return {entries: self.arrays[entries] for entries, owners in self.owned() if owners is None}
+    def piece(self, place: Place, path: str) -> Piece:
+        """What a parameter has at a place; a `KeyError` if nothing."""
+        entries, owners, number = self.at[place, path]
+        return Piece(self.arrays[entries], owners, number)
+
+    @functools.cached_property
+    def common(self) -> frozenset[Entries]:
+        """Which arrays are shared."""
+        return frozenset(entries for entries, owners in self.owned() if owners is None)
+
+    def shared(self, entries: Entries) -> Any:
+        """A shared array; a `KeyError` if there is none."""
+        if entries not in self.common:
+            raise KeyError(entries)
+        return self.arrays[entries]
 
 
 def entries_of(state: PyTree) -> dict[Entries, Any]:
@@ -278,13 +302,14 @@ def entries_of(state: PyTree) -> dict[Entries, Any]:
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
-    pieces: dict[tuple[Place, str], Piece] = {}
-    shared: dict[Entries, Any] = {}
+    pieces: dict[tuple[Place, str], Copies] = {}
+    shared: dict[Entries, Copies] = {}
     for each in reversed(sources):
         each.check()
-        pieces |= each.pieces()
-        shared |= each.shared()
-    return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
+        pieces |= dict.fromkeys(each.at, each)
+        shared |= dict.fromkeys(each.common, each)
+    piece = lambda place, path: pieces[place, path].piece(place, path)
+    return joined(like, piece, lambda entries: shared[entries].shared(entries))
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
@@ -337,12 +362,53 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
             spans.append((start, stop))
     found = []
     for array, spans in runs:
-        array = jnp.asarray(array)
         if spans == [(0, array.shape[axis])]:
-            found.append(array)
+            found.append(jnp.asarray(array))
         elif pieces[0].owners.has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
             rows = np.concatenate([np.arange(*span) for span in spans])
-            found.append(jnp.take(array, rows, axis, mode="clip"))
+            found.append(jnp.take(jnp.asarray(array), rows, axis, mode="clip"))
         else:
-            found += [jax.lax.slice_in_dim(array, *span, axis=axis) for span in spans]
+            found += [jnp.asarray(_between(array, *span, axis)) for span in spans]
     return found
+
+
+# -- A part of a state -------------------------------------------------------------------------------------------------
+
+
+def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
+    """The structure, and the arrays as shapes, of what a state has of some parameters, and shares.
+
+    What is of others alone is not there. It need not be the state that the rule has of these parameters, but has the
+    same pieces, so it can be regrouped as that.
+    """
+    if paths >= copies.shapes.keys():
+        return state, copies
+    arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
+    for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(state)[0], copies.owned(), strict=True):
+        if own is not None and paths.isdisjoint(own.paths):
+            absent.append(keys[: len(keys) - len(own.place[1])])
+            continue
+        shape = array.shape
+        if own is not None and own.axis is not None:
+            kept = [number for number, path in enumerate(own.paths) if path in paths]
+            sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
+            starts = (0, *itertools.accumulate(sizes))
+            shape = (*shape[: own.axis], starts[-1], *shape[own.axis + 1 :])
+            own = own._replace(paths=tuple([own.paths[number] for number in kept]), starts=starts)
+        owners.append(own)
+        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
+    return _without(state, absent), Copies(copies.shapes, arrays, Division(tuple(owners)))
+
+
+def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
+    """A tree with nothing at some paths; of stacks there is not even the key."""
+    below: dict[Any, list[Any]] = {}
+    for keys in absent:
+        if not keys:
+            return None
+        below.setdefault(keys[0], []).append(keys[1:])
+    if not below:
+        return node
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+    made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
+    return Stacks({key: child for key, child in made.items() if child is not None}) if type(node) is Stacks else made

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from .._index import common_dtype, is_complex
-from .._makers import reals_of, vector_of
 from .._layout import Trainable
+from .._makers import reals_of, vector_of
 from .._types import PyTree
 from ._inputs import basis, check_output, length_of, mapped
 from ._slots import in_reals, of_reals, own_copies, parts_of, taken
@@ -75,7 +75,7 @@ def parameter_jacobian(
     """
     length_of(xs)
     of = Outputs(f, model, xs, mode, trainable)
-    length = of.form.blocks[0].length
+    length = of.form.blocks[0].size
 
     def one(x: Any) -> jax.Array:
         y, push = jax.linearize(lambda slots: of(slots, x), of.slots)

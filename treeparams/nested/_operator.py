@@ -90,10 +90,10 @@ class Operator(eqx.Module):
             ValueError: `chunk` is no count.
         """
         block = reals_of(self.layout).blocks[0]
-        if block.length == 0:
+        if block.size == 0:
             return jnp.zeros(0, block.dtype)
-        one = lambda i: self(jax.nn.one_hot(i, block.length, dtype=block.dtype))[i]
-        return mapped(one, jnp.arange(block.length), chunk, "products")
+        one = lambda i: self(jax.nn.one_hot(i, block.size, dtype=block.dtype))[i]
+        return mapped(one, jnp.arange(block.size), chunk, "products")
 
     def as_lineax(self, tags: Any = None) -> Any:
         """The operator for lineax's solvers, over the real vector of the parameters.

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from .._makers import vector_of
 from .._layout import Trainable
+from .._makers import vector_of
 from .._types import PyTree
 from ._inputs import length_of, mapped
 from ._slots import own_copies, parts_of

@@ -94,7 +94,7 @@ def taken(layout: Layout, tangent: Any) -> PyTree:
     index, shape = index_of(layout), getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return in_reals(tuple(vector_of(layout).cut(tangent)))
-    length = reals_of(layout).blocks[0].length
+    length = reals_of(layout).blocks[0].size
     if shape == (length,):
         return divided(layout, tangent)
     if is_array(tangent) and not jtu.treedef_is_leaf(index.structure.treedef):
@@ -111,7 +111,7 @@ def given_back(layout: Layout, reals: PyTree, tangent: Any) -> Any:
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return vector_of(layout).join(from_reals(reals))
-    if shape == (reals_of(layout).blocks[0].length,):
+    if shape == (reals_of(layout).blocks[0].size,):
         return joined(layout, reals)
     index = index_of(layout)
     return index.canonical(from_reals(reals), index.structure.treedef)

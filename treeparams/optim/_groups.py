@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import optax
 
-from .._index import Index
 from .._form import Form, Stacks
+from .._index import Index
 from .._layout import index_of
 from .._parts import take_apart
 from .._paths import join_path

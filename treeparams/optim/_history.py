@@ -1,4 +1,4 @@
-"""What a rule has learned of parameters that take their steps together, and how that becomes what it knows of others."""
+"""What a rule has learned of parameters that take their steps together, and how other parameters come by that."""
 
 import dataclasses
 import functools

@@ -119,7 +119,7 @@ class _Each:
         self.rows = rows
         self.known = set[Any]()  # rows, with the names of extra arguments, that the rule treats one by one
 
-    def init(self, params: PyTree) -> PerLeafState:
+    def init(self, params: PyTree) -> Any:
         """The state of each leaf."""
         leaves, treedef = jtu.tree_flatten(params)
         stacked = stacked_leaves(params)
@@ -129,9 +129,7 @@ class _Each:
         spare = None if leaves else settled(self.rule.init(jnp.zeros(())))
         return PerLeafState(treedef.unflatten(list(map(settled, states))), spare, is_checked)
 
-    def update(
-        self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, PerLeafState]:
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         """The update of each leaf, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
@@ -159,12 +157,12 @@ class _Each:
         if is_stack:
             counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)}
             if counts - {len(gradient)}:
-                problem = f"of {len(gradient)} rows, where init had {max(counts)}"
+                problem = f" of {len(gradient)} rows, where init had {max(counts)}"
         if _is_nothing(state) and not _is_nothing(jax.eval_shape(self.rule.init, gradient)):
-            problem = "where init had no parameter; give None there"
+            problem = ", for which init had no parameter; give None there"
         if problem:
             path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
-            raise ValueError(f"a gradient for {path} {problem}")
+            raise ValueError(f"a gradient for {path}{problem}")
 
 
 _KINDS = 6  # of rows; each takes some 10 ms

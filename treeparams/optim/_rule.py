@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +20,16 @@ from jax.core import Tracer
 
 from .._form import Form
 from .._grad import nothing_trained
-from .._index import Index
-from .._layout import Layout, Trainable, index_of, trained_at
+from .._layout import Layout, Trainable, trained_at
 from .._match import slot_gradients
 from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import OURS, warn
-from .._states import Division, Init
+from .._states import Division
 from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
+from ._sight import Run, Sight, Update, slots_of
 from ._state import (
     ONE,
     ModelTransformation,
@@ -44,8 +44,6 @@ from ._state import (
 )
 
 FormMaker = Callable[[Layout], Form]
-Update = Callable[[PyTree], tuple[PyTree, PyTree]]
-"""From a state of the rule to what it makes of the gradients, and its next state."""
 Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
 """The step of each slot, and the next state and count of each history."""
 
@@ -54,49 +52,10 @@ _OTHER = {
     optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
     optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
 }
+_ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
 # One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
 # twice, or those of ties added up.
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-
-
-def slots_of(index: Index, history: History) -> list[int]:
-    """The slots that a history is of, in a model that may train others too."""
-    return [index.by_leaf[position] for position in index_of(history.layout).positions]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """What the rule is shown in one update: the form of the parameters that have a gradient."""
-
-    parts: Parts[Any]
-    layout: Layout
-    form: Form
-    slots: list[int]  # their numbers in the whole layout
-
-    def show(self, values: Sequence[Any]) -> PyTree:
-        """The form of one value per slot of the whole layout."""
-        return self.form.holding([values[slot] for slot in self.slots])
-
-    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
-        """The step of each slot, and the next state, of an update from a state that is divided in this way."""
-        made, after = update(before)
-        return self.read(made), steady(after, before)
-
-    def moves(self, history: History) -> Any:
-        """Whether any parameter of a history takes a step: a bool, or an array of one."""
-        return not set(self.slots).isdisjoint(slots_of(self.parts.index, history))
-
-    def read(self, shown: PyTree) -> list[Any]:
-        """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
-        values: list[Any] = [None] * len(self.parts.slots)
-        for slot, value in zip(self.slots, self.form.read(shown), strict=True):
-            values[slot] = value
-        return values
-
-    def model(self, shown: PyTree) -> Any:
-        """The model with these parameters; what is not shown is as it was."""
-        found = zip(self.read(shown), self.parts.slots, strict=True)
-        return self.parts.model([own if new is None else new for new, own in found])
 
 
 class Rule:
@@ -206,24 +165,20 @@ class Rule:
         """The step of each slot, and the next state and count of each history.
 
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
-        gradient, with its own count, and only its own leaves are kept of the result; of the rest XLA computes nothing.
+        gradient, and only its own leaves are kept of the result; of the rest XLA computes nothing.
         """
         for history in histories:
             if all(gradients[slot] is None for slot in slots_of(parts.index, history)):
                 self._warn_of_no_gradient(history)
         sight, gradients = self.sight(parts, gradients, extra)
         update = self.update_of(sight, gradients, extra)
-        if len(histories) > 1 and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
-            update = jax.jit(update)  # so that the rule is traced once and not for each history
         steps: list[Any] = [None] * len(gradients)
         runs, counts = [history.state for history in histories], [history.count for history in histories]
-        for number, history in enumerate(histories):
-            moves = sight.moves(history)
-            if moves is not False:
-                made, runs[number] = self._step_of(number, histories, sight, update)
-                counts[number] = counts[number] + (1 if moves is True else moves.astype(jnp.int32))
-                for slot in slots_of(parts.index, history):
-                    steps[slot] = made[slot]
+        for number, made, runs[number] in self._made(histories, sight, update):
+            history, moves = histories[number], sight.moves(histories[number])
+            counts[number] = history.count + (1 if moves is True else moves.astype(jnp.int32))
+            for slot in slots_of(parts.index, history):
+                steps[slot] = made[slot]
         return steps, tuple(runs), counts
 
     def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
@@ -239,23 +194,33 @@ class Rule:
         return Sight(parts, layout, self.form_of(layout), slots), list(gradients)
 
     def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
-        """The update of the rule as a function of its state."""
+        """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        return lambda before: self.tx.update(shown, before, params, **further)
+        return Update(self.tx, shown, params, further)
 
-    def _step_of(
-        self, number: int, histories: Sequence[History], sight: Sight, update: Update
-    ) -> tuple[list[Any], PyTree]:
-        """What the rule makes of all that it is shown, as one history has it, and that history's next state."""
-        history, others = histories[number], [*histories[:number], *histories[number + 1 :]]
-        step = functools.partial(sight.step, update, init=self.tx.init)
-        if len(histories) == 1 and sight.layout is history.layout:
-            return step(history.division, history.state)
+    def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
+        """Of each history that moves its number, the step of each slot as it has it, and its next state."""
+        moving = [number for number, history in enumerate(histories) if sight.moves(history) is not False]
+        if len(histories) == 1 and sight.layout is histories[0].layout:
+            history = histories[0]
+            if moving:
+                yield 0, *sight.step(update, history.division, history.state, self.tx.init)
+            return
         like = self.like(sight.layout)
-        steps, after = step(like.division, regrouped([history, *others], like))
-        mine = regrouped([dataclasses.replace(like, state=after), history], history)
-        return steps, steady(mine, history.state)
+        befores = [
+            regrouped([histories[number], *histories[:number], *histories[number + 1 :]], like) for number in moving
+        ]
+        owner = {path: at for at, number in enumerate(moving) for path in histories[number].layout.paths}
+        found = sight.steps_apart(update, like.division, befores, owner) if len(moving) > 1 else None
+        run: Run = update
+        if found is None and isinstance(jnp.zeros(()), Tracer):  # within jit even constants are traced
+            run = jax.jit(update)  # so that the rule is traced once and not for each history
+        for at, number in enumerate(moving):
+            steps, after = found[at] if found else sight.step(run, like.division, befores[at], self.tx.init)
+            history = histories[number]
+            mine = regrouped([dataclasses.replace(like, state=after), history], history)
+            yield number, steps, steady(mine, history.state)
 
     def _warn_of_no_gradient(self, history: History) -> None:
         """Warns, once, if a history has not taken a step yet."""
@@ -284,7 +249,7 @@ class Rule:
         if parts.index.ties or parts.index.complex_slots:
             first = next(iter(jtu.tree_leaves(grads)), None)
             if first is not None and _handed_out.get(id(first)) is first:
-                raise ValueError(f"these gradients are the updates of another transformation over models; {ONE}")
+                raise ValueError(_ANOTHER)
         return gradients
 
     def _argument(self, sight: Sight, name: str, value: Any) -> Any:
@@ -328,7 +293,7 @@ def _refuse_another() -> None:
         frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
     while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
         if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
-            raise ValueError(ONE)
+            raise ValueError(_ANOTHER)
         frame = frame.f_back
 
 

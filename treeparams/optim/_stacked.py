@@ -24,7 +24,8 @@ from ._clip import ClipState
 from ._groups import GroupsState, groups_in
 from ._history import History, remembered
 from ._per_leaf import PerLeafState
-from ._rule import Rule, Sight, Update, slots_of
+from ._rule import Rule
+from ._sight import Run, Sight, Step, slots_of
 from ._state import ModelTransformation, Plain, nodes_of, settled, steady
 from ._trial import Way, check_same
 
@@ -125,7 +126,9 @@ def check_over_stacks(
         for group, key, leaf in zip(names, keys, leaves, strict=True):
             found.setdefault(group, {}).setdefault(key, []).append(leaf)
         empty = {} if ungrouped else dict.fromkeys(jtu.tree_unflatten(form.treedef, form.blocks), Stacks())
-        tree = grouped(empty | {group: Stacks({key: join(rows) for key, rows in its.items()}) for group, its in found.items()})
+        tree = grouped(
+            empty | {group: Stacks({key: join(rows) for key, rows in its.items()}) for group, its in found.items()}
+        )
         return tree[""] if ungrouped else tree
 
     def read(tree: PyTree) -> list[Any]:
@@ -158,7 +161,7 @@ class _Waiting(Sight):
         """The stacks of one value per slot, with zeros in rows that wait."""
         return self._masked(super().show(values), 1)
 
-    def step(self, update: Update, division: Division, before: PyTree, init: Init) -> tuple[list[Any], PyTree]:
+    def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
         """As of `Sight`, with the state from before for rows that wait."""
         fresh = settled(init(self.show(self.parts.slots)))
         made, after = update(self._of_state(division, before, fresh))
@@ -288,7 +291,7 @@ class _StackedRule(Rule):
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
         sight, filled = super().sight(parts, gradients, extra)
-        if all(flag is True for flag in flags):
+        if not [flag for flag in flags if flag is not True]:
             return sight, filled
         absent = frozenset([slot for slot, given in enumerate(gradients) if given is None])
         return _Waiting(parts, sight.layout, sight.form, sight.slots, flags, absent), filled

@@ -8,7 +8,7 @@ history of its own. The usual case is one.
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
 def extended(tx: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
-        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
         hint = "; call it with its arguments, as in optax.adam(1e-3)" if callable(tx) else ""
         raise TypeError(f"expected an Optax transformation, got {describe(tx)}{hint}")

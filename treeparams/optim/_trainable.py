@@ -21,7 +21,8 @@ def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
 
     **It stands outermost**, once: all within is plain Optax over the canonical tree (model-shaped, `None` at aliases
     and at all that is not trained), so chains, masks, `optax.MultiSteps`, line searches and `optim.groups` work as
-    their own documentation says. Around it may stand what treats trees as trees. What compares gradients with updates
+    their own documentation says. Around it may stand what treats trees as trees and takes all of them: no mask, no
+    `optax.partition`, no second transformation over models. What compares gradients with updates
     (`optax.apply_if_finite`), makes zeros of the model (`optax.MultiSteps`) or asks it for a dtype
     (`optax.inject_hyperparams` without `hyperparam_dtype`) belongs within, where all are parameters, each once.
 

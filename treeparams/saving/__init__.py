@@ -11,7 +11,7 @@ up:
     _save      save, load, metadata
     _rename    from names to names by patterns
     _names     names: arrays by name, whatever they come from
-    _elements  which element goes where in a function of arrays
+    _elements  which element goes where, read from the program of a function
     _carry     states and averages of the model before, as those of the model after
     _fit       what comes to each array of a model, and what does not fit
     _plan      plan, Plan

@@ -1,7 +1,6 @@
 """States and averages of the model before, as those of the model after: regrouped, with a move between cut and join."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,11 +12,10 @@ import optax
 from jax.core import Tracer
 
 from .._average import Ema
-from .._form import Stacks
 from .._layout import Layout, index_of
 from .._parts import kept_arrays, with_kept_arrays
 from .._paths import join_path, nearest, quote, split_path
-from .._states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined
+from .._states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined, only
 from .._text import describe, first_few
 from .._types import PyTree
 from ..optim import TrainableState
@@ -25,7 +23,7 @@ from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import as_in_jax, placed
 from ._contents import division_in, histories_in, specs_in
 from ._elements import Movers
-from ._names import Names
+from ._names import Names, names_of
 
 M = TypeVar("M")
 Origin = tuple[int, int]
@@ -33,11 +31,12 @@ Origin = tuple[int, int]
 
 
 class _Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by what follows its place in their names, each read where it is first asked for."""
+    """The arrays of a history by what follows its place in their names, each read once, where it is asked for."""
 
     def __init__(self, source: Names, place: str) -> None:
         self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{place}.")}
-        self._read = functools.cache(source.__getitem__)
+        self._source = source
+        self._read = functools.cache(self._from_source)
 
     def __getitem__(self, entries: Entries) -> Any:
         return self._read(self._names[entries])
@@ -48,56 +47,11 @@ class _Arrays(Mapping[Entries, Any]):
     def __len__(self) -> int:
         return len(self._names)
 
-
-class _History:
-    """A history, whose pieces are looked up one by one."""
-
-    def __init__(self, place: str, copies: Copies) -> None:
-        copies.check()
-        self.place = place
-        self.copies = copies
-        self._at = {
-            (owners.place, path): (entries, owners, number)
-            for entries, owners in copies.owned()
-            if owners is not None
-            for number, path in enumerate(owners.paths)
-        }
-        self._places = {place for place, _ in self._at}
-        self._shared = {entries for entries, owners in copies.owned() if owners is None}
-        self._in_jax = functools.cache(self._read_in_jax)  # once, and not for each piece
-
-    def piece(self, place: Place, path: str) -> Piece:
-        """What a parameter has at a place."""
-        entries, owners, number = self._at[place, path]
-        return Piece(self._read(entries) if owners.axis is None else self._in_jax(entries), owners, number)
-
-    def alone(self, place: Place, path: str) -> Any:
-        """The same, as it is kept beside a leaf."""
-        return self.piece(place, path).alone(self.copies.shapes[path])
-
-    def shared(self, entries: Entries) -> Any:
-        """An array of all parameters."""
-        if entries not in self._shared:
-            raise KeyError(entries)
-        return self._read(entries)
-
-    def lost(self, other: "_History", used: Set[str]) -> list[str]:
-        """The names of arrays, of all parameters or of used ones, for which another history has no place."""
-        names = []
-        for entries, owners in self.copies.owned():
-            is_kept = entries in other._shared if owners is None else owners.place in other._places
-            if not is_kept and (owners is None or not used.isdisjoint(owners.paths)):
-                names.append(join_path((self.place, *entries)))
-        return names
-
-    def _read(self, entries: Entries) -> Any:
-        array = self.copies.arrays[entries]
+    def _from_source(self, name: str) -> Any:
+        array = self._source[name]
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the state is needed at {join_path(entries)!r}, and has no values there")
-        return array
-
-    def _read_in_jax(self, entries: Entries) -> Any:
-        return jnp.asarray(as_in_jax(join_path(entries), self._read(entries)))
+            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
+        return as_in_jax(name, array)
 
 
 class _Part(NamedTuple):
@@ -114,15 +68,11 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     words = _words_of(movers, source, like)
     if not like.runs:
         return like
-    olds, fresh = _histories_of(source, words), _history_of(like)
+    names = names_of(like)
+    olds, (fresh,) = _histories_of(source, words), _histories_of(names, names.states[""])
     owner_of = {path: number for number, (_, paths) in enumerate(histories_in(words)) for path in paths}
     used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
-    lost = [name for old in olds for name in old.lost(fresh, used)]
-    if lost:
-        raise ValueError(
-            f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
-            "transformation, or by one that keeps lists of arrays for a parameter"
-        )
+    _check_lost(olds, fresh, words, used)
     # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
     counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
     origins: list[Origin] = list(zip(words["origins"], counts, strict=True))
@@ -132,7 +82,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             "L-BFGS remembers steps of all parameters together, so none can be added or left out; begin with a fresh "
             "state"
         )
-    moved = functools.partial(_moved, movers, {path: olds[owner] for path, owner in owner_of.items()}, fresh)
+    moved = functools.partial(_moved, movers, {path: olds[owner] for path, owner in owner_of.items()}, fresh.shapes)
     parts: list[_Part] = []
     for origin in [*dict.fromkeys(origins), None]:
         paths = [path for path, home in homes.items() if home == origin]
@@ -140,32 +90,44 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             parts.append(_Part(origin, paths, moved, olds[origins.index(origin)].shared))
         elif paths:
             parts.append(_Part((len(olds), 0), paths, fresh.piece, functools.partial(_begun, olds, fresh)))
-    return _state_of(like, fresh.copies, parts)
+    return _state_of(like, parts)
 
 
-def _histories_of(source: Names, words: Mapping[str, Any]) -> list[_History]:
+def _histories_of(source: Names, words: Mapping[str, Any]) -> list[Copies]:
     shapes, found = {path: spec.shape for path, spec in specs_in(words).items()}, []
     for number, (place, _) in enumerate(histories_in(words)):
         arrays = _Arrays(source, place)
-        found.append(_History(place, Copies(shapes, arrays, division_in(words, number, arrays))))
+        found.append(Copies(shapes, arrays, division_in(words, number, arrays)))
+        found[-1].check()
     return found
 
 
-def _history_of(like: TrainableState) -> _History:
-    shapes = {slot.path: slot.shape for slot in like.layout.slots}
-    return _History("runs.0", Copies(shapes, entries_of(like.runs[0]), like.roles.divisions[0]))
+def _check_lost(olds: Sequence[Copies], fresh: Copies, words: Mapping[str, Any], used: Set[str]) -> None:
+    """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
+    places, lost = {place for place, _ in fresh.at}, list[str]()
+    for old, (at, _) in zip(olds, histories_in(words), strict=True):
+        for entries, owners in old.owned():
+            is_kept = entries in fresh.common if owners is None else owners.place in places
+            if not is_kept and (owners is None or not used.isdisjoint(owners.paths)):
+                lost.append(join_path((at, *entries)))
+    if lost:
+        raise ValueError(
+            f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
+            "transformation, or by one that keeps lists of arrays for a parameter"
+        )
 
 
-def _moved(movers: Movers, old: Mapping[str, _History], fresh: _History, place: Place, path: str) -> Piece:
+def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any], place: Place, path: str) -> Piece:
     """What comes to a parameter of the model after, at a place in its state."""
     names = movers.sources[path]
+    pieces = [olds[name].piece(place, name) for name in names]
     if movers.is_plain(path):
-        return old[names[0]].piece(place, names[0])
-    arrays = [old[name].alone(place, name) for name in names]
-    return Piece(movers.move(path, fresh.copies.shapes[path], arrays), Owners((path,), place, None, (), False), 0)
+        return pieces[0]
+    arrays = [piece.alone(olds[name].shapes[name]) for name, piece in zip(names, pieces, strict=True)]
+    return Piece(movers.move(path, shapes[path], arrays), Owners((path,), place, None, (), False), 0)
 
 
-def _begun(olds: Sequence[_History], fresh: _History, entries: Entries) -> Any:
+def _begun(olds: Sequence[Copies], fresh: Copies, entries: Entries) -> Any:
     """What parameters share that begin: fresh, but with the rates that were set, as after optim.set_trainable."""
     return (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
 
@@ -216,62 +178,24 @@ def _homes(movers: Movers, numbers: Mapping[str, Origin], layout: Layout) -> dic
     return homes
 
 
-def _state_of(like: TrainableState, fresh: Copies, parts: list[_Part]) -> TrainableState:
+def _state_of(like: TrainableState, parts: list[_Part]) -> TrainableState:
     """The state of these histories, the oldest first, as after optim.set_trainable."""
     parts = sorted(parts, key=lambda part: -part.origin[1])
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
     running = tuple(tuple(leaves[path] for path in part.paths) for part in parts)
-    made = [_run_of(like.runs[0], fresh, part) for part in parts]
-    runs, divisions = zip(*made, strict=True)
+    runs, divisions = zip(*[_run_of(like, part) for part in parts], strict=True)
     counts = tuple(jnp.asarray(part.origin[1], jnp.int32) for part in parts)
     roles = Roles(like.layout, running, (), tuple(part.origin[0] for part in parts), divisions)
     return in_own_buffers(TrainableState(runs, (), counts, roles))
 
 
-def _run_of(run: PyTree, fresh: Copies, part: _Part) -> tuple[PyTree, Division]:
-    """The state of the rule for some parameters, and its division: like the fresh one, without what is of others alone.
-
-    Only the rule could say what its state of them alone is, and the plan does not have it. The optimiser regroups it.
-    """
-    run, like = _only(run, fresh, set(part.paths))
-    pairs = zip(like.arrays, joined(like, part.piece, part.shared), strict=True)
-    arrays = [_as(fresh.arrays[entries], array, entries, like.arrays[entries].shape) for entries, array in pairs]
-    return jtu.tree_unflatten(jtu.tree_structure(run), arrays), like.division
-
-
-def _only(run: PyTree, fresh: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
-    """The structure, and the arrays as shapes, of the state of some of the parameters."""
-    if len(paths) == len(fresh.shapes):
-        return run, fresh
-    arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
-    for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(run)[0], fresh.owned(), strict=True):
-        if own is not None and paths.isdisjoint(own.paths):
-            absent.append(keys[: len(keys) - len(own.place[1])])
-            continue
-        shape = array.shape
-        if own is not None and own.axis is not None:
-            kept = [number for number, path in enumerate(own.paths) if path in paths]
-            sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
-            starts = (0, *itertools.accumulate(sizes))
-            shape = (*shape[: own.axis], starts[-1], *shape[own.axis + 1 :])
-            own = own._replace(paths=tuple([own.paths[number] for number in kept]), starts=starts)
-        owners.append(own)
-        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
-    return _without(run, absent), Copies(fresh.shapes, arrays, Division(tuple(owners)))
-
-
-def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
-    """A tree with nothing at some paths; of stacks there is not even the key."""
-    below: dict[Any, list[Any]] = {}
-    for keys in absent:
-        if not keys:
-            return None
-        below.setdefault(keys[0], []).append(keys[1:])
-    if not below:
-        return node
-    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
-    made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
-    return Stacks({key: child for key, child in made.items() if child is not None}) if type(node) is Stacks else made
+def _run_of(like: TrainableState, part: _Part) -> tuple[PyTree, Division]:
+    """A state of the rule and its division. Only the rule knows how it is of some parameters; here it is cut out."""
+    shapes, fresh = {slot.path: slot.shape for slot in like.layout.slots}, entries_of(like.runs[0])
+    run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(part.paths))
+    made = zip(its.arrays.items(), joined(its, part.piece, part.shared), strict=True)
+    arrays = [_as(fresh[entries], array, entries, want.shape) for (entries, want), array in made]
+    return jtu.tree_unflatten(jtu.tree_structure(run), arrays), its.division
 
 
 def _as(like: Any, array: Any, entries: Entries, shape: tuple[int, ...]) -> Any:

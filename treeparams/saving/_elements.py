@@ -92,7 +92,7 @@ def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
         together = np.concatenate(places) if places else np.zeros(0, np.int32)
         is_moved = np.all((together >= 0) & (together < ends[-1])) and len(np.unique(together)) == len(together)
     except _NotMovedError:
-        is_moved = False
+        places, is_moved = [], False
     if not is_moved:
         raise ValueError(
             f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, and "
@@ -141,7 +141,7 @@ def _step(eqn: Any, values: list[Any]) -> list[Any]:
     if not any(isinstance(value, _Elements) for value in values):
         return bind(eqn, values)
     if program is not None:
-        return _run(getattr(program, "jaxpr", program), getattr(program, "consts", ()), values)
+        return _run(program.jaxpr, program.consts, values)
     if name in _MOVES | _JOINS:
         count = len(values) if name in _JOINS else 1
         if any(isinstance(value, _Elements) for value in values[count:]):
@@ -149,9 +149,9 @@ def _step(eqn: Any, values: list[Any]) -> list[Any]:
         if name == "gather":  # what is filled in is no element
             eqn = eqn.replace(params=eqn.params | {"fill_value": -1})
         return list(map(_Elements, bind(eqn, [*map(_numbers, values[:count]), *values[count:]])))
-    if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)):
-        return values
-    return [_unchanged(eqn, values)]
+    if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)) or _is_neutral(eqn, values):
+        return values[: len(eqn.outvars)]
+    raise _NotMovedError
 
 
 def _is_rounding(eqn: Any) -> bool:
@@ -160,12 +160,7 @@ def _is_rounding(eqn: Any) -> bool:
     return is_inexact(before) and is_inexact(after) and is_complex(before) == is_complex(after)
 
 
-def _unchanged(eqn: Any, values: list[Any]) -> _Elements:
-    """The elements to which zero is added, or which are multiplied by one."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-    if name in ("add", "mul") and not isinstance(values[0], _Elements):
-        values = values[::-1]
-    is_neutral = name in _NEUTRAL and not isinstance(values[1], _Elements) and bool(np.all(values[1] == _NEUTRAL[name]))
-    if not is_neutral or _numbers(values[0]).shape != shape:
-        raise _NotMovedError
-    return values[0]
+def _is_neutral(eqn: Any, values: list[Any]) -> bool:
+    """Whether zero is added to elements, or they are multiplied by one."""
+    neutral, same = _NEUTRAL.get(eqn.primitive.name), eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return neutral is not None and same and not isinstance(values[1], _Elements) and bool(np.all(values[1] == neutral))

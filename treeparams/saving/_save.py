@@ -35,9 +35,9 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
 
     Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
     functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
-    says which paths are one array, what each array's checksum is, and which parameters a state of an optimiser is of.
-    Anything that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as
-    bytes.
+    says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
+    state is of. Of a `Restructure` in the tree it says which parameter lies where in what that opens. Anything that
+    reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one.

@@ -1,0 +1,102 @@
+"""What a rule is shown in one update, and how what it makes of that comes back."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .._form import Form
+from .._index import Index
+from .._layout import Layout, index_of
+from .._parts import Parts
+from .._states import Division, Init
+from .._types import PyTree
+from ._apart import Value, run_apart
+from ._history import History
+from ._state import steady
+
+Run = Callable[[PyTree], tuple[PyTree, PyTree]]
+"""From a state of the rule to what it makes of the gradients, and its next state."""
+Step = tuple[list[Any], PyTree]
+"""The step of each slot, and the next state of the rule."""
+
+
+def slots_of(index: Index, history: History) -> list[int]:
+    """The slots that a history is of, in a model that may train others too."""
+    return [index.by_leaf[position] for position in index_of(history.layout).positions]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """An update of a rule, with all that it is given but the state."""
+
+    tx: Any
+    gradients: PyTree
+    params: PyTree
+    extra: dict[str, Any]
+
+    def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
+        """What the rule makes of the gradients, and its next state."""
+        return self.of(self.gradients, before, self.params)
+
+    def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The same of other gradients and parameters."""
+        return self.tx.update(gradients, before, params, **self.extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What the rule is shown in one update: the form of the parameters that have a gradient."""
+
+    parts: Parts[Any]
+    layout: Layout
+    form: Form
+    slots: list[int]  # their numbers in the whole layout
+
+    def show(self, values: Sequence[Any]) -> PyTree:
+        """The form of one value per slot of the whole layout."""
+        return self.form.holding([values[slot] for slot in self.slots])
+
+    def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
+        """The step of each slot, and the next state, of an update from a state that is divided in this way."""
+        made, after = update(before)
+        return self.read(made), steady(after, before)
+
+    def steps_apart(
+        self, update: Update, division: Division, befores: Sequence[PyTree], owner: Mapping[str, int]
+    ) -> list[Step] | None:
+        """As `step`, from a state for each of several histories, at once; `owner` says of which each parameter is.
+
+        `None` where the parameters lie together in one array, or the program of the rule does not tell.
+        """
+        if any(block.length is not None for block in self.form.blocks):
+            return None
+        leaves = list(zip(*map(jtu.tree_leaves, befores), strict=True))
+        of_slots = [owner[self.form.paths[slot]] for (slot,) in self.form.members]
+        shown = [list(map(Value, zip(jtu.tree_leaves(tree)), of_slots)) for tree in (update.gradients, update.params)]
+        state = [
+            Value(each) if owners is None else Value(each[:1], owner[owners.paths[0]])
+            for each, owners in zip(leaves, division.owners, strict=True)
+        ]
+        args = update.gradients, befores[0], update.params
+        found = run_apart(update.of, args, [*shown[0], *state, *shown[1]], len(befores))
+        if found is None:
+            return None
+        return [(self.read(made), steady(after, old)) for (made, after), old in zip(found, befores, strict=True)]
+
+    def moves(self, history: History) -> Any:
+        """Whether any parameter of a history takes a step: a bool, or an array of one."""
+        return not set(self.slots).isdisjoint(slots_of(self.parts.index, history))
+
+    def read(self, shown: PyTree) -> list[Any]:
+        """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
+        values: list[Any] = [None] * len(self.parts.slots)
+        for slot, value in zip(self.slots, self.form.read(shown), strict=True):
+            values[slot] = value
+        return values
+
+    def model(self, shown: PyTree) -> Any:
+        """The model with these parameters; what is not shown is as it was."""
+        found = zip(self.read(shown), self.parts.slots, strict=True)
+        return self.parts.model([own if new is None else new for new, own in found])
