@@ -8,6 +8,7 @@ up:
     _arrays    arrays as the format holds them, and back
     _contents  what of a tree is stored: each array once, ties and histories in words
     _file      a file of arrays by name: written whole or not at all, read one array at a time
+    _unlike    what of a tree is not as in a file, in words
     _save      save, load, metadata
     _rename    from names to names by patterns
     _names     names: arrays by name, whatever they come from
