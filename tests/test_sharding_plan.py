@@ -184,6 +184,41 @@ def test_the_state_of_rules_of_parts():
     assert specs_of(state["embed"].inner_state[0].trace["embed"]) == ("data",)
 
 
+def _pairs(params):
+    """As Shampoo keeps it: for each axis a matrix over all pairs along it."""
+    return {"pairs": jax.tree.map(lambda leaf: [jnp.zeros((size, size)) for size in leaf.shape], params)}
+
+
+def test_arrays_of_other_shapes_than_their_parameters():
+    sm3 = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(optax.sm3(0.1)))[0]
+    assert (sm3.mu["embed"], sm3.nu["embed"]) == ([(), ("data",)], (None, "data"))
+    assert sm3.mu["layers"] == [{"b": [()], "w": [("data",), ()]}] * 4
+    tx = optax.GradientTransformation(_pairs, lambda updates, state, params=None: (updates, state))
+    pairs = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(tx))["pairs"]
+    # One of a square, in which no axis of the mesh can stand twice, lies as a parameter of that shape does.
+    assert pairs["embed"] == [(), ("data",)]
+    assert pairs["layers"] == [{"b": [()], "w": [("data",), ("data",)]}] * 4
+    # In stacks the rows follow one another along the first axis.
+    rule = optim.per_leaf(optax.sm3(0.1))
+    stacks = specs_of(plan_of({"layers.*.w": P("data"), "embed": "split", "**": "whole"}, form="stacks").state(rule))
+    accumulators = stacks.states["P('data')"]["float32[4,4]"][0].mu
+    assert accumulators == [(None, "data"), ()]
+
+
+def test_keys_of_a_model_that_read_like_those_of_stacks():
+    model = {"float32[4]": ramp(8, 4), "float32[8,4]": ramp(8, 4)}
+    rule = optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2))
+    for key, state in specs_of(plan_of({"**": "split"}, model).state(rule)).states.items():
+        assert (key in model, state[0].count, {state[0].v_row, state[0].v_col}) == (True, (), {("data",), ()})
+
+
+def test_a_state_that_is_not_kept_leaf_by_leaf():
+    rule = optax.flatten(optax.adam(0.1))
+    with pytest.raises(ValueError, match="not kept leaf by leaf"):
+        plan_of().state(rule)
+    assert specs_of(plan_of({"**": "whole"}).state(rule))[0].mu == ()  # where nothing is split, nothing is asked
+
+
 def test_a_rule_that_looks_at_shapes_and_has_parts():
     """Adafactor factorises axes of at least 128."""
     message = (

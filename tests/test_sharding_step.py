@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim, sharding
+from treeparams.sharding._gradient import Gradient
+from treeparams.sharding._plan import placement_of
+from treeparams.sharding._update import Update
 
 from .nets import (
     ADAM,
@@ -153,6 +156,43 @@ def test_equal_to_one_device(case):
 )
 def test_equal_to_one_device_in_float32_over_twenty_steps(case):
     check(case, jnp.float32, 20, 1e-5)
+
+
+# -- Its parts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize(("form", "rules"), [("tree", SPLIT), ("vector", SPLIT), ("stacks", MIXED)])
+def test_the_gradient_by_itself(form, rules, kind):
+    model = model_of()
+    plan = sharding.plan(LAYOUT, mesh_of(4, kind), rules, form=form)
+    params, rest = plan.ravel(model), tp.partition(plan.put(model), LAYOUT)[1]
+    want, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
+    for split in ("state", "gradients"):
+        for pieces in (1, 2):
+            of_loss = Gradient(placement_of(plan), loss, split, pieces, takes_form=False)
+            got, found = jax.jit(of_loss)(params, rest, BATCH)
+            np.testing.assert_allclose(got, want, 1e-5)
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
+            assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
+            assert_near(
+                plan.model(found, sharding.StepState(None, None, rest)),
+                tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
+                1e-5,
+            )
+
+
+def test_the_update_by_itself():
+    """Of a rule and an average, in JAX's convention of complex gradients."""
+    params = {"a": jnp.array([1 + 2j], jnp.complex64), "b": jnp.ones(2)}
+    gradients = {"a": jnp.array([3 + 4j], jnp.complex64), "b": jnp.full(2, 2.0)}
+    update = Update.of(optax.sgd(0.5), 0.75)
+    state, average = update.start(params)
+    found, state, average = update.step(params, gradients, state, average, jnp.zeros(()))
+    np.testing.assert_allclose(found["a"], [-0.5 + 4j])
+    np.testing.assert_allclose(found["b"], [0, 0])
+    np.testing.assert_allclose(average.average["b"], [0.75, 0.75])
+    assert Update.of(optax.sgd(0.5)).start(params)[1] is None
 
 
 # -- Models ------------------------------------------------------------------------------------------------------------

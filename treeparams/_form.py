@@ -168,7 +168,7 @@ class Form:
         leaves, treedef = jtu.tree_flatten(tree)
         if not same_treedef(treedef, self.treedef):
             leaves = self._at_blocks(tree)
-        elif self._is_apart and (list(map(_shape, leaves)), list(map(_dtype, leaves))) == self._kinds:
+        elif self._is_apart and self._are_right(leaves):
             return leaves
         here = [i for i, leaf in enumerate(leaves) if leaf is not None]
         for i in here:
@@ -177,6 +177,13 @@ class Form:
         for i, own in zip(here, cut_blocks([self.blocks[i] for i in here], [leaves[i] for i in here]), strict=True):
             values |= zip(self.members[i], own, strict=True)
         return [values[slot] for slot in self.slots]
+
+    def _are_right(self, leaves: Sequence[Any]) -> bool:
+        """Whether leaves are arrays in the shapes and dtypes of the blocks; a quick look."""
+        try:
+            return (list(map(_shape, leaves)), list(map(_dtype, leaves))) == self._kinds
+        except AttributeError:
+            return False
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
         """What a tree has at the place of each block; `None` for nothing."""
@@ -217,6 +224,9 @@ class Form:
 
     def leaves(self, tree: Any) -> list[Any]:
         """The leaves of a form that is given, checked."""
+        leaves, treedef = jtu.tree_flatten(tree)
+        if treedef == self.treedef and self._are_right(leaves):
+            return leaves
         if self.is_bare:
             self._check_leaf(0, tree)
             return [tree]

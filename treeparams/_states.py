@@ -81,7 +81,10 @@ class _Question:
 
     def answer(self, **change: Any) -> dict[Any, Any]:
         """The arrays of a state of the form, changed, by their JAX keys; a bare form stands under `_WRAP`."""
-        shapes = self.form.shapes(**change)
+        return self.state_of(self.form.shapes(**change))
+
+    def state_of(self, shapes: PyTree) -> dict[Any, Any]:
+        """The same of these shapes."""
         wrapped = {_WRAP.key: shapes} if self.form.is_bare else shapes
         return dict(jtu.tree_flatten_with_path(jax.eval_shape(self.init, wrapped))[0])
 
@@ -141,7 +144,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         length = blocks[i].shape[0]
         if len(axes) != 1 or (array.shape[axes[0]], longer[path].shape[axes[0]]) != (length, length + 1):
             raise UndividedError
-        found[path] = _owners(question.form, i, (path[:start], path[stop:]), axes[0])
+        found[path] = _owners(question.form, i, start, stop, path, axes[0])
     return found
 
 
@@ -150,27 +153,26 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     singles = [i for i, block in enumerate(question.form.blocks) if block.length is None]
     if not singles:
         return {}
-    halves = [question.answer(without=singles[start::2]) for start in (0, 1)]
-    missing = {path for path in whole if any(path not in half for half in halves)}
-    shapes = lambda path: {half[path].shape for half in halves if path in half}
-    if all(shapes(path) == {array.shape} for path, array in whole.items()):
-        try:
-            at = _blocks_in(question, missing).items()
-            return {path: _owners(question.form, i, (path[:start], path[stop:]), None) for path, (i, start, stop) in at}
-        except UndividedError:
-            pass
-    return _listed_arrays(question, whole)
+    try:
+        halves = [question.answer(without=singles[start::2]) for start in (0, 1)]
+        shapes = lambda path: {half[path].shape for half in halves if path in half}
+        if all(shapes(path) == {array.shape} for path, array in whole.items()):
+            missing = [path for path in whole if any(path not in half for half in halves)]
+            at = _blocks_in(question, missing)
+            return {path: _owners(question.form, *at[path], path, None) for path in missing}
+    except Exception:  # a rule may want a leaf
+        pass
+    return _marked_arrays(question, whole)
 
 
-def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
-    """The arrays of a state that lists them by number: of other leaves, others stand at the same paths.
+def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
+    """The arrays that have a size that only one block has been given.
 
-    So each leaf is shown with a size that no other has.
+    So a state is told that lists arrays by number, where those of other leaves stand at the same paths.
     """
     form = question.form
     marked = [jax.ShapeDtypeStruct((_MARK + i,), block.dtype) for i, block in enumerate(form.blocks)]
-    shown = jax.eval_shape(question.init, jtu.tree_unflatten(form.treedef, marked))
-    answer = dict(jtu.tree_flatten_with_path(shown)[0])
+    answer = question.state_of(jtu.tree_unflatten(form.treedef, marked))
     if answer.keys() != whole.keys():
         raise UndividedError
     marks: dict[Any, int] = {}
@@ -180,12 +182,18 @@ def _listed_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
             marks[path] = found.pop()
         elif found or array.shape != whole[path].shape:
             raise UndividedError
-    # Where the number of the leaf stands in the path of each.
-    is_number = lambda path, at: getattr(path[at], "idx", None) == marks[path]
-    at = next((at for at in range(min(map(len, marks), default=0)) if all(is_number(path, at) for path in marks)), None)
-    if at is None:
+    number = next((at for at in range(min(map(len, marks), default=0)) if _numbers_at(marks, at)), None)
+    if number is not None:
+        return {path: _owners(form, i, number, number + 1, path, None) for path, i in marks.items()}
+    places = _blocks_in(question, marks)
+    if any(places[path][0] != i for path, i in marks.items()):
         raise UndividedError
-    return {path: _owners(form, i, (path[:at], path[at + 1 :]), None) for path, i in marks.items()}
+    return {path: _owners(form, *places[path], path, None) for path in marks}
+
+
+def _numbers_at(marks: Mapping[Any, int], at: int) -> bool:
+    """Whether the number of its block stands at this place in the path of each array."""
+    return all(getattr(path[at], "idx", None) == i for path, i in marks.items())
 
 
 def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int, int, int]]:
@@ -210,11 +218,14 @@ def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[
             block = keys.get(tuple(path[start : start + width]))
             if block is not None:
                 yield block, start, start + width
+    if (_WRAP,) in keys and _WRAP not in path:  # a rule that takes the one array out of what it stands in
+        yield 0, len(path), len(path)
 
 
-def _owners(form: Form, i: int, around: Sequence[Any], axis: int | None) -> Owners:
+def _owners(form: Form, i: int, start: int, stop: int, path: Sequence[Any], axis: int | None) -> Owners:
+    """The owners of an array of one block, whose keys stand from here to there in its path."""
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
-    before, after = (tuple([quote(key_text(key)) for key in keys]) for keys in around)
+    before, after = (tuple([quote(key_text(key)) for key in keys]) for keys in (path[:start], path[stop:]))
     starts = () if axis is None else tuple(block.starts)
     return Owners(paths, (before, after), axis, starts, axis is not None and block.has_rows)
 

@@ -11,7 +11,7 @@ import optax
 
 from .._form import Form
 from .._layout import Layout, index_of
-from .._states import Copies, Division, divide, entries_of, regroup
+from .._states import Copies, Division, Init, divide, entries_of, regroup
 from .._types import PyTree
 from ._state import nodes_of
 
@@ -43,9 +43,12 @@ def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T
     return known[name]
 
 
-def asked(init: Callable[[PyTree], PyTree], form: Form) -> tuple[PyTree, Division]:
-    """A fresh state of a form, as shapes, and which array of it is of which parameters."""
-    state = jax.eval_shape(init, form.shapes())
+def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
+    """A fresh state of a form, as shapes, and which array of it is of which parameters; `made` is one that is there."""
+    if made is None:
+        state = jax.eval_shape(init, form.shapes())
+    else:
+        state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
     return state, divide(init, form, state)
 
 

@@ -93,7 +93,7 @@ class Rule:
             return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
         run = self.fresh(parts)
         check_groups(run, parts.index)
-        divisions = (self.like(parts.layout).division,)
+        divisions = (self.like(parts.layout, run).division,)
         roles = Roles(parts.layout, (positions,), (), (0,), divisions)
         state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)
         return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
@@ -119,9 +119,9 @@ class Rule:
     def check(self, form: Form) -> None:
         """Checks that the rule is right over a form. Over the canonical tree every rule is."""
 
-    def like(self, layout: Layout) -> History:
-        """A fresh state of some parameters, as shapes."""
-        ask = functools.partial(asked, self.tx.init, self.form_of(layout))
+    def like(self, layout: Layout, made: PyTree = None) -> History:
+        """A fresh state of some parameters, as shapes; where one has been made, it need not be asked for."""
+        ask = functools.partial(asked, self.tx.init, self.form_of(layout), made)
         return History(layout, *remembered(self, layout, "state", ask))
 
     def histories(self, state: Any) -> list[History]:

@@ -7,10 +7,12 @@ step of training over it. Over several processes `sharding.initialize` comes fir
     _processes    initialize; whether all processes have the same plan
     _specs        from rules over paths to where each parameter lies
     _put          arrays put there
-    _like         what is made of parameters lies as they do: states of rules, averages
+    _owners       arrays of a rule's state, or of an average, lie as the parameters that they are of
     _placement    where all that lies, in the form in which it rests
+    _update       the update of a step, and what it keeps
     _plan         plan, Plan
     _gather       what devices have brought together, whole or a layer at a time
+    _gradient     the loss and its gradient, by hand over the devices
     _check        whether a rule of Optax fits a plan
     _step         step, StepState
     _ahead        what a step takes of each device, compiled and never run

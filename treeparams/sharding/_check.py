@@ -1,6 +1,5 @@
 """Whether a rule fits a plan: the same over its form as leaf by leaf, and no parameters moved by the update."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,43 +13,55 @@ from ..optim._flat import check_over_vector
 from ..optim._per_leaf import PerLeafState
 from ..optim._stacked import check_over_stacks
 from ._collectives import collectives
-from ._like import sharding_of
 from ._placement import Placement
+from ._update import Update, sharding_of
 
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it is not run
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
-def check_rule(rule: Any, place: Placement, update: Callable[..., Any], states: Any) -> None:
-    """Checks a rule; `update` is what is done with it, and `states` what it keeps, as shapes with their shardings."""
-    if not place.layout.slots:
-        return
-    if place.form == "vector":
+def check_over_form(placement: Placement, rule: Any) -> None:
+    """Checks that a rule is the same over what is joined as leaf by leaf."""
+    is_joined = [block.length is not None for block in placement.form.blocks]
+    if any(placement.stacked):
+        check_over_stacks(rule, placement.form, {}, "sharding.step", _is_factored, dict)
+    elif placement.layout.slots and any(is_joined):
         check_over_vector(rule, {}, ("sharding.step", 'take form="stacks" with optim.per_leaf, or form="tree"'))
-    if place.form == "stacks" and place.joined is not None:
-        check_over_stacks(rule, place.joined, {}, "sharding.step", _is_factored, dict)
-    params = place.shapes()
-    value = jax.ShapeDtypeStruct((), np.float32, sharding=place.whole)
-    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *states, value))
+
+
+def check_moves(placement: Placement, update: Update, kept: Any) -> None:
+    """Checks that an update moves no parameters; `kept` is what it keeps, as shapes with their shardings."""
+    if not placement.layout.slots:
+        return
+    params = placement.shapes()
+    value = jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
+    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *kept, value))
     try:
-        jax.eval_shape(update, *bare)
+        jax.eval_shape(update.step, *bare)
     except Exception as error:
         raise ValueError(
             f"the update of the rule fails ({in_short(error)}). sharding.step gives it gradients, parameters and, of "
             "extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
         ) from error
-    if place.axes.parts == 1 or isinstance(place.mesh, jax.sharding.AbstractMesh):
+    if placement.axes.parts == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
         return
-    run = jax.jit(automatic(update, (place.params, *sharding_of(states)), place.mesh))
-    compiled = run.lower(params, params, *states, value).compile(compiler_options=_QUICK)
+    run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
+    compiled = run.lower(params, params, *kept, value).compile(compiler_options=_QUICK)
     moved = collectives(compiled, ignore=0)
-    if moved.bytes is not None and moved.bytes <= _SCALARS * len(place.layout.slots):
+    if moved.bytes is not None and moved.bytes <= _SCALARS * len(placement.layout.slots):
         return
     size = "an unknown number of bytes" if moved.bytes is None else in_bytes(moved.bytes)
+    raise ValueError(
+        f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {_why_moved(placement)}"
+    )
+
+
+def _why_moved(placement: Placement) -> str:
+    """Why a rule moves parameters, and what to write instead."""
     matrices = [
-        f"{slot.path} ({describe(slot)}, {lies})"
-        for slot, lies, parts in place.rows()
-        if parts > 1 and len(slot.shape) > 1 and not lies.startswith("whole rows")
+        f"{slot.path} ({describe(slot)}, {each.words})"
+        for slot, each in placement.rows
+        if each.parts > 1 and len(slot.shape) > 1 and not each.is_owned
     ]
     if matrices:
         reason = (
@@ -62,14 +73,14 @@ def check_rule(rule: Any, place: Placement, update: Callable[..., Any], states: 
     else:
         reason = (
             f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
-            f"many run together as own them, at_once={place.axes.parts}"
+            f"many run together as own them, at_once={placement.axes.parts}"
         )
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
         reason += (
             ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
             'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
         )
-    raise ValueError(f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {reason}")
+    return reason
 
 
 def _is_factored(state: Any) -> bool:

@@ -154,7 +154,8 @@ class PartRestructure(Restructure[Any]):
         source = _PartSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
         source.splits = self.splits
         for block in range(len(self.splits)):
-            rows = (source.leaves[block].shape[1:],) * source.blocks[block].length
+            count, *row = source.leaves[block].shape
+            rows = (tuple(row),) * count
             source.blocks[block] = dataclasses.replace(source.blocks[block], shapes=rows)
         return source
 

@@ -1,55 +1,80 @@
 """Where the parameters of a layout lie, in the form in which they rest: what a plan says, and a step asks."""
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._block import Block
+from .._form import Form, stacked_leaves
 from .._index import Slot
-from .._joined import Form, vector_of
 from .._layout import Layout, index_of
+from .._makers import stacks_in_groups, tree_of, vector_of
 from .._parts import Rest, kept_arrays, with_kept_arrays
-from .._stacks import in_groups
+from .._restructure import Restructure, restructure_over
 from .._text import in_columns
 from .._types import PyTree
-from ._like import entries_of
+from ._owners import entries_of
 from ._put import put_leaf
-from ._specs import Axes, FormName, Rules, as_text, group_of, names_of, place, spec_of
+from ._specs import Axes, Rules, as_text, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of
+
+T = TypeVar("T")
+Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
+"""Makes the form of a layout, of the slots in each group of those that lie alike, and of a number of which the length
+of what is joined is to be a multiple."""
+
+
+def _stacks(layout: Layout, groups: Mapping[str, Sequence[int]], multiple: int) -> Form:
+    return stacks_in_groups(layout, groups if len(groups) > 1 else {None: range(len(layout.slots))})
+
+
+MAKERS: dict[str, Maker] = {
+    "tree": lambda layout, groups, multiple: tree_of(layout),
+    "vector": lambda layout, groups, multiple: vector_of(layout, pad_to=multiple),
+    "stacks": _stacks,
+}
+"""By what users call them. Nothing else asks which form it is."""
+
+_ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others
+
+
+class Lying(NamedTuple):
+    """How one parameter lies."""
+
+    spec: PartitionSpec  # of its own axes
+    words: str
+    parts: int
+    is_owned: bool  # whether it is a row that is whole on some device
 
 
 class Placement:
-    """Where each parameter lies. Static."""
+    """Where each parameter lies: a form, and a spec for each block of it. Static."""
 
-    def __init__(self, layout: Layout, axes: Axes, rules: Rules, form: FormName) -> None:
-        self.layout, self.axes, self.form = layout, axes, form
-        self.mesh = axes.mesh
-        self.placed = place(index_of(layout), rules, axes, form)  # of each slot
-        self.specs: list[PartitionSpec] = []  # of each array of the parameters
-        self.joined: Form | None = None  # of a vector or stacks
-        if form == "vector":
-            # The same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others.
-            self.specs = [self.placed[0].spec if self.placed else PartitionSpec()]
-            parts = axes.parts_along(names_of(self.specs[0]))
-            self.joined = vector_of(layout, pad_to=math.lcm(parts, 128))
-        elif form == "stacks":
-            groups: dict[Any, list[int]] = {group_of(rule): [] for rule in rules.values()}
-            for slot, each in enumerate(self.placed):
-                groups[each.group].append(slot)
-            self.joined = in_groups(layout, groups if len(groups) > 1 else {None: range(len(self.placed))})
-            for slots in self.joined.members:
-                group, spec = self.placed[slots[0]]
-                self.specs.append(spec_of([axes.split_entry if group == "owned" else None, *spec]))
-        else:
-            self.specs = [each.spec for each in self.placed]
+    def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: str) -> None:
+        if name not in MAKERS:
+            *others, last = map('"{}"'.format, MAKERS)
+            raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
+        check_rules(rules, axes)
+        matched = matches(index_of(layout), rules)
+        groups: dict[str, list[int]] = {group_of(rule): [] for rule in rules.values()}
+        for slot, (_, rule) in enumerate(matched):
+            groups[group_of(rule)].append(slot)
+        multiple = math.lcm(_ALIGNED, parts_by([rule for _, rule in matched], axes))
+        self.layout = layout
+        self.axes = axes
+        self.name = name  # what the user calls the form
+        self.form = MAKERS[name](layout, groups, multiple)
+        self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
 
     # -- Shardings
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(self.mesh, spec)
+        return NamedSharding(self.axes.mesh, spec)
 
     @property
     def params(self) -> PyTree:
@@ -69,92 +94,121 @@ class Placement:
     @property
     def of_slots(self) -> list[NamedSharding]:
         """That of each slot by itself."""
-        whole = [self.whole] * len(self.placed)
-        return whole if self.form == "vector" else [self.sharding(each.spec) for each in self.placed]
+        return [self.sharding(each.spec) for _, each in self.rows]
 
     # -- Trees
 
+    @functools.cached_property
+    def stacked(self) -> list[bool]:
+        """Whether each block is a stack."""
+        return stacked_leaves(self.form.shapes())
+
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """The tree of the parameters with these leaves."""
-        if self.joined is not None:
-            return jtu.tree_unflatten(self.joined.treedef, leaves)
-        return index_of(self.layout).canonical(leaves, index_of(self.layout).structure.treedef)
+        return jtu.tree_unflatten(self.form.treedef, leaves)
 
     def shapes(self) -> PyTree:
         """The parameters as `jax.ShapeDtypeStruct`s, with their shardings."""
-        if self.joined is None:
-            blocks: Sequence[Any] = self.layout.slots
-        else:
-            blocks = self.joined.blocks
-        dtype = jax.dtypes.canonicalize_dtype
-        shapes = [jax.ShapeDtypeStruct(block.shape, dtype(block.dtype)) for block in blocks]
-        return self.tree(list(map(put_leaf, shapes, map(self.sharding, self.specs))))
+        return jax.tree.map(put_leaf, self.form.shapes(), self.params)
 
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
         """What is made of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(self.shapes())]
-        start = jax.eval_shape(make, self.tree(leaves))
-        found = entries_of(make, start, self.tree, leaves, self.specs, self.joined)
-        lay_one = lambda leaf, entries: put_leaf(leaf, self.sharding(spec_of(entries)))
-        return jax.tree.map(lay_one, start, found)
+        start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
+        entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
+        shardings = [self.sharding(spec_of(each)) for each in entries]
+        return treedef.unflatten(list(map(put_leaf, start, shardings)))
+
+    def laid(self, slots: Sequence[Any]) -> PyTree:
+        """The parameters, of one array for each slot, in buffers of their own; of shapes, as shapes."""
+        if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
+            return self.shapes()
+        leaves = jtu.tree_leaves(self.form.join(slots))
+        is_own = [block.length is not None for block in self.form.blocks]
+        return self.tree(list(map(put_leaf, leaves, map(self.sharding, self.specs), is_own)))
 
     def slots_of(self, params: PyTree) -> list[Any]:
         """One array per slot."""
-        if self.joined is not None:
-            return self.joined.cut(params)
-        return jtu.tree_leaves(params)
+        return self.form.read(params)
 
     def check(self, params: PyTree) -> None:
         """Checks that parameters have the form of this plan."""
-        shape = lambda leaf: tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
-        described = lambda tree: [(jtu.keystr(path), shape(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
-        expected, got = described(self.shapes()), described(params)
+        expected, got = (described(tree, _shape_of) for tree in (self.form.shapes(), params))
         if expected != got:
             wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(
-                f"expected parameters as of init or plan.ravel, a {self.form} with {len(expected)} arrays, the first "
+                f"expected parameters as of init or plan.ravel, a {self.name} with {len(expected)} arrays, the first "
                 f"{expected[0] if expected else None}; got {len(got)}, and among them {wrong}"
             )
+
+    # -- The rest of a model
 
     def put_rest(self, rest: Rest[Any]) -> Rest[Any]:
         """All else of a model over the mesh, its arrays whole on each device."""
         return with_kept_arrays(rest, [put_leaf(array, self.whole) for array in kept_arrays(rest).values()])
 
+    @functools.cached_property
+    def has_restructure(self) -> bool:
+        """Whether a `Restructure` is the way back to the model; from a canonical tree it is `tp.combine`."""
+        return self.form != tree_of(self.layout)
+
+    def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
+        """The way back to the model, of a `Rest` that lies over the mesh, or of its shapes."""
+        make = functools.partial(restructure_over, form=self.form)
+        if not any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values()):
+            return make(rest)
+        return jax.tree.map(lambda leaf: put_leaf(leaf, self.whole), jax.eval_shape(make, rest))
+
     # -- In words
 
-    def rows(self) -> list[tuple[Slot, str, int]]:
-        """Each slot, how it lies in words, and in how many parts."""
-        parts = self.axes.parts_along
-        rows = []
-        for slot, (group, spec) in zip(self.layout.slots, self.placed, strict=True):
-            names, words = names_of(spec), as_text(spec)
-            if group == "owned":
-                names, words = self.axes.split, f"whole rows over {self.axes.split_entry!r}"
-            rows.append((slot, words if names else "whole", parts(names)))
-        return rows
+    @functools.cached_property
+    def rows(self) -> list[tuple[Slot, Lying]]:
+        """Each slot, and how it lies."""
+        of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
+        return [(slot, of_blocks[self.form.places[n][0]]) for n, slot in enumerate(self.layout.slots)]
+
+    def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
+        """How each slot in a block lies."""
+        first, *of_row = [*spec, None]
+        is_owned = is_stack and first is not None
+        own = spec_of(of_row) if is_stack else spec
+        words = f"whole rows over {first!r}" if is_owned else as_text(own) if names_of(spec) else "whole"
+        # In a vector it has none of its axes.
+        is_vector = block.length is not None and not is_stack
+        return Lying(PartitionSpec() if is_vector else own, words, self.axes.parts_along(names_of(spec)), is_owned)
 
     @property
     def replicated(self) -> dict[str, int]:
         """What is not split, with its bytes on each device; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, _, parts in self.rows() if parts == 1}
+        found = {slot.path: _bytes(slot) for slot, each in self.rows if each.parts == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self, *, all_rows: bool = False) -> str:
         """The plan as a table, of many rows without those in the middle."""
-        cells = [[s.path, s.key, lies, f"{-(-_bytes(s) // parts):,}"] for s, lies, parts in self.rows()]
+        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.parts):,}"] for slot, each in self.rows]
         header = ["path", "key", "lies", "bytes per device"]
         lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
-        shapes = jtu.tree_leaves(self.shapes())
-        total = sum(_bytes(each) for each in shapes)
+        shapes = jtu.tree_leaves(self.form.shapes())
+        total = sum(map(_bytes, shapes))
         parts_of = map(self.axes.parts_along, map(names_of, self.specs))
         local = sum(_bytes(each) // parts for each, parts in zip(shapes, parts_of, strict=True))
-        padding = f", padded to {shapes[0].shape[0]:,} elements" if self.form == "vector" and shapes else ""
-        mesh = ", ".join(f"{name!r}: {size}" for name, size in self.mesh.shape.items())
-        lines.append(f"{self.form}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device")
+        pairs = zip(self.form.blocks, self.stacked, strict=True)
+        lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
+        padding = f", padded to {sum(lengths):,} elements" if lengths else ""
+        mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
+        lines.append(f"{self.name}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device")
         if self.replicated:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
         return "\n".join(lines)
+
+
+def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
+    """Something of each array, after its path."""
+    return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
+
+
+def _shape_of(leaf: Any) -> Any:
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
 
 
 def _bytes(array: Any) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._layout import Layout
@@ -15,11 +14,10 @@ from .._parts import Rest, kept_arrays, put_together, take_apart
 from .._recognise import keep_apart
 from .._restructure import Restructure, released
 from .._types import PyTree
-from ..optim._shown import settled
-from ._like import Average, ema_maker, plain, sharding_of
 from ._placement import Placement
 from ._put import put_leaf
 from ._specs import FormName, Rules, axes_of
+from ._update import Average, Update, ema_maker, sharding_of
 
 
 class Plan:
@@ -42,8 +40,8 @@ class Plan:
         self._placement: Placement = placement
         self._rest = rest
         self.layout = placement.layout
-        self.mesh = placement.mesh
-        self.form = placement.form
+        self.mesh = placement.axes.mesh
+        self.form = placement.name
 
     # -- Shardings
 
@@ -72,8 +70,8 @@ class Plan:
         >>> state[0].mu["w"].spec, state[0].count.spec
         (PartitionSpec('data',), PartitionSpec())
 
-        What belongs to a parameter lies as it does. It is found by asking: `init` of parameters of which the axes that
-        are split are twice as long has a state in which some axes are longer, too.
+        What belongs to a parameter lies as it does. Which that is, is found by asking `init`, for shapes alone; and if
+        it has another shape, along which of its axes it is longer where the parameter is.
 
         Args:
             tx: a rule of Optax over parameters in the form of this plan.
@@ -82,10 +80,10 @@ class Plan:
             The shardings. Of what has no axis in common with what is split: whole on each device.
 
         Raises:
-            ValueError: `tx` is `optim.trainable` or the like, which takes models.
+            ValueError: `tx` is `optim.trainable` or the like, which takes models; or does not keep its state parameter
+                by parameter, so that it cannot be told what belongs to which.
         """
-        rule = plain(tx)
-        return sharding_of(self._placement.made(lambda params: settled(rule.init(params))))
+        return sharding_of(self._placement.made(Update.of(tx).start))[0]
 
     def average(self, average: Average) -> PyTree:
         """The `NamedSharding` of each array in an average of the parameters, a tree like that `tp.Ema`.
@@ -113,12 +111,7 @@ class Plan:
         Raises:
             ValueError: the model does not fit the layout.
         """
-        slots, place = take_apart(model, self.layout).slots, self._placement
-        if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
-            return self.shapes()
-        leaves, is_own = (slots, False) if place.joined is None else (jtu.tree_leaves(place.joined.join(slots)), True)
-        shardings = map(place.sharding, place.specs)
-        return place.tree([put_leaf(leaf, to, is_own) for leaf, to in zip(leaves, shardings, strict=True)])
+        return self._placement.laid(take_apart(model, self.layout).slots)
 
     def model(self, params: PyTree, state: Any = None, *, whole: bool = False) -> Any:
         """The model of parameters in the form of this plan.
@@ -154,9 +147,9 @@ class Plan:
     @functools.cached_property
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:
         """From parameters to slots that lie as planned, or whole."""
-        place = self._placement
-        to = {False: place.of_slots, True: [place.whole] * len(place.placed)}
-        return {whole: jax.jit(automatic(place.slots_of, each, self.mesh)) for whole, each in to.items()}
+        placement = self._placement
+        to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
+        return {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
 
     def put(self, model: Any) -> Any:
         """The model over the mesh.

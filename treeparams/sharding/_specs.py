@@ -7,11 +7,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from .._form import Form, stacked_leaves
 from .._index import Index, Slot
 from .._text import describe, first_lines, quoted
 from .._where import Where, name_of, select
 
-Rules = Mapping[Any, str | PartitionSpec]
+Rule = str | PartitionSpec
+Rules = Mapping[Any, Rule]
+Matched = tuple[Where, Rule]
+"""The rule of a parameter, after the `where` that it is under."""
 FormName = Literal["tree", "vector", "stacks"]
 _WORDS = ("split", "owned", "whole")
 
@@ -45,12 +49,10 @@ class Axes(NamedTuple):
         entries = enumerate(map(names_in, spec))
         return tuple([(dim, names) for dim, names in entries if names and names[0] in self.batch])
 
-
-class Placed(NamedTuple):
-    """How one parameter lies."""
-
-    group: str  # the word, or the spec as text: what lies alike is in one group of stacks
-    spec: PartitionSpec  # of its own axes; of an owned one none, whole rows lie on some device
+    def along_batch(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec of an array along these axes alone."""
+        by_hand = {dim for dim, _ in self.by_hand(spec)}
+        return PartitionSpec(*[entry if dim in by_hand else None for dim, entry in enumerate(spec)])
 
 
 def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
@@ -98,37 +100,34 @@ def names_of(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple([name for entry in spec for name in names_in(entry)])
 
 
-def place(index: Index, rules: Rules, axes: Axes, form: FormName) -> list[Placed]:
-    """How each slot lies: by the first rule that matches it."""
-    if form not in ("tree", "vector", "stacks"):
-        raise ValueError(f'form must be "tree", "vector" or "stacks", got {form!r}')
+def check_rules(rules: Rules, axes: Axes) -> None:
+    """Checks rules by themselves, whatever they are for."""
     if not isinstance(rules, Mapping):
         raise TypeError(f'rules is a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
     for where, rule in rules.items():
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
             raise ValueError(f'{name_of(where)}: a rule is "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
-        if rule == "owned" and form != "stacks":
-            raise ValueError(
-                f'{name_of(where)}: "owned" is of rows of stacks; write form="stacks", or "split" in a {form}'
-            )
-    matched = _matches(index, rules)
-    slots = index.slots
-    if form == "vector":
-        return _in_a_vector(slots, [rule for _, rule in matched], axes)
-    rows: dict[Any, int] = {}  # of each stack
-    for slot, (_, rule) in zip(slots, matched, strict=True):
-        rows[slot.key, rule] = rows.get((slot.key, rule), 0) + 1
-    found, wrong = [], []
-    for slot, (where, rule) in zip(slots, matched, strict=True):
-        problem, spec = _checked(slot, rule, axes, form, rows[slot.key, rule])
-        wrong += [f"{slot.path!r} ({describe(slot)}), by {name_of(where)}: {problem}"] if problem else []
-        found.append(Placed(group_of(rule), spec))
-    if wrong:
-        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(wrong)}")
-    return found
+        if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
+            raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
 
 
-def _matches(index: Index, rules: Rules) -> list[tuple[Where, Any]]:
+def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
+    """What is wrong with a spec over these axes, whatever lies by it."""
+    if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
+        yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
+        return
+    used = names_of(spec)
+    unknown = [name for name in used if name not in axes.mesh.axis_names]
+    if unknown:
+        yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
+    if len(set(used)) < len(used):
+        yield "an axis of the mesh stands in the spec twice"
+    for dim, entry in enumerate(spec):
+        if len({name in axes.batch for name in names_in(entry)}) > 1:
+            yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
+
+
+def matches(index: Index, rules: Rules) -> list[Matched]:
     """The rule of each slot, and the `where` that it is under."""
     paths = index.structure.paths
     of_leaf: dict[int, int] = {}  # the number of the first rule that matches
@@ -167,80 +166,83 @@ def _matches(index: Index, rules: Rules) -> list[tuple[Where, Any]]:
     return found
 
 
-def _in_a_vector(slots: Sequence[Slot], rules: Sequence[Any], axes: Axes) -> list[Placed]:
-    others = [(slot, rule) for slot, rule in zip(slots, rules, strict=True) if rule != rules[0]]
-    if others:
-        slot, rule = others[0]
+def parts_by(rules: Sequence[Rule], axes: Axes) -> int:
+    """Into how many parts these rules split, along all axes of the mesh that they name."""
+    words = {"split": axes.split, "owned": axes.split, "whole": ()}
+    names = {name for rule in rules for name in (words[rule] if isinstance(rule, str) else names_of(rule))}
+    return axes.parts_along(sorted(names))
+
+
+def specs_of(
+    form: Form, slots: Sequence[Slot], matched: Sequence[Matched], axes: Axes, name: str
+) -> list[PartitionSpec]:
+    """How each block of a form lies, by the rules of its slots. `name`: what the user calls the form."""
+    specs, wrong = list[PartitionSpec](), dict[int, str]()
+    for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
+        rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
+        rows = block.length if is_stack else None
+        problem, spec = _checked(block.shape[is_stack:], rule, axes, rows, name)
+        specs.append(spec_of([axes.split_entry if rule == "owned" else None, *spec]) if is_stack else spec)
+        is_vector = block.length is not None and not is_stack
+        for slot in members if problem else ():
+            who = f"the {name} ({describe(block)})" if is_vector else f"{slots[slot].path!r} ({describe(slots[slot])})"
+            wrong[slot] = f"{who}, by {name_of(matched[slot][0])}: {problem}"
+    if wrong:
+        lines = dict.fromkeys(wrong[slot] for slot in sorted(wrong))
+        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(lines)}")
+    return specs
+
+
+def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
+    """The rule of all that lies in one array, of the path and rule of each."""
+    rule = members[0][1] if members else "whole"
+    other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
+    if other is not None:
         raise ValueError(
-            f"one vector lies in one way, but {slots[0].path!r} is {rules[0]!r} and {slot.path!r} is {rule!r}; give "
+            f"one vector lies in one way, but {members[0][0]!r} is {rule!r} and {other[0]!r} is {other[1]!r}; give "
             'all of it one rule, or take form="stacks"'
         )
-    rule = rules[0] if rules else "whole"
-    if isinstance(rule, PartitionSpec):
-        problem = next(_problems(rule, None, axes), "")
-        if problem:
-            raise ValueError(f"the rule of the vector, {as_text(rule)}: {problem}")
-        spec = rule
-    else:
-        spec = PartitionSpec(axes.split_entry) if rule == "split" else PartitionSpec()
-    return [Placed(group_of(rule), spec)] * len(slots)
+    return rule
 
 
-def _checked(slot: Slot, rule: Any, axes: Axes, form: FormName, rows: int) -> tuple[str, PartitionSpec]:
-    """What is wrong with a rule for a slot, and else its spec."""
-    parts = axes.parts
-    whole = PartitionSpec()
+def _checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
+    """What is wrong with a rule for an array, or for one of so many rows of a stack; and its spec."""
+    whole, parts, size = PartitionSpec(), axes.parts, math.prod(shape)
     if isinstance(rule, PartitionSpec):
-        return next(_problems(rule, slot.shape, axes), ""), rule if slot.size else whole
+        return _misfit(rule, shape, axes), rule if size else whole
+    axis = next((axis for axis, each in enumerate(shape) if each % parts == 0), None)
     if rule == "owned":
-        if rows % parts == 0:
-            return "", whole
-        fits = _first_axis(slot, parts) is not None
-        return (
-            f"{parts} devices cannot own the {rows} rows of its stack in equal parts; write "
-            + ('"split", which divides each row, or "whole"' if fits else '"whole"'),
-            whole,
-        )
-    if rule == "whole" or not slot.size:
+        return _not_owned(rows, parts, axis is not None, name), whole
+    if rule == "whole" or not size:
         return "", whole
-    axis = _first_axis(slot, parts)
     if axis is not None:
         return "", PartitionSpec(*[None] * axis, axes.split_entry)
-    others = [name for name in axes.mesh.axis_names if name not in axes.split and axes.mesh.shape[name] > 1]
-    fitting = [name for name in others if _first_axis(slot, axes.mesh.shape[name]) is not None]
-    remedies = ['"owned", whole rows of its stack'] if form == "stacks" and rows % parts == 0 else []
+    others = {each: axes.mesh.shape[each] for each in axes.mesh.axis_names if each not in axes.split}
+    fitting = [each for each, size in others.items() if size > 1 and any(length % size == 0 for length in shape)]
+    remedies = ['"owned", whole rows of its stack'] if rows and rows % parts == 0 else []
     remedies += [f"a split over another axis of the mesh, {fitting[0]!r}"] if fitting else []
     return f"none of its axes is a multiple of {parts}; write " + ", or ".join([*remedies, '"whole"']), whole
 
 
-def _first_axis(slot: Slot, parts: int) -> int | None:
-    """The first axis that can be split into so many parts."""
-    return next((axis for axis, size in enumerate(slot.shape) if size % parts == 0), None)
+def _not_owned(rows: int | None, parts: int, can_split: bool, name: str) -> str:
+    """Why rows cannot be owned by devices; the empty text if they can."""
+    if rows is None:
+        return f'"owned" is of rows of stacks; write form="stacks", or "split" in a {name}'
+    if rows % parts == 0:
+        return ""
+    instead = '"split", which divides each row, or "whole"' if can_split else '"whole"'
+    s = "s" if rows > 1 else ""
+    return f"{parts} devices cannot own the {rows} row{s} of its stack in equal parts; write {instead}"
 
 
-def _problems(spec: PartitionSpec, shape: tuple[int, ...] | None, axes: Axes) -> Iterator[str]:
-    """What is wrong with a spec for a shape; for a vector, which is padded, that is `None`."""
-    rank = 1 if shape is None else len(shape)
-    if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
-        yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
-        return
-    if len(spec) > rank:
-        yield f"the spec has {len(spec)} entries, the array {rank} axes"
-        return
-    used = names_of(spec)
-    unknown = [name for name in used if name not in axes.mesh.axis_names]
-    if unknown:
-        yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
-        return
-    if len(set(used)) < len(used):
-        yield "an axis of the mesh stands in the spec twice"
-    for dim, entry in enumerate(spec):
-        names = names_in(entry)
-        if len({name in axes.batch for name in names}) > 1:
-            yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
-        parts = axes.parts_along(names)
-        if shape is not None and shape[dim] % parts:
-            yield f"its axis {dim} of size {shape[dim]} is no multiple of {parts}"
+def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
+    """Why an array of this shape cannot lie by a spec; the empty text if it can."""
+    if len(spec) > len(shape):
+        return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
+    for dim, parts in enumerate(map(axes.parts_along, map(names_in, spec))):
+        if shape[dim] % parts:
+            return f"its axis {dim} of size {shape[dim]} is no multiple of {parts}"
+    return ""
 
 
 def group_of(rule: Any) -> str:

@@ -1,34 +1,24 @@
 """step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
 
-from .._grad import accumulate
-from .._mesh import automatic, lay, over_devices
-from .._parts import Rest, put_together, take_apart
-from .._restructure import Restructure, over_stacks
-from .._structure import is_array
-from .._text import count_of, describe, quoted
+from .._mesh import automatic, lay
+from .._parts import Rest, take_apart
+from .._restructure import Restructure
+from .._text import count_of, describe
 from .._types import PyTree
-from ..optim._shown import settled, steady
-from ..optim._step import added
-from ._check import check_rule
-from ._gather import DevicePart, PartRestructure, divided, gather, scatter, summed
-from ._like import Average, ema_maker, plain, sharding_of
-from ._placement import Placement
+from ._check import check_moves, check_over_form
+from ._gradient import Gradient, Split
+from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
-from ._put import put_leaf
-from ._specs import Axes, names_in
-
-Split = Literal["state", "gradients", "parameters"]
+from ._update import Average, Update, sharding_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,164 +111,90 @@ def step(
             batch have different numbers of examples, or ones that the devices cannot share equally.
         TypeError: `plan` is no plan, `average` makes no `tp.Ema`; `step`: the loss returns no real number.
     """
+    _check_options(plan, split, loss_takes)
+    placement, update = placement_of(plan), Update.of(tx, average)
+    pieces = count_of("microbatches", microbatches, "pieces")
+    check_over_form(placement, update.rule)
+    kept = placement.made(update.start)
+    check_moves(placement, update, kept)
+    whole = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
+    return whole.init, jax.jit(whole.step, donate_argnums=(0, 1))
+
+
+def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"expected a plan, sharding.plan(model, mesh, rules), got {describe(plan)}")
     if split not in ("state", "gradients", "parameters"):
         raise ValueError(f'split must be "state", "gradients" or "parameters", got {split!r}')
     if loss_takes not in ("model", "form"):
         raise ValueError(f'loss_takes must be "model" or "form", got {loss_takes!r}')
-    if split == "parameters" and (plan.form != "stacks" or loss_takes != "form"):
+    placement = placement_of(plan)
+    is_scanned = loss_takes == "form" and placement.has_restructure and all(placement.stacked)
+    if split == "parameters" and not is_scanned:
         raise ValueError(
             'parameters stay split where the loss takes them layer by layer: form="stacks" and loss_takes="form", with '
             'restructure.scan(layer, x, stacks, "layers.*") in the loss; or write split="gradients"'
         )
-    rule, pieces = plain(tx), count_of("microbatches", microbatches, "pieces")
-    make_average = None if average is None else ema_maker(average)
 
-    def start(params: PyTree) -> Any:
-        return settled(rule.init(params)), None if make_average is None else make_average(params)
 
-    def update(params: PyTree, gradients: PyTree, before: Any, average: Any, value: Any) -> Any:
-        updates, after = rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
-        leaves, treedef = jtu.tree_flatten(params)
-        leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
-        params = treedef.unflatten(leaves)
-        return params, steady(after, before), None if average is None else average.update(params)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What `sharding.step` returns, as two methods: `init` and `step`."""
 
-    place = placement_of(plan)
-    states = place.made(start)
-    shardings = sharding_of(states)
-    check_rule(rule, place, update, states)
-    gradient = _gradient(place, loss, split, pieces, loss_takes)
+    placement: Placement
+    gradient: Gradient
+    update: Update
+    kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
-    def init(model: Any) -> tuple[Any, StepState]:
-        lines = [f"state{jtu.keystr(path)}  {describe(leaf)}" for path, leaf in jtu.tree_flatten_with_path(states)[0]]
-        how = f"split {split}, microbatches {pieces}, the loss takes the {loss_takes}"
-        agree("\n".join([place.in_words(all_rows=True), *lines, how]), "the plans")
-        params, rest = plan.ravel(model), place.put_rest(take_apart(model, plan.layout).rest)
-        of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
-        if loss_takes == "form" and place.joined is not None:
-            if plan.form == "vector":
-                rest = Restructure(rest, place.joined)
-            elif of_shapes:
-                whole = jax.eval_shape(functools.partial(over_stacks, form=place.joined), rest)
-                rest = jax.tree.map(lambda leaf: put_leaf(leaf, plan.whole), whole)
-            else:
-                rest = over_stacks(rest, place.joined)
+    def init(self, model: Any) -> tuple[PyTree, StepState]:
+        """The parameters of a model and the first state, where they are to be."""
+        agree(self.in_words(), "the plans")
+        placement, parts = self.placement, take_apart(model, self.placement.layout)
+        params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
+        is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
+        kept = self.kept if is_of_shapes else self.start(params)
+        return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
+
+    def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """What the update keeps, of parameters that are laid over the mesh."""
+        if not jtu.tree_leaves(self.kept):
+            return self.kept
+        shardings = sharding_of(self.kept)
+        begin = automatic(self.update.start, shardings, self.placement.axes.mesh)
         # A rule may not look at the parameters, and without any argument JAX would not know the devices.
-        begin = jax.jit(automatic(start, shardings, plan.mesh), keep_unused=True, out_shardings=shardings)
-        rule_state, averaged = begin(params) if jtu.tree_leaves(states) and not of_shapes else states
-        return params, StepState(rule_state, averaged, rest)
+        return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
 
-    def one_step(params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
-        place.check(params)
-        _check_state(state, states, Restructure if loss_takes == "form" and place.joined is not None else Rest)
-        params = lay(params, plan.params)
-        value, gradients = gradient(params, state.rest, batch)
-        run = automatic(update, (plan.params, *shardings), plan.mesh)
-        params, after, averaged = run(params, gradients, state.rule, state.average, value)
-        return params, StepState(after, averaged, state.rest), value
+    def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
+        """The next parameters and state, and the value of the loss."""
+        placement = self.placement
+        placement.check(params)
+        self.check_state(state)
+        params = lay(placement.tree(jtu.tree_leaves(params)), placement.params)
+        value, gradients = self.gradient(params, state.rest, batch)
+        shardings = (placement.params, *sharding_of(self.kept))
+        run = automatic(self.update.step, shardings, placement.axes.mesh)
+        params, after, average = run(params, gradients, state.rule, state.average, value)
+        return params, StepState(after, average, state.rest), value
 
-    return init, jax.jit(one_step, donate_argnums=(0, 1))
+    @property
+    def takes_restructure(self) -> bool:
+        """Whether the loss takes a `Restructure`, and no model or `Rest`."""
+        return self.gradient.takes_form and self.placement.has_restructure
 
-
-def _gradient(
-    place: Placement, loss: Callable[..., Any], split: Split, pieces: int, loss_takes: str
-) -> Callable[..., Any]:
-    """The value of the loss and the gradient in the parameters, by hand over the devices along the batch."""
-    axes = place.axes
-    splits = [axes.by_hand(spec) for spec in place.specs]
-    by_hand = lambda spec: PartitionSpec(*[e if (names_in(e) or ("",))[0] in axes.batch else None for e in spec])
-    specs = place.tree([by_hand(spec) for spec in place.specs])
-    devices = axes.parts_along(axes.batch)
-
-    def checked(value: Any) -> Any:
-        is_number = is_array(value) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating)
-        if not (is_number or isinstance(value, float)):
-            raise TypeError(f"the loss must return one real number, the mean over its examples, got {describe(value)}")
-        return value
-
-    def value_of(leaves: list[Any], rest: Any, batch: Any) -> Any:
-        if loss_takes == "form":
-            return loss(place.tree(leaves), rest, *batch)
-        return loss(put_together(rest, place.slots_of(place.tree(leaves))), *batch)
-
-    def of_parts(leaves: list[Any], rest: Any, batch: Any) -> Any:
-        parts = [divided(leaf, spec, axes) for leaf, spec in zip(leaves, place.specs, strict=True)]
-        restructure = PartRestructure.over(rest, [split for _, split in parts])
-        return loss(DevicePart(place.tree([leaf for leaf, _ in parts])), restructure, *batch)
-
-    def on_device(treedef: Any, params: PyTree, rest: Any, *arrays: Any) -> Any:
-        examples = [array if array.ndim else None for array in arrays]
-
-        def of_examples(leaves: list[Any], examples: list[Any]) -> Any:
-            # A scalar is for all examples.
-            found = [array if each is None else each for array, each in zip(arrays, examples, strict=True)]
-            batch = jtu.tree_unflatten(treedef, found)
-            value = checked((of_parts if split == "parameters" else value_of)(leaves, rest, batch))
-            # Divided before it is summed over the devices, so that sums of narrow floats do not overflow.
-            return value / devices
-
-        leaves = jtu.tree_leaves(params)
-        if split != "parameters":
-            leaves = list(map(gather, leaves, splits))
-        run = jax.value_and_grad(of_examples) if pieces == 1 else accumulate(of_examples, pieces=pieces)
-        value, gradients = run(leaves, examples)
-        # Those of split parameters have been summed where they were gathered.
-        reduce = scatter if split == "gradients" else summed
-        done = splits if split != "state" else [()] * len(splits)
-        gradients = [reduce(each, its, axes.batch) for each, its in zip(gradients, done, strict=True)]
-        return jax.lax.psum(value, axes.batch), place.tree(gradients)
-
-    def gradient(params: PyTree, rest: Any, batch: Any) -> tuple[jax.Array, PyTree]:
-        arrays, treedef = jtu.tree_flatten_with_path(batch)
-        _check_batch(arrays, axes, pieces)
-        shardings = [place.batch if jnp.ndim(array) else place.whole for _, array in arrays]
-        laid = [lay(jnp.asarray(array), to) for (_, array), to in zip(arrays, shardings, strict=True)]
-        out = specs if split != "state" else jax.tree.map(lambda _: PartitionSpec(), specs, is_leaf=_is_spec)
-        f = functools.partial(on_device, treedef)
-        in_specs = (specs, PartitionSpec(), *(each.spec for each in shardings))
-        # What is whole on each device afterwards is divided on the way out.
-        run = lambda *args: over_devices(f, place.mesh, in_specs, (PartitionSpec(), out), axes.batch)(*args)
-        return automatic(run, (place.whole, place.params), place.mesh)(params, rest, *laid)
-
-    return gradient
-
-
-def _check_state(state: Any, expected: Any, rest: type) -> None:
-    """Checks that a state is that of this step."""
-    shapes = lambda tree: [(jtu.keystr(path), jnp.shape(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
-    if not isinstance(state, StepState):
-        raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
-    if shapes((state.rule, state.average)) != shapes(expected) or not isinstance(state.rest, rest):
-        raise ValueError(
-            "the state is of another step: its rule, its average, its form or what its loss takes is another; start "
-            "with init(model)"
-        )
-
-
-def _check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
-    """Checks that all arrays have the same number of examples, and that the devices can share them."""
-    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
-    if not counts and pieces == 1:
-        return
-    (name, count), *others = [*counts.items()] or [("the batch", 0)]
-    for other, its in others:
-        if its != count:
+    def check_state(self, state: Any) -> None:
+        """Checks that a state is that of this step."""
+        if not isinstance(state, StepState):
+            raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
+        kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
+        if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
             raise ValueError(
-                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
-                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
-                "functools.partial; keys as one for each, jax.random.split(key, count)"
+                "the state is of another step: its rule, its average, its form or what its loss takes is another; "
+                "start with init(model)"
             )
-    devices = axes.parts_along(axes.batch)
-    if not count:
-        raise ValueError(f"{name} has no examples")
-    if count % devices:
-        raise ValueError(
-            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
-            f"give a multiple of {devices}"
-        )
 
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+    def in_words(self) -> str:
+        """All that is the same in all processes."""
+        kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
+        taken = "form" if self.gradient.takes_form else "model"
+        how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, the loss takes the {taken}"
+        return "\n".join([self.placement.in_words(all_rows=True), *kept, how])

@@ -1,0 +1,123 @@
+"""The value of a loss over a mesh and its gradient: by hand over the devices along the batch, where XLA would guess."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from .._grad import accumulate
+from .._mesh import automatic, lay, over_devices
+from .._parts import Rest, put_together
+from .._restructure import Restructure
+from .._structure import is_array
+from .._text import describe, quoted
+from .._types import PyTree
+from ._gather import DevicePart, Dims, PartRestructure, divided, gather, scatter, summed
+from ._placement import Placement
+from ._specs import Axes
+
+Split = Literal["state", "gradients", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gradient:
+    """The value and the gradient of a loss, the mean over the examples of a batch that devices share."""
+
+    placement: Placement
+    loss: Callable[..., Any]
+    split: Split
+    pieces: int  # in which each device takes its examples, one after another
+    takes_form: bool  # whether the loss is of parameters in their form and of the way back, and not of the model
+
+    @property
+    def splits(self) -> list[Dims]:
+        """The axes along which each block is gathered."""
+        return list(map(self.placement.axes.by_hand, self.placement.specs))
+
+    @property
+    def specs(self) -> PyTree:
+        """The spec of each block along the batch; other axes of the mesh are left to XLA."""
+        along_batch = self.placement.axes.along_batch
+        return self.placement.tree([along_batch(spec) for spec in self.placement.specs])
+
+    def __call__(self, params: PyTree, rest: Rest[Any] | Restructure[Any], batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """The value, and the gradient, which lies as parameters do."""
+        placement, axes = self.placement, self.placement.axes
+        arrays, treedef = jtu.tree_flatten_with_path(batch)
+        check_batch(arrays, axes, self.pieces)
+        shardings = [placement.batch if jnp.ndim(array) else placement.whole for _, array in arrays]
+        laid = [lay(jnp.asarray(array), to) for (_, array), to in zip(arrays, shardings, strict=True)]
+        in_specs = (self.specs, PartitionSpec(), *(each.spec for each in shardings))
+        # What is whole on each device afterwards is divided on the way out.
+        out_specs = (PartitionSpec(), PartitionSpec() if self.split == "state" else self.specs)
+        f = functools.partial(self.on_device, treedef)
+        run = lambda *args: over_devices(f, axes.mesh, in_specs, out_specs, axes.batch)(*args)
+        return automatic(run, (placement.whole, placement.params), axes.mesh)(params, rest, *laid)
+
+    def on_device(self, treedef: Any, params: PyTree, rest: Any, *arrays: jax.Array) -> tuple[jax.Array, PyTree]:
+        """The same on one device: of what it has of parameters and of the arrays of a batch."""
+        leaves, splits, batch_axes = jtu.tree_leaves(params), self.splits, self.placement.axes.batch
+        if self.split != "parameters":
+            leaves = list(map(gather, leaves, splits))
+        value_of = functools.partial(self.value, treedef, rest, arrays)
+        run = jax.value_and_grad(value_of) if self.pieces == 1 else accumulate(value_of, pieces=self.pieces)
+        # A scalar is for all examples, and none of the pieces.
+        value, gradients = run(leaves, [array if array.ndim else None for array in arrays])
+        # Gradients of split parameters have been summed where they were gathered.
+        reduce = scatter if self.split == "gradients" else summed
+        done = [()] * len(splits) if self.split == "state" else splits
+        gradients = [reduce(each, its, batch_axes) for each, its in zip(gradients, done, strict=True)]
+        return jax.lax.psum(value, batch_axes), self.placement.tree(gradients)
+
+    def value(
+        self, treedef: Any, rest: Any, arrays: Sequence[jax.Array], leaves: list[Any], examples: list[Any]
+    ) -> jax.Array | float:
+        """The part of some examples in the value of the loss, of the arrays of parameters."""
+        found = [array if each is None else each for array, each in zip(arrays, examples, strict=True)]
+        of_leaves = self._of_parts if self.split == "parameters" else self._of_whole
+        value = of_leaves(leaves, rest, jtu.tree_unflatten(treedef, found))
+        is_number = is_array(value) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating)
+        if not (is_number or isinstance(value, float)):
+            raise TypeError(f"the loss must return one real number, the mean over its examples, got {describe(value)}")
+        # Divided before it is summed over the devices, so that sums of narrow floats do not overflow.
+        axes = self.placement.axes
+        return value / axes.parts_along(axes.batch)
+
+    def _of_whole(self, leaves: list[Any], rest: Any, batch: Any) -> Any:
+        if self.takes_form:
+            return self.loss(self.placement.tree(leaves), rest, *batch)
+        return self.loss(put_together(rest, self.placement.form.cut_leaves(leaves)), *batch)
+
+    def _of_parts(self, leaves: list[Any], rest: Any, batch: Any) -> Any:
+        pairs = zip(leaves, self.placement.specs, strict=True)
+        parts = [divided(leaf, spec, self.placement.axes) for leaf, spec in pairs]
+        restructure = PartRestructure.over(rest, [split for _, split in parts])
+        return self.loss(DevicePart(self.placement.tree([leaf for leaf, _ in parts])), restructure, *batch)
+
+
+def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
+    """Checks that all arrays have the same number of examples, and that the devices can share them."""
+    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
+    if not counts and pieces == 1:
+        return
+    (name, count), *others = [*counts.items()] or [("the batch", 0)]
+    for other, its in others:
+        if its != count:
+            raise ValueError(
+                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
+                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
+                "functools.partial; keys as one for each, jax.random.split(key, count)"
+            )
+    devices = axes.parts_along(axes.batch)
+    if not count:
+        raise ValueError(f"{name} has no examples")
+    if count % devices:
+        raise ValueError(
+            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
+            f"give a multiple of {devices}"
+        )

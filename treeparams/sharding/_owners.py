@@ -1,0 +1,103 @@
+"""Where the arrays of a rule's state, or of an average, lie: as the parameters that they are of."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from .._block import Block
+from .._form import Form
+from .._states import divide
+from .._types import PyTree
+
+Make = Callable[[PyTree], PyTree]
+Entries = list[Any]
+"""Those of the `PartitionSpec` of an array, one for each axis."""
+
+
+def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[Entries]:
+    """How each array of `start` lies, which `make` makes of parameters in a form that lies by `specs`.
+
+    Most have the shape of the block that they are of, and lie as it does. What has another shape (SM3's vectors for
+    each axis, Adafactor's factors) is asked for once more, see `_ask`. What all parameters share is whole.
+    """
+    arrays = jtu.tree_leaves(start)
+    found: list[Entries] = [[None] * array.ndim for array in arrays]
+    if not any(map(any, specs)):
+        return found
+    division = divide(make, form, start)
+    if division.problem:
+        raise ValueError(division.problem)
+    block_of = {tuple([form.paths[slot] for slot in slots]): i for i, slots in enumerate(form.members)}
+    unknown: dict[int, int] = {}  # the block of each array that is to be asked for
+    for n, (array, owners) in enumerate(zip(arrays, division.owners, strict=True)):
+        if owners is not None:
+            block = block_of[owners.paths]
+            found[n], is_known = _as_block(array.shape, owners.axis, form.blocks[block], specs[block])
+            unknown |= {} if is_known else {n: block}
+    if unknown:
+        _ask(make, form, specs, start, unknown, found)
+    return found
+
+
+def _as_block(shape: tuple[int, ...], axis: int | None, block: Block, spec: PartitionSpec) -> tuple[Entries, bool]:
+    """The entries of an array of a block, as far as they are the block's, and whether that is all.
+
+    Its pieces follow one another along `axis`; `None`: it is of a single array.
+    """
+    own = [*spec, *[None] * (len(block.shape) - len(spec))]
+    if axis is None:
+        return (own, True) if shape == block.shape else ([None] * len(shape), not any(own))
+    first, *of_row = own
+    before = [*[None] * axis, first]
+    if shape[axis + 1 :] == block.shape[1:]:
+        return [*before, *of_row], True
+    return [*before, *[None] * (len(shape) - len(before))], not any(of_row)
+
+
+def _ask(
+    make: Make,
+    form: Form,
+    specs: Sequence[PartitionSpec],
+    start: PyTree,
+    unknown: Mapping[int, int],
+    found: list[Entries],
+) -> None:
+    """Completes the entries of arrays whose axes are not those of their blocks.
+
+    Of parameters that are twice as long along what is split over some axes of the mesh, `make` makes arrays that are
+    twice as long along their own. Along the axis that joins parameters, the entry is known.
+    """
+    pairs, asked = list(zip(form.blocks, specs, strict=True)), set(unknown.values())
+    arrays = jtu.tree_flatten_with_path(start)[0]
+    for entry in dict.fromkeys(entry for i in asked for entry in _within(*pairs[i]) if entry is not None):
+        leaves = [_longer(*pair, entry if i in asked else None) for i, pair in enumerate(pairs)]
+        grown = dict(jtu.tree_flatten_with_path(jax.eval_shape(make, jtu.tree_unflatten(form.treedef, leaves)))[0])
+        for n, (path, array) in enumerate(arrays):
+            if path not in grown or grown[path].ndim != array.ndim:
+                raise ValueError(
+                    f"the rule keeps a state of another structure for longer parameters, at {jtu.keystr(path)}: it "
+                    "looks at the shapes of leaves, and would have parts of them. Let devices own whole rows, "
+                    '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
+                )
+            sizes = zip(array.shape, grown[path].shape, strict=True)
+            # What only grows, as a whole that they are joined to, is not split; and of several axes that are the same
+            # one twice, as of a matrix for pairs, one is.
+            axes = [axis for axis, (size, larger) in enumerate(sizes) if size and larger == 2 * size]
+            if n in unknown and axes:
+                found[n][axes[0]] = entry
+
+
+def _within(block: Block, spec: PartitionSpec) -> Entries:
+    """The entries of a block without that of the axis along which parameters are joined."""
+    return [*spec] if block.length is None else [None, *spec[1:]]
+
+
+def _longer(block: Block, spec: PartitionSpec, entry: Any) -> jax.ShapeDtypeStruct:
+    """A block that is twice as long along what is split over some axes of the mesh."""
+    pairs = itertools.zip_longest(block.shape, _within(block, spec))
+    shape = [2 * size if entry is not None and each == entry else size for size, each in pairs]
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(block.dtype))

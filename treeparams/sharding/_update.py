@@ -1,0 +1,76 @@
+"""What a step does with parameters and gradients, and what it keeps for that: the state of a rule, an average."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._average import Ema
+from .._text import describe
+from .._types import PyTree
+from ..optim._state import ModelTransformation, extended, settled, steady
+from ..optim._step import added
+
+Average = float | Callable[[Any], Ema[Any]]
+"""A decay, or what makes the average of parameters."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """One step of a rule, and of an average if there is one."""
+
+    rule: Any  # plain Optax that takes extra arguments
+    make_average: Callable[[PyTree], Ema[Any]] | None = None
+
+    @classmethod
+    def of(cls, tx: Any, average: Average | None = None) -> "Update":
+        """Of a rule, and of what a user says of the average."""
+        if isinstance(tx, ModelTransformation):
+            raise ValueError(
+                "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
+                "form how it rests: pass what is within it, such as optax.adam(1e-3)"
+            )
+        return cls(extended(tx), None if average is None else ema_maker(average))
+
+    def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
+        """The state of the rule, and the average."""
+        state = settled(self.rule.init(params))
+        return state, None if self.make_average is None else self.make_average(params)
+
+    def step(
+        self, params: PyTree, gradients: PyTree, state: PyTree, average: Ema[Any] | None, value: jax.Array
+    ) -> tuple[PyTree, PyTree, Ema[Any] | None]:
+        """The next parameters, state and average, of gradients in JAX's convention."""
+        updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), state, params, value=value)
+        leaves, treedef = jtu.tree_flatten(params)
+        leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
+        params = treedef.unflatten(leaves)
+        return params, steady(after, state), None if average is None else average.update(params)
+
+
+def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
+    """What makes an average of parameters."""
+
+    def make(params: PyTree) -> Ema[Any]:
+        made = average(params) if callable(average) else Ema(params, average)
+        if not isinstance(made, Ema):
+            raise TypeError(f"{expected}; it made {describe(made)}")
+        return made
+
+    expected = (
+        "average is a decay, such as 0.999, or makes a tp.Ema of parameters, such as "
+        "functools.partial(tp.Ema, decay=0.999, warmup=True)"
+    )
+    is_decay = isinstance(average, (int, float, np.floating)) and not isinstance(average, bool)
+    if isinstance(average, type) or not (is_decay or callable(average)):
+        raise TypeError(f"{expected}, got {average!r}")
+    return make
+
+
+def sharding_of(shapes: PyTree) -> PyTree:
+    """The sharding of each."""
+    return jax.tree.map(lambda shape: shape.sharding, shapes)
