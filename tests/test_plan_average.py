@@ -85,7 +85,40 @@ def test_movers_of_several_arrays():
     np.testing.assert_array_equal(stacked["l"], np.stack([a / 7, a / 9]))
 
 
+_ROWS = jnp.array([2, 0, 3, 1])
+
+
+@jax.jit
+def _permuted(x):
+    return x[_ROWS]
+
+
+MOVERS = {
+    "rows": lambda x: x[_ROWS],
+    "rows in a program of its own": _permuted,
+    "a mask": lambda x: x[np.array([True, False, True, True])],
+    "take": lambda x: jnp.take(x, jnp.array([3, 1]), axis=1),
+    "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(_ROWS)[:, None], axis=1),
+    "one row": lambda x: x[jnp.int32(2)],
+    "mapped": jax.vmap(lambda row: row[::-1]),
+    "computed places": lambda x: x[(_ROWS * 3 + 1) % 4, jnp.arange(4)],
+    "unzipped": lambda x: x.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4),
+    "named": lambda x: jax.checkpoint(jnp.rot90)(x),
+}
+
+
+@pytest.mark.parametrize("function", MOVERS.values(), ids=MOVERS.keys())
+def test_movers_that_say_by_arrays_where_elements_go(function):
+    values = _NOISE[:4, :4]
+    want = np.asarray(function(jnp.asarray(values)))
+    got = _moved({"w": row(4, 4)}, {"w": np.ones(want.shape, np.float32)}, None, {"w": function}, {"w": values})
+    np.testing.assert_array_equal(got["w"], want)
+
+
 NO_MOVERS = {
+    "places that depend on values": lambda x: x[jnp.argsort(x)],
+    "out of bounds": lambda x: jnp.take(x, jnp.array([0, 7])),
+    "scanned": lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1],
     "scaling": lambda x: 2 * x,
     "sign": jnp.negative,
     "square of one": lambda x: (x * x)[:1],

@@ -48,7 +48,6 @@ REFUSED = {
     "one that keeps less": (lambda: (_state(), _state(optax.sgd(0.1))), "another transformation"),
     "one that keeps more": (lambda: (_state(), _state(optax.amsgrad(0.1))), "another transformation"),
     "another group": (lambda: (_state(_GROUPS), _state(_groups("a", "b"))), "for which the fresh one has no place"),
-    "groups over stacks": (lambda: (_state(_GROUPS, optim.stacked),) * 2, "over stacks a state of optim.groups does"),
     "another model": (
         lambda: (_state(model={"w": ramp(2)}), _state()),
         "the state is of 'w', and the plan's source has",

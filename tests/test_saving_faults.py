@@ -203,6 +203,7 @@ def lying(path, good, change):
 
 
 STATE = {"slots": [], "running": [], "held": [], "origins": []}
+division = lambda words: words["states"]["state"]["divisions"][0]
 LIES = {
     "no words": lambda words: "",
     "no JSON": lambda words: "{",
@@ -250,6 +251,18 @@ LIES = {
     "a state without slots": lambda words: words["states"]["state"].pop("slots") and None,
     "slots of a number": lambda words: words["states"]["state"].update(slots=[5]),
     "origins too few": lambda words: words["states"]["state"].update(origins=[]),
+    "no divisions": lambda words: words["states"]["state"].pop("divisions") and None,
+    "divisions too few": lambda words: words["states"]["state"].update(divisions=[]),
+    "a division of nothing": lambda words: words["states"]["state"].update(divisions=[{}]),
+    "an owner in no block": lambda words: division(words)["owners"].update({"0.trace.a": [7, 2, 0, None]}),
+    "an owner of text": lambda words: division(words)["owners"].update({"0.trace.a": ["0", 2, 0, None]}),
+    "one owner along an axis": lambda words: division(words)["owners"].update({"0.trace.a": [0, 2, 0, 0]}),
+    "an owner that is no slot": lambda words: division(words)["blocks"].append([[9], [], False]),
+    "starts too few": lambda words: division(words)["blocks"].append([[0, 1], [0, 2], False]),
+    "starts that go back": lambda words: division(words)["blocks"].append([[0, 1], [0, 2, 1], False]),
+    "a problem of a number": lambda words: division(words).update(problem=5),
+    "no restructures": lambda words: words.pop("restructures", None) and None,
+    "a place of a number": lambda words: words.update(restructures={"back": {"a": [5, [2]]}}),
     "running of a number": lambda words: words["states"]["state"].update(running=[5]),
     "running of lists": lambda words: words["states"]["state"].update(running=[[["a"]]]),
 }

@@ -10,9 +10,11 @@ pieces, one for each parameter, and joins them as another state. So parameters f
 others, wait, move to another model by name, and lie over devices.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._form import Form
+from ._form import Form, Stacks
 from ._index import common_dtype
 from ._paths import join_path, key_text, quote
 from ._types import PyTree
@@ -70,7 +72,8 @@ _WRAP = jtu.DictKey("the parameters")  # under which a form that is one array is
 _MARK = 1_000_003  # no size that a state has for another reason
 
 
-class _Question(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Question:
     """A rule's `init`, and the form that it is asked about."""
 
     init: Init
@@ -84,6 +87,20 @@ class _Question(NamedTuple):
         """The same of these shapes."""
         wrapped = {_WRAP.key: shapes} if self.form.is_bare else shapes
         return dict(jtu.tree_flatten_with_path(jax.eval_shape(self.init, wrapped))[0])
+
+    @functools.cached_property
+    def ends(self) -> Mapping[Any, int]:
+        """Where in the path of an array the keys of its block end: with each leaf in a dictionary, that has one more.
+
+        Not all arrays are in it, nor any if the rule cannot be asked so, as one that goes by the names of parameters.
+        """
+        deeper = jax.tree.map(lambda leaf: {_WRAP.key: leaf}, self.form.shapes())
+        try:
+            paths = [path for path, _ in jtu.tree_flatten_with_path(jax.eval_shape(self.init, deeper))[0]]
+        except Exception:
+            return {}
+        at = {path: path.index(_WRAP) for path in paths if _WRAP in path}
+        return {path[:end] + path[end + 1 :]: end for path, end in at.items()}
 
     @property
     def keys(self) -> Mapping[Any, int]:
@@ -115,20 +132,19 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     blocks = question.form.blocks
     if all(block.length is None for block in blocks):
         return {}
-    longer, keys, found = question.answer(longer=1), question.keys, {}
+    longer, found = question.answer(longer=1), {}
     if longer.keys() != whole.keys():
         raise UndividedError
-    for path, array in whole.items():
-        if array.shape == longer[path].shape:
-            continue
-        i, start, stop = _block_in(path, keys)
+    grown = [path for path, array in whole.items() if array.shape != longer[path].shape]
+    for path, (i, start, stop) in _blocks_in(question, grown).items():
+        array = whole[path]
         sizes = zip(array.shape, longer[path].shape, strict=True)
-        grown = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
+        axes = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
         # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
         length = blocks[i].shape[0]
-        if len(grown) != 1 or (array.shape[grown[0]], longer[path].shape[grown[0]]) != (length, length + 1):
+        if len(axes) != 1 or (array.shape[axes[0]], longer[path].shape[axes[0]]) != (length, length + 1):
             raise UndividedError
-        found[path] = _owners(question.form, i, start, stop, path, grown[0])
+        found[path] = _owners(question.form, i, start, stop, path, axes[0])
     return found
 
 
@@ -142,7 +158,8 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
         shapes = lambda path: {half[path].shape for half in halves if path in half}
         if all(shapes(path) == {array.shape} for path, array in whole.items()):
             missing = [path for path in whole if any(path not in half for half in halves)]
-            return {path: _owners(question.form, *_block_in(path, question.keys), path, None) for path in missing}
+            at = _blocks_in(question, missing)
+            return {path: _owners(question.form, *at[path], path, None) for path in missing}
     except Exception:  # a rule may want a leaf
         pass
     return _marked_arrays(question, whole)
@@ -153,7 +170,7 @@ def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
     So a state is told that lists arrays by number, where those of other leaves stand at the same paths.
     """
-    form, keys = question.form, question.keys
+    form = question.form
     marked = [jax.ShapeDtypeStruct((_MARK + i,), block.dtype) for i, block in enumerate(form.blocks)]
     answer = question.state_of(jtu.tree_unflatten(form.treedef, marked))
     if answer.keys() != whole.keys():
@@ -168,7 +185,7 @@ def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     number = next((at for at in range(min(map(len, marks), default=0)) if _numbers_at(marks, at)), None)
     if number is not None:
         return {path: _owners(form, i, number, number + 1, path, None) for path, i in marks.items()}
-    places = {path: _block_in(path, keys) for path in marks}
+    places = _blocks_in(question, marks)
     if any(places[path][0] != i for path, i in marks.items()):
         raise UndividedError
     return {path: _owners(form, *places[path], path, None) for path in marks}
@@ -179,16 +196,30 @@ def _numbers_at(marks: Mapping[Any, int], at: int) -> bool:
     return all(getattr(path[at], "idx", None) == i for path, i in marks.items())
 
 
-def _block_in(path: Sequence[Any], keys: Mapping[Any, int]) -> tuple[int, int, int]:
-    """The block whose keys stand in a path, and where: of several the last, the longest first."""
+def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int, int, int]]:
+    """The block whose keys stand in each path, and where.
+
+    Keys of several may: a list of parameters has positions in it, and so have the tuples of a chain. Of these, the last
+    and longest are taken that leave the same before and after them in most of the paths.
+    """
+    found = {path: list(_candidates(path, question.keys)) for path in paths}
+    if any(len(its) > 1 for its in found.values()):
+        for path, its in found.items():
+            found[path] = [each for each in its if each[2] == question.ends.get(path, each[2])] or its
+    places = collections.Counter((path[:i], path[j:]) for path, its in found.items() for _, i, j in its)
+    if not all(found.values()):
+        raise UndividedError
+    return {path: max(its, key=lambda at, p=path: places[p[: at[1]], p[at[2] :]]) for path, its in found.items()}
+
+
+def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[int, int, int]]:
     for width in sorted(set(map(len, keys)), reverse=True):
         for start in range(len(path) - width, -1, -1):
             block = keys.get(tuple(path[start : start + width]))
             if block is not None:
-                return block, start, start + width
-    if (_WRAP,) in keys:  # a rule that takes the one array out of what it stands in
-        return 0, len(path), len(path)
-    raise UndividedError
+                yield block, start, start + width
+    if (_WRAP,) in keys and _WRAP not in path:  # a rule that takes the one array out of what it stands in
+        yield 0, len(path), len(path)
 
 
 def _owners(form: Form, i: int, start: int, stop: int, path: Sequence[Any], axis: int | None) -> Owners:
@@ -215,15 +246,23 @@ class Piece(NamedTuple):
         if axis is None:
             return self.array
         start, stop = self.owners.starts[self.number : self.number + 2]
+        piece = _between(self.array, start, stop, axis)
         if self.owners.has_rows:
-            return jax.lax.index_in_dim(jnp.asarray(self.array), start, axis, keepdims=False)
-        piece = jax.lax.slice_in_dim(jnp.asarray(self.array), start, stop, axis=axis)
+            return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
         if piece.ndim > 1:
             raise ValueError(f"{UNDIVIDED}; an array of it has {piece.ndim} axes, one of which is the vector's")
-        return jnp.reshape(piece, shape)
+        return piece.reshape(shape)
 
 
-class Copies(NamedTuple):
+def _between(array: Any, start: int, stop: int, axis: int) -> Any:
+    """A part of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
+    if isinstance(array, np.ndarray):
+        return array[(slice(None),) * axis + (slice(start, stop),)]
+    return jax.lax.slice_in_dim(jnp.asarray(array), start, stop, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Copies:
     """A state as its arrays, by the entries of their paths, with the owners of each."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the parameters
@@ -239,18 +278,31 @@ class Copies(NamedTuple):
         """The entries and owners of each array."""
         return zip(self.arrays, self.division.owners, strict=True)
 
-    def pieces(self) -> dict[tuple[Place, str], Piece]:
-        """The pieces of all arrays that are not shared."""
+    @functools.cached_property
+    def at(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
+        """Where each parameter has its piece at a place: in which array, and its number among the owners of that."""
         return {
-            (owners.place, path): Piece(self.arrays[entries], owners, number)
+            (owners.place, path): (entries, owners, number)
             for entries, owners in self.owned()
             if owners is not None
             for number, path in enumerate(owners.paths)
         }
 
-    def shared(self) -> dict[Entries, Any]:
-        """The shared arrays."""
-        return {entries: self.arrays[entries] for entries, owners in self.owned() if owners is None}
+    def piece(self, place: Place, path: str) -> Piece:
+        """What a parameter has at a place; a `KeyError` if nothing."""
+        entries, owners, number = self.at[place, path]
+        return Piece(self.arrays[entries], owners, number)
+
+    @functools.cached_property
+    def common(self) -> frozenset[Entries]:
+        """Which arrays are shared."""
+        return frozenset(entries for entries, owners in self.owned() if owners is None)
+
+    def shared(self, entries: Entries) -> Any:
+        """A shared array; a `KeyError` if there is none."""
+        if entries not in self.common:
+            raise KeyError(entries)
+        return self.arrays[entries]
 
 
 def entries_of(state: PyTree) -> dict[Entries, Any]:
@@ -261,13 +313,14 @@ def entries_of(state: PyTree) -> dict[Entries, Any]:
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
     """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
-    pieces: dict[tuple[Place, str], Piece] = {}
-    shared: dict[Entries, Any] = {}
+    pieces: dict[tuple[Place, str], Copies] = {}
+    shared: dict[Entries, Copies] = {}
     for each in reversed(sources):
         each.check()
-        pieces |= each.pieces()
-        shared |= each.shared()
-    return joined(like, lambda place, path: pieces[place, path], shared.__getitem__)
+        pieces |= dict.fromkeys(each.at, each)
+        shared |= dict.fromkeys(each.common, each)
+    piece = lambda place, path: pieces[place, path].piece(place, path)
+    return joined(like, piece, lambda entries: shared[entries].shared(entries))
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
@@ -320,12 +373,53 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
             spans.append((start, stop))
     found = []
     for array, spans in runs:
-        array = jnp.asarray(array)
         if spans == [(0, array.shape[axis])]:
-            found.append(array)
+            found.append(jnp.asarray(array))
         elif pieces[0].owners.has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
             rows = np.concatenate([np.arange(*span) for span in spans])
-            found.append(jnp.take(array, rows, axis, mode="clip"))
+            found.append(jnp.take(jnp.asarray(array), rows, axis, mode="clip"))
         else:
-            found += [jax.lax.slice_in_dim(array, *span, axis=axis) for span in spans]
+            found += [jnp.asarray(_between(array, *span, axis)) for span in spans]
     return found
+
+
+# -- A part of a state -------------------------------------------------------------------------------------------------
+
+
+def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
+    """The structure, and the arrays as shapes, of what a state has of some parameters, and shares.
+
+    What is of others alone is not there. It need not be the state that the rule has of these parameters, but has the
+    same pieces, so it can be regrouped as that.
+    """
+    if paths >= copies.shapes.keys():
+        return state, copies
+    arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
+    for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(state)[0], copies.owned(), strict=True):
+        if own is not None and paths.isdisjoint(own.paths):
+            absent.append(keys[: len(keys) - len(own.place[1])])
+            continue
+        shape = array.shape
+        if own is not None and own.axis is not None:
+            kept = [number for number, path in enumerate(own.paths) if path in paths]
+            sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
+            starts = (0, *itertools.accumulate(sizes))
+            shape = (*shape[: own.axis], starts[-1], *shape[own.axis + 1 :])
+            own = own._replace(paths=tuple([own.paths[number] for number in kept]), starts=starts)
+        owners.append(own)
+        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
+    return _without(state, absent), Copies(copies.shapes, arrays, Division(tuple(owners)))
+
+
+def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
+    """A tree with nothing at some paths; of stacks there is not even the key."""
+    below: dict[Any, list[Any]] = {}
+    for keys in absent:
+        if not keys:
+            return None
+        below.setdefault(keys[0], []).append(keys[1:])
+    if not below:
+        return node
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+    made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
+    return Stacks({key: child for key, child in made.items() if child is not None}) if type(node) is Stacks else made

@@ -24,6 +24,7 @@ from .._layout import Layout, Trainable, trained_at
 from .._match import slot_gradients
 from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import OURS, warn
+from .._states import Division
 from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups
@@ -145,7 +146,7 @@ class Rule:
         layouts = [roles.layout] if is_one else [trained_at(roles.layout, positions) for positions in at]
         states = (*state.runs, *state.held)
         found = list(map(History, layouts, states, roles.divisions, state.counts, roles.origins))
-        if found and self.like(layouts[0]).division != roles.divisions[0]:
+        if found and not _are_of_one_rule(self.like(layouts[0]).division, roles.divisions[0], is_one):
             raise ValueError(
                 "the state was made by another transformation than this one; pass the one whose init made it"
             )
@@ -307,6 +308,16 @@ def _refuse_another() -> None:
         if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
             raise ValueError(_ANOTHER)
         frame = frame.f_back
+
+
+def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
+    """Whether two states have the same arrays of the same parameters.
+
+    Of several histories, `saving.plan` makes those of some parameters without asking the rule. What is of parameters is
+    the same in them; the rest may not be.
+    """
+    of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
+    return like == division or (not is_one and of_each(like) == of_each(division))
 
 
 def _check_ties(model: PyTree, parts: Parts[Any]) -> None:

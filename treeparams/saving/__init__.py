@@ -8,11 +8,11 @@ up:
     _arrays    arrays as the format holds them, and back
     _contents  what of a tree is stored: each array once, ties and histories in words
     _file      a file of arrays by name: written whole or not at all, read one array at a time
+    _unlike    what of a tree is not as in a file, in words
     _save      save, load, metadata
     _rename    from names to names by patterns
     _names     names: arrays by name, whatever they come from
-    _elements  which element goes where in a function of arrays
-    _divided   which arrays of a state are of which parameters
+    _elements  which element goes where, read from the program of a function
     _carry     states and averages of the model before, as those of the model after
     _fit       what comes to each array of a model, and what does not fit
     _plan      plan, Plan

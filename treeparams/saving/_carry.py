@@ -1,7 +1,8 @@
-"""States and averages of the model before, as those of the model after."""
+"""States and averages of the model before, as those of the model after: regrouped, with a move between cut and join."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,20 +14,53 @@ from jax.core import Tracer
 from .._average import Ema
 from .._layout import Layout, index_of
 from .._parts import kept_arrays, with_kept_arrays
-from .._paths import join_path, key_text, nearest, quote
-from .._recognise import structure_of
+from .._paths import join_path, nearest, quote, split_path
+from .._states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined, only
 from .._text import describe, first_few
 from .._types import PyTree
-from ..optim import GroupsState, PerLeafState, TrainableState
-from ..optim._groups import groups_in
+from ..optim import TrainableState
 from ..optim._state import Roles, in_own_buffers, nodes_of
-from ._arrays import placed
-from ._contents import histories_in
-from ._divided import NamedHistory
+from ._arrays import as_in_jax, placed
+from ._contents import division_in, histories_in, specs_in
 from ._elements import Movers
 from ._names import Names, names_of
 
 M = TypeVar("M")
+Origin = tuple[int, int]
+"""The number of the history that one is a part of, and the steps that it has taken."""
+
+
+class _Arrays(Mapping[Entries, Any]):
+    """The arrays of a history by what follows its place in their names, each read once, where it is asked for."""
+
+    def __init__(self, source: Names, place: str) -> None:
+        self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{place}.")}
+        self._source = source
+        self._read = functools.cache(self._from_source)
+
+    def __getitem__(self, entries: Entries) -> Any:
+        return self._read(self._names[entries])
+
+    def __iter__(self) -> Iterator[Entries]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _from_source(self, name: str) -> Any:
+        array = self._source[name]
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
+        return as_in_jax(name, array)
+
+
+class _Part(NamedTuple):
+    """A history of the model after: its parameters, and what it is made of."""
+
+    origin: Origin
+    paths: list[str]
+    piece: Callable[[Place, str], Piece]
+    shared: Callable[[Entries], Any]
 
 
 def carried_state(movers: Movers, source: Names, like: TrainableState) -> TrainableState:
@@ -34,46 +68,68 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     words = _words_of(movers, source, like)
     if not like.runs:
         return like
-    olds = [NamedHistory(source, place, words, paths) for place, paths in histories_in(words)]
-    owner_of = {path: number for number, old in enumerate(olds) for path in old.specs}
-    fresh_names = names_of(like)
-    fresh = NamedHistory(fresh_names, "runs.0", fresh_names.states[""], like.layout.paths)
+    names = names_of(like)
+    olds, (fresh,) = _histories_of(source, words), _histories_of(names, names.states[""])
+    owner_of = {path: number for number, (_, paths) in enumerate(histories_in(words)) for path in paths}
     used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
-    lost = [name for old in olds for name in old.lost(fresh, used)]
+    _check_lost(olds, fresh, words, used)
+    # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
+    counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
+    origins: list[Origin] = list(zip(words["origins"], counts, strict=True))
+    homes = _homes(movers, {path: origins[owner] for path, owner in owner_of.items()}, like.layout)
+    if nodes_of(optax.ScaleByLBFGSState, like) and (len(set(homes.values())) > 1 or not used.issuperset(owner_of)):
+        raise ValueError(
+            "L-BFGS remembers steps of all parameters together, so none can be added or left out; begin with a fresh "
+            "state"
+        )
+    moved = functools.partial(_moved, movers, {path: olds[owner] for path, owner in owner_of.items()}, fresh.shapes)
+    parts: list[_Part] = []
+    for origin in [*dict.fromkeys(origins), None]:
+        paths = [path for path, home in homes.items() if home == origin]
+        if paths and origin is not None:
+            parts.append(_Part(origin, paths, moved, olds[origins.index(origin)].shared))
+        elif paths:
+            parts.append(_Part((len(olds), 0), paths, fresh.piece, functools.partial(_begun, olds, fresh)))
+    return _state_of(like, parts)
+
+
+def _histories_of(source: Names, words: Mapping[str, Any]) -> list[Copies]:
+    shapes, found = {path: spec.shape for path, spec in specs_in(words).items()}, []
+    for number, (place, _) in enumerate(histories_in(words)):
+        arrays = _Arrays(source, place)
+        found.append(Copies(shapes, arrays, division_in(words, number, arrays)))
+        found[-1].check()
+    return found
+
+
+def _check_lost(olds: Sequence[Copies], fresh: Copies, words: Mapping[str, Any], used: Set[str]) -> None:
+    """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
+    places, lost = {place for place, _ in fresh.at}, list[str]()
+    for old, (at, _) in zip(olds, histories_in(words), strict=True):
+        for entries, owners in old.owned():
+            is_kept = entries in fresh.common if owners is None else owners.place in places
+            if not is_kept and (owners is None or not used.isdisjoint(owners.paths)):
+                lost.append(join_path((at, *entries)))
     if lost:
         raise ValueError(
             f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
             "transformation, or by one that keeps lists of arrays for a parameter"
         )
-    # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
-    counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
-    numbers = list(zip(words["origins"], counts, strict=True))
-    homes = _homes(movers, {path: numbers[owner] for path, owner in owner_of.items()}, like.layout)
-    made: list[tuple[int, PyTree, int, list[str]]] = []
-    for home in dict.fromkeys(numbers):
-        paths = [path for path, its in homes.items() if its == home]
-        if paths:
-            of = lambda place, path: movers.move(
-                path, fresh.specs[path].shape, [olds[owner_of[name]].of(place, name) for name in movers.sources[path]]
-            )
-            shared = olds[numbers.index(home)].shared
-            made.append((home[0], _state(like, fresh, paths, of, shared), home[1], paths))
-    new = [path for path, home in homes.items() if home is None]
-    if new:
-        # They have the rates that were set since, as after optim.set_trainable.
-        shared = lambda entries: (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
-        made.append((len(olds), _state(like, fresh, new, fresh.of, shared), 0, new))
-    if nodes_of(optax.ScaleByLBFGSState, like) and (len(made) > 1 or not used.issuperset(owner_of)):
-        raise ValueError(
-            "L-BFGS remembers steps of all parameters together, so none can be added or left out; begin with a fresh "
-            "state"
-        )
-    made.sort(key=lambda each: -each[2])  # stable; the oldest first, as after optim.set_trainable
-    leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
-    running = tuple(tuple(leaves[path] for path in paths) for *_, paths in made)
-    roles = Roles(like.layout, running, (), tuple(origin for origin, *_ in made))
-    counts = tuple(jnp.asarray(count, jnp.int32) for _, _, count, _ in made)
-    return in_own_buffers(TrainableState(tuple(state for _, state, _, _ in made), (), counts, roles))
+
+
+def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any], place: Place, path: str) -> Piece:
+    """What comes to a parameter of the model after, at a place in its state."""
+    names = movers.sources[path]
+    pieces = [olds[name].piece(place, name) for name in names]
+    if movers.is_plain(path):
+        return pieces[0]
+    arrays = [piece.alone(olds[name].shapes[name]) for name, piece in zip(names, pieces, strict=True)]
+    return Piece(movers.move(path, shapes[path], arrays), Owners((path,), place, None, (), False), 0)
+
+
+def _begun(olds: Sequence[Copies], fresh: Copies, entries: Entries) -> Any:
+    """What parameters share that begin: fresh, but with the rates that were set, as after optim.set_trainable."""
+    return (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
 
 
 def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:
@@ -88,11 +144,6 @@ def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, 
         )
     if len(like.runs) + len(like.held) > 1:
         raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
-    if not {path for group in groups_in(like) for path in group.paths} <= set(like.layout.paths):
-        raise ValueError(
-            "over stacks a state of optim.groups does not say which row is of which parameter, so it goes through no "
-            "plan; take optim.trainable, whose states go by path"
-        )
     for path, *_ in words["slots"]:
         if path not in movers.known:
             raise ValueError(
@@ -111,9 +162,9 @@ def _steps(count: Any) -> int:
     return int(count)
 
 
-def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layout) -> dict[str, tuple[int, int] | None]:
+def _homes(movers: Movers, numbers: Mapping[str, Origin], layout: Layout) -> dict[str, Origin | None]:
     """The history that each parameter goes on with, by origin and steps; `None`: one of its own."""
-    homes: dict[str, tuple[int, int] | None] = {}
+    homes: dict[str, Origin | None] = {}
     for path in layout.paths:
         sources = movers.sources.get(path, ())
         found = list(dict.fromkeys(numbers.get(name) for name in sources))
@@ -127,76 +178,36 @@ def _homes(movers: Movers, numbers: Mapping[str, tuple[int, int]], layout: Layou
     return homes
 
 
-def _state(
-    like: TrainableState,
-    fresh: NamedHistory,
-    paths: Collection[str],
-    of: Callable[[Any, str], Any],
-    shared: Callable[[Any], Any],
-) -> PyTree:
-    """The state of the rule for some of the parameters of a fresh one, with arrays from elsewhere."""
-    leaves, treedef, structure = structure_of(like.runs[0])
-    made: list[Any] = []
-    for leaf, entries in zip(leaves, structure.entries, strict=True):
-        part = fresh.parts.get(entries)
-        if part is None:
-            made.append(_as(leaf, shared(entries), entries, leaf.shape))
-            continue
-        its = [of(part.place, path) for path in part.paths if path in paths]
-        if part.form == "tree":
-            made.append(_as(leaf, its[0], entries, leaf.shape) if its else None)
-        elif part.form == "stack":
-            its = [_as(leaf, each, entries, leaf.shape[1:]) for each in its]
-            made.append(jnp.stack(its) if its else None)
-        else:
-            made.append(jnp.concatenate([jnp.ravel(_as(leaf, each, entries, each.shape)) for each in its]))
-    state = jtu.tree_unflatten(treedef, made)
-    return state if len(paths) == len(fresh.specs) else _of_these(state, fresh, paths, like.layout)
+def _state_of(like: TrainableState, parts: list[_Part]) -> TrainableState:
+    """The state of these histories, the oldest first, as after optim.set_trainable."""
+    parts = sorted(parts, key=lambda part: -part.origin[1])
+    leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
+    running = tuple(tuple(leaves[path] for path in part.paths) for part in parts)
+    runs, divisions = zip(*[_run_of(like, part) for part in parts], strict=True)
+    counts = tuple(jnp.asarray(part.origin[1], jnp.int32) for part in parts)
+    roles = Roles(like.layout, running, (), tuple(part.origin[0] for part in parts), divisions)
+    return in_own_buffers(TrainableState(runs, (), counts, roles))
 
 
-def _as(like: Any, array: Any, entries: Sequence[str], shape: tuple[int, ...]) -> Any:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        raise ValueError(f"the fresh state is needed at {'.'.join(entries)!r}, and has no values there: tx.init(model)")
+def _run_of(like: TrainableState, part: _Part) -> tuple[PyTree, Division]:
+    """A state of the rule and its division. Only the rule knows how it is of some parameters; here it is cut out."""
+    shapes, fresh = {slot.path: slot.shape for slot in like.layout.slots}, entries_of(like.runs[0])
+    run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(part.paths))
+    made = zip(its.arrays.items(), joined(its, part.piece, part.shared), strict=True)
+    arrays = [_as(fresh[entries], array, entries, want.shape) for (entries, want), array in made]
+    return jtu.tree_unflatten(jtu.tree_structure(run), arrays), its.division
+
+
+def _as(like: Any, array: Any, entries: Entries, shape: tuple[int, ...]) -> Any:
+    """An array in the dtype of the fresh one, and where that lies; of other parameters that may not be possible."""
+    name = join_path(entries)
     if array.shape != shape:
         raise ValueError(
-            f"the state has {describe(array)} at {'.'.join(entries)!r}, and the fresh one {describe(like)}: it was "
-            "made by another transformation"
+            f"the state has {describe(array)} at {name!r}, and the fresh one {describe(like)}: it was made by another "
+            "transformation"
         )
-    return placed(
-        ".".join(entries), array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype), like
-    )
-
-
-def _of_these(state: PyTree, fresh: NamedHistory, paths: Collection[str], layout: Layout) -> PyTree:
-    """The state in the structure that it has for these parameters alone; what is of others is `None` in it."""
-    forms = {part.form for part in fresh.parts.values()}
-    stacks, left = ({describe(fresh.specs[path]) for path in each} for each in (fresh.specs, paths))
-    treedef = index_of(layout).canonical_treedef
-
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
-
-    def visit(node: Any) -> Any:
-        if isinstance(node, GroupsState):
-            groups = [each._replace(paths=tuple(p for p in each.paths if p in paths)) for each in node.groups]
-            states = jtu.tree_map_with_path(unmasked, node.inner_states, is_leaf=is_masked)
-            return GroupsState(jax.tree.map(visit, states, is_leaf=is_whole), tuple(groups))
-        if isinstance(node, PerLeafState):
-            states = zip(treedef.flatten_up_to(node.states), layout.paths, strict=True)
-            return PerLeafState(treedef.unflatten([its if path in paths else None for its, path in states]))
-        return {key: its for key, its in node.items() if key in left} if is_whole(node) else node
-
-    def unmasked(path: Any, node: Any) -> Any:
-        """What is masked for the rule of another group is there no more, if it is of another history."""
-        entries = [quote(key_text(key)) for key in path]
-        its = next((own for start in range(len(entries)) if (own := join_path(entries[start:])) in fresh.specs), None)
-        return None if is_masked(node) and its is not None and its not in paths else node
-
-    def is_whole(node: Any) -> bool:
-        if "stack" in forms:
-            return isinstance(node, dict) and not stacks.isdisjoint(node)
-        return isinstance(node, GroupsState) or (isinstance(node, PerLeafState) and "vector" not in forms)
-
-    return jax.tree.map(visit, state, is_leaf=is_whole)
+    array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+    return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
 
 
 def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:

@@ -2,15 +2,18 @@
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
 from .._layout import Trainable, index_of
+from .._paths import join_path
 from .._recognise import structure_of
 from .._resolve import look_up
+from .._restructure import Restructure, known_leaves
+from .._states import Division, Entries, Owners, entries_of
 from .._structure import Spec
 from .._ties import Alias, find_ties
 from .._types import PyTree
@@ -18,6 +21,8 @@ from .._where import declared_frozen
 from ..optim import TrainableState
 from ..optim._state import nodes_of
 from ._arrays import array_spec, pieces_of, placed
+
+T = TypeVar("T")
 
 
 class Contents:
@@ -81,9 +86,16 @@ class Contents:
     @functools.cached_property
     def states(self) -> dict[str, TrainableState]:
         """The states of `optim.trainable` and the like, by path."""
-        paths = [node.path for node in self.structure.nodes if issubclass(node.cls, TrainableState)]
-        states = nodes_of(TrainableState, jtu.tree_unflatten(self.treedef, self.leaves))
-        return dict(zip(paths, states, strict=True))
+        return self._of_class(TrainableState)
+
+    @property
+    def ways_back(self) -> dict[str, Restructure[Any]]:
+        """The ways back from vectors and stacks, by path."""
+        return self._of_class(Restructure)
+
+    def _of_class(self, cls: type[T]) -> dict[str, T]:
+        paths = [node.path for node in self.structure.nodes if issubclass(node.cls, cls)]
+        return dict(zip(paths, nodes_of(cls, jtu.tree_unflatten(self.treedef, self.leaves)), strict=True))
 
     @functools.cached_property
     def abstract(self) -> frozenset[int]:
@@ -107,17 +119,88 @@ def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
     return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
 
 
+# -- In the words of a file --------------------------------------------------------------------------------------------
+
+
+def places_in_words(restructure: Restructure[Any]) -> dict[str, Any]:
+    """Where each parameter lies in the vector, or in the stacks, that this is the way back from, and its shape."""
+    places = known_leaves(restructure)[2]
+    return {slot.path: [places[slot.path], list(slot.shape)] for slot in restructure.layout.slots}
+
+
 def state_in_words(state: TrainableState) -> dict[str, Any]:
-    """The parameters that a state is of, and which of them have one history."""
+    """The parameters that a state is of, which of them have one history, and which each array is of."""
     index, roles = index_of(state.layout), state.roles
-    paths = index.structure.paths
+    paths, spec = index.structure.paths, index.structure.spec
     known = sorted({i for positions in (*roles.running, *roles.held) for i in positions})
     aliases = lambda i: [paths[alias.leaf] for alias in index.aliases.get(i, ()) if not alias.transforms]
-    specs = {i: index.structure.spec(i) for i in known}
-    slots = [[paths[i], aliases(i), list(spec.shape), str(spec.dtype)] for i, spec in specs.items()]
+    slots = [[paths[i], aliases(i), list(spec(i).shape), str(spec(i).dtype)] for i in known]
+    numbers = {path: number for number, (path, *_) in enumerate(slots)}
     names = lambda histories: [[paths[i] for i in positions] for positions in histories]
-    origins = [roles.origins.index(origin) for origin in roles.origins]  # their numbers mean nothing by themselves
-    return {"slots": slots, "running": names(roles.running), "held": names(roles.held), "origins": origins}
+    pairs = zip((*state.runs, *state.held), roles.divisions, strict=True)
+    return {
+        "slots": slots,
+        "running": names(roles.running),
+        "held": names(roles.held),
+        "origins": [roles.origins.index(origin) for origin in roles.origins],  # their numbers mean nothing
+        "divisions": [_division_in_words(run, division, numbers) for run, division in pairs],
+    }
+
+
+def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """The owners of each array by its path: a block of parameters, how many entries are before and after it, an axis.
+
+    An array that all parameters share is not named.
+    """
+    arrays, problem = entries_of(run), division.problem
+    if not problem and len(arrays) != len(division.owners):
+        problem = "the state was changed since its transformation made it: it has other arrays"
+    blocks, owned = dict[Any, int](), dict[str, list[Any]]()
+    for entries, owners in [] if problem else zip(arrays, division.owners, strict=True):
+        if owners is not None:
+            block = tuple([numbers[path] for path in owners.paths]), owners.starts, owners.has_rows
+            number = blocks.setdefault(block, len(blocks))
+            owned[join_path(entries)] = [number, *map(len, owners.place), owners.axis]
+    return {"blocks": list(blocks), "owners": owned, "problem": problem}
+
+
+def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entries]) -> Division:
+    """The owners of each of these arrays of a history."""
+    said, paths = words["divisions"][number], [path for path, *_ in words["slots"]]
+
+    def owners_of(entries: Entries) -> Owners | None:
+        its = said["owners"].get(join_path(entries))
+        if its is None:
+            return None
+        block, before, after, axis = its
+        slots, starts, has_rows = said["blocks"][block]
+        place = entries[:before], entries[len(entries) - after :]
+        return Owners(tuple([paths[slot] for slot in slots]), place, axis, tuple(starts), has_rows)
+
+    return Division(tuple(map(owners_of, arrays)), said["problem"])
+
+
+def is_division(said: Any, count: int) -> bool:
+    """Whether this is said of the arrays of a history as `save` says it, with so many parameters."""
+    is_count = lambda x: type(x) is int and x >= 0
+    are_counts = lambda several: type(several) is list and all(map(is_count, several))
+
+    def is_block(block: Any) -> bool:
+        slots, starts, has_rows = block
+        are_there = are_counts(slots) and all(slot < count for slot in slots) and type(has_rows) is bool
+        return are_there and are_counts(starts) and len(starts) in (0, len(slots) + 1) and starts == sorted(starts)
+
+    def is_owned(its: Any) -> bool:
+        *numbers, axis = its
+        is_there = are_counts(numbers) and len(numbers) == 3 and numbers[0] < len(said["blocks"])
+        if not is_there or not (axis is None or is_count(axis)):
+            return False
+        slots, starts, _ = said["blocks"][numbers[0]]
+        return bool(starts) if axis is not None else not starts and len(slots) == 1
+
+    blocks, owners = said["blocks"], said["owners"]
+    are_blocks = type(blocks) is list and all(map(is_block, blocks))
+    return are_blocks and type(said["problem"]) is str and all(map(is_owned, owners.values()))
 
 
 def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

@@ -1,13 +1,22 @@
-"""Which element goes where: what a function of arrays does to moments and averages, if it only moves elements."""
+"""Which element goes where: what a function of arrays does to moments and averages, if it only moves elements.
 
+That is read from its program: each operation on elements has to be one that moves them. The program then runs on the
+numbers of the elements. What is computed of constants alone, such as the rows of `x[jnp.array([2, 0, 1])]`, may be
+anything.
+"""
+
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
 from .._index import is_complex
+from .._programs import bind, called
 from .._structure import Spec, is_inexact
 from ._names import Names
 from ._rename import Route
@@ -61,6 +70,10 @@ class Movers:
             self._maps[id(route)] = _places(route, [self._specs[name] for name in route.sources])
         return self._maps[id(route)][number]
 
+    def is_plain(self, path: str) -> bool:
+        """Whether what comes to a path is one array as it is."""
+        return self._comes[path][0].is_plain
+
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
         for route, number in self._comes.values():
@@ -69,59 +82,85 @@ class Movers:
 
 
 def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
-    """As `_map`, of each result of a route; found by running it on numbers that tell the elements apart."""
-    count = sum(math.prod(spec.shape) for spec in specs)
-    # What adds, scales, sorts, rounds or drops signs gives other places by one of these numberings.
-    numberings = [np.arange(count) + 1, 3 * np.arange(count) + 5, count + 11 - np.arange(count)]
-    found = [_run(route, specs, numbers, unit) for numbers, unit in zip(numberings, (1.0, -0.125, 1.0), strict=True)]
-    places = [numbers - 1 for numbers in found[0]]
-    together = np.concatenate([each.ravel() for each in places]) if places else np.zeros(0, int)
-    is_moved = bool(np.all((together >= 0) & (together < count))) and len(np.unique(together)) == len(together)
-    for numbers, results in zip(numberings[1:], found[1:], strict=True):
-        is_moved = is_moved and all(np.array_equal(n, numbers[p]) for n, p in zip(results, places, strict=True))
+    """As `_map`, of each result of a route."""
+    ends = list(itertools.accumulate(math.prod(spec.shape) for spec in specs))
+    numbers = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
+    program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
+    elements = [_Elements(jnp.reshape(own, spec.shape)) for own, spec in zip(numbers, specs, strict=True)]
+    try:
+        places = [np.ravel(_numbers(made)) for made in _run(program.jaxpr, program.consts, elements)]
+        together = np.concatenate(places) if places else np.zeros(0, np.int32)
+        is_moved = np.all((together >= 0) & (together < ends[-1])) and len(np.unique(together)) == len(together)
+    except _NotMovedError:
+        places, is_moved = [], False
     if not is_moved:
         raise ValueError(
             f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, and "
             f"{route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
             "parameters alone go through it: plan(arrays)"
         )
-    return [each.ravel() for each in places]
+    return places
 
 
-def _run(route: Route, specs: Sequence[Spec], numbers: np.ndarray, unit: float) -> list[np.ndarray]:
-    """What a route makes of whole numbers, -1 for what comes out as none.
-
-    They go through it in digits that the narrowest of its dtypes holds exactly, times a unit.
-    """
-    ends = np.cumsum([math.prod(spec.shape) for spec in specs])[:-1]
-
-    def run(digit: np.ndarray) -> list[np.ndarray]:
-        parts = zip(np.split(digit, ends), specs, strict=True)
-        return [np.asarray(made) for made in route(*(_as(part, spec) for part, spec in parts))]
-
-    at_zero = run(np.zeros(len(numbers)))
-    dtypes = [each.dtype for each in (*specs, *at_zero)]
-    if len(set(map(is_complex, dtypes))) > 1:
-        return [np.full(made.shape, -1) for made in at_zero]
-    base = 2 ** min(jnp.finfo(dtype).nmant + 1 if jnp.issubdtype(dtype, jnp.inexact) else 1 for dtype in dtypes)
-    total, power = [np.zeros(made.shape, np.int64) for made in at_zero], 1
-    while power <= numbers.max(initial=1):
-        digits = [_read(made, base, unit) for made in run(numbers // power % base * unit)]
-        total = [np.where((t < 0) | (d < 0), -1, t + d * power) for t, d in zip(total, digits, strict=True)]
-        power *= base
-    return total
+class _NotMovedError(Exception):
+    pass
 
 
-def _as(part: np.ndarray, spec: Spec) -> Any:
-    values = part.reshape(spec.shape)
-    if jnp.issubdtype(spec.dtype, jnp.complexfloating):
-        values = values * (1 + 1j)  # so that a conjugate is told
-    return jnp.asarray(values.astype(spec.dtype))
+class _Elements(NamedTuple):
+    """An array of elements, by their numbers; what is none is a constant."""
+
+    numbers: Any
 
 
-def _read(made: np.ndarray, base: int, unit: float) -> np.ndarray:
-    wide = made.astype(np.complex128 if made.dtype.kind == "c" else np.float64) / unit
-    is_digit = (wide.real == np.floor(wide.real)) & (wide.real >= 0) & (wide.real < base)
-    if made.dtype.kind == "c":
-        is_digit &= wide.imag == wide.real
-    return np.where(is_digit, wide.real, -1).astype(np.int64)
+# What moves the elements of one operand, of several. No element may come out twice, which is seen in the end.
+_MOVES = {"broadcast_in_dim", "dynamic_slice", "expand_dims", "gather", "reshape", "rev", "slice", "split", "squeeze"}
+_MOVES |= {"transpose"}
+_JOINS = {"concatenate", "stack"}
+_SAME = {"copy", "device_put", "optimization_barrier"}
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+
+
+def _numbers(value: Any) -> Any:
+    if not isinstance(value, _Elements):
+        raise _NotMovedError
+    return value.numbers
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The results of a program, of elements and of constants."""
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    look = lambda atoms: [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _step(eqn, look(eqn.invars)), strict=True))
+    return look(jaxpr.outvars)
+
+
+def _step(eqn: Any, values: list[Any]) -> list[Any]:
+    """The results of one operation."""
+    name, program = eqn.primitive.name, called(eqn)
+    if not any(isinstance(value, _Elements) for value in values):
+        return bind(eqn, values)
+    if program is not None:
+        return _run(program.jaxpr, program.consts, values)
+    if name in _MOVES | _JOINS:
+        count = len(values) if name in _JOINS else 1
+        if any(isinstance(value, _Elements) for value in values[count:]):
+            raise _NotMovedError
+        if name == "gather":  # what is filled in is no element
+            eqn = eqn.replace(params=eqn.params | {"fill_value": -1})
+        return list(map(_Elements, bind(eqn, [*map(_numbers, values[:count]), *values[count:]])))
+    if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)) or _is_neutral(eqn, values):
+        return values[: len(eqn.outvars)]
+    raise _NotMovedError
+
+
+def _is_rounding(eqn: Any) -> bool:
+    """Whether a conversion changes no more than digits."""
+    before, after = (atom.aval.dtype for atom in (eqn.invars[0], eqn.outvars[0]))
+    return is_inexact(before) and is_inexact(after) and is_complex(before) == is_complex(after)
+
+
+def _is_neutral(eqn: Any, values: list[Any]) -> bool:
+    """Whether zero is added to elements, or they are multiplied by one."""
+    neutral, same = _NEUTRAL.get(eqn.primitive.name), eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return neutral is not None and same and not isinstance(values[1], _Elements) and bool(np.all(values[1] == neutral))

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._text import in_short
 from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
-from ._contents import specs_in
+from ._contents import is_division, specs_in
 from ._format import Header, header_text, prefixed, read_bytes, read_header, wrong
 
 try:
@@ -129,14 +129,19 @@ def _are_right(words: Any, names: Collection[str]) -> bool:
         are_histories = all(are(is_text, each) for each in histories) and are(is_count, state["origins"])
         if not (are_histories and are(is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
             return False
+        divisions, count = state["divisions"], len(state["slots"])
+        if len(divisions) != len(histories) or not all(is_division(each, count) for each in divisions):
+            return False
         return specs_in(state).keys() == {path for each in histories for path in each}
 
+    is_place = lambda place: len(place) == 2 and is_text(place[0]) and are(is_count, place[1])
     ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
     return (
         are(is_text, words["frozen"])
         and all(alias not in names and is_tie(tie) for alias, tie in ties.items())
         and all(name in names and is_mark(mark) for name, mark in marks.items())
         and all(map(is_state, states.values()))
+        and all(all(map(is_place, places.values())) for places in words["restructures"].values())
         and sums.keys() == set(names)
     )
 

@@ -127,8 +127,8 @@ class Plan(Generic[M]):
 
         Raises:
             ValueError: a function of the plan changes or repeats elements, in place of moving them; a parameter is made
-                of some that have not taken their steps together; the states are of different rules; over stacks there
-                are groups.
+                of some that have not taken their steps together; the states are of different rules; the rule does not
+                keep its state leaf by leaf.
             TypeError: `like` is no such state.
         """
         return carried_state(self._movers, names_of(source), like)
@@ -287,7 +287,7 @@ def plan(
 
     **What goes along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)` take moments and
     averages of the model before through the same renames. There a function may only move, drop and join elements, each
-    as it is - a transpose, a slice, a concatenation - which is found by running it on numbers that tell them apart.
+    as it is - a transpose, a slice, a concatenation - which is read from its program.
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors

@@ -1,20 +1,18 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
-import numpy as np
 
-from .._layout import index_of
-from .._paths import nearest
 from .._recognise import name_deleted
-from .._text import describe, first_lines, quoted
+from .._text import first_lines
 from .._ties import Alias
 from .._types import PyTree
 from ._arrays import placed
-from ._contents import Contents, heads_of, histories_in, specs_in, state_in_words
+from ._contents import Contents, histories_in, places_in_words, state_in_words
 from ._file import PREFIX, File, write
+from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
 
 M = TypeVar("M")
 
@@ -34,9 +32,9 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
 
     Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
     functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
-    says which paths are one array, what each array's checksum is, and which parameters a state of an optimiser is of.
-    Anything that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as
-    bytes.
+    says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
+    state is of. Of a `Restructure` in the tree it says which parameter lies where in what that opens. Anything that
+    reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one.
@@ -73,6 +71,7 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         words = {
             "ties": contents.ties,
             "states": {path: state_in_words(state) for path, state in contents.states.items()},
+            "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
             "frozen": [name for name, i in contents.stored.items() if i in frozen],
         }
         write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
@@ -146,8 +145,9 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
         )
     contents = Contents(like)
     leaves = _leaves_in(contents, file)
-    wrong = list(_unlike_states(contents, file))
-    wrong = wrong or [*_unlike_arrays(contents, leaves, file), *_unlike_ties(contents, leaves, file)]
+    wrong = list(unlike_states(contents, file))
+    wrong = wrong or [*unlike_arrays(contents, leaves, file), *unlike_ties(contents, leaves, file)]
+    wrong = wrong or list(unlike_joined(contents, file))
     if wrong:
         raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
     known = contents.aliases
@@ -185,109 +185,3 @@ def _places_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[st
         (place.partition(".")[0], *paths): (f"{start}{place}", f"{start}counts.{number}")
         for number, (place, paths) in enumerate(histories_in(words))
     }
-
-
-def _unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which arrays are in one only, or are others."""
-    there = dict.fromkeys([*file.specs, *file.words["ties"]])
-    heads = heads_of(leaves, there)
-    if heads:
-        yield (
-            f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
-            f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
-        )
-        return
-    for name in [name for name in leaves if name not in there]:
-        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    head = lambda name: name.partition(".")[0]
-    heads, lacking = set(map(head, leaves)), [name for name in there if name not in leaves]
-    for name in [name for name in lacking if head(name) in heads]:
-        yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
-    for part in dict.fromkeys(head(name) for name in lacking if head(name) not in heads):
-        yield (
-            f"the file also holds {part!r}, which the tree has not; to take a part of a file, as 'model', write "
-            "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
-        )
-    plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
-    for name in [name for name in there if name in leaves and (name in plain or name in file.specs)]:
-        stored = plain.get(name, name)
-        here, there = contents.spec(leaves[name]), file.specs[stored]
-        leaf = contents.leaves[leaves[name]]
-        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
-            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
-        if here != there:
-            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
-
-
-def _unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says what is one array in the tree or in the file only."""
-    aliases, first = contents.aliases, contents.structure.first
-    names = {i: name for name, i in leaves.items()}
-    source_of = lambda i: aliases[i].source if i in aliases else i
-    for alias, (source, transforms) in file.words["ties"].items():
-        if alias not in leaves or source not in leaves:
-            continue
-        here, there = leaves[alias], leaves[source]
-        if not contents.structure.is_parameter(here):
-            continue
-        if transforms:
-            if here not in aliases or (source_of(here), str(aliases[here])) != (source_of(there), transforms):
-                yield (
-                    f"{alias!r} is {transforms} of {source!r} in the file, and the tree declares no such tie: "
-                    f"declare it, tp.field(tied_to=..., transform={transforms})"
-                )
-        elif source_of(here) != source_of(there) and not {here, there} & contents.abstract:
-            yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
-    for i, name in names.items():
-        same = names[first[i]]
-        if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
-            yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
-
-
-def _unlike_states(contents: Contents, file: File) -> Iterator[str]:
-    """Says which states have other histories, and how to make one that fits."""
-    for path, state in contents.states.items():
-        here, there = state_in_words(state), file.words["states"].get(path)
-        if there is None or _parts_in(here) == _parts_in(there):
-            continue
-        structure = index_of(state.layout).structure
-        known = dict(zip(structure.paths, structure.specs, strict=True))
-        if not specs_in(there).items() <= known.items():  # the names and shapes of the parameters tell
-            continue
-        yield (
-            f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
-            f"{_histories(here)} in the tree. A state like the saved one is made by\n{calls_for(there)}"
-        )
-
-
-def _parts_in(words: Mapping[str, Any]) -> Any:
-    """What a state is said to be of, whatever the order of its histories."""
-    together: dict[int, list[str]] = {}
-    histories = [(place.partition(".")[0], *paths) for place, paths in histories_in(words)]
-    for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
-        together.setdefault(origin, []).extend(paths)
-    parts = zip(histories, words["origins"], strict=True)
-    return specs_in(words), {history: frozenset(together[origin]) for history, origin in parts}
-
-
-def _histories(words: Mapping[str, Any]) -> str:
-    running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
-    return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
-
-
-def calls_for(words: Mapping[str, Any]) -> str:
-    """The calls that make a state of these histories."""
-    places = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
-    running, held = ([[at for p in paths for at in places[p]] for paths in words[side]] for side in ("running", "held"))
-    together: dict[int, list[str]] = {}
-    for origin, paths in zip(words["origins"], [*running, *held], strict=True):
-        together.setdefault(origin, []).extend(paths)
-    lines, trained = ["state = tx.init(model)"], list[str]()
-    for paths in together.values():
-        trained += paths
-        reset = ", reset=True" if len(lines) == 1 else ""
-        lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
-    if held:
-        now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
-        lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
-    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""What of a tree is not as in a file, in words: arrays, ties, histories, and what lies where in joined arrays."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .._layout import index_of
+from .._paths import nearest
+from .._text import describe, quoted
+from ._contents import Contents, heads_of, histories_in, places_in_words, specs_in, state_in_words
+from ._file import File
+
+
+def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
+    """Says which arrays are in one only, or are others."""
+    there = dict.fromkeys([*file.specs, *file.words["ties"]])
+    heads = heads_of(leaves, there)
+    if heads:
+        yield (
+            f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
+            f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
+        )
+        return
+    for name in [name for name in leaves if name not in there]:
+        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
+    head = lambda name: name.partition(".")[0]
+    heads, lacking = set(map(head, leaves)), [name for name in there if name not in leaves]
+    for name in [name for name in lacking if head(name) in heads]:
+        yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
+    for part in dict.fromkeys(head(name) for name in lacking if head(name) not in heads):
+        yield (
+            f"the file also holds {part!r}, which the tree has not; to take a part of a file, as 'model', write "
+            "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
+        )
+    plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
+    for name in [name for name in there if name in leaves and (name in plain or name in file.specs)]:
+        stored = plain.get(name, name)
+        here, there = contents.spec(leaves[name]), file.specs[stored]
+        leaf = contents.leaves[leaves[name]]
+        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
+            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
+        if here != there:
+            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
+
+
+def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
+    """Says what is one array in the tree or in the file only."""
+    aliases, first = contents.aliases, contents.structure.first
+    names = {i: name for name, i in leaves.items()}
+    source_of = lambda i: aliases[i].source if i in aliases else i
+    for alias, (source, transforms) in file.words["ties"].items():
+        if alias not in leaves or source not in leaves:
+            continue
+        here, there = leaves[alias], leaves[source]
+        if not contents.structure.is_parameter(here):
+            continue
+        if transforms:
+            if here not in aliases or (source_of(here), str(aliases[here])) != (source_of(there), transforms):
+                yield (
+                    f"{alias!r} is {transforms} of {source!r} in the file, and the tree declares no such tie: "
+                    f"declare it, tp.field(tied_to=..., transform={transforms})"
+                )
+        elif source_of(here) != source_of(there) and not {here, there} & contents.abstract:
+            yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
+    for i, name in names.items():
+        same = names[first[i]]
+        if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
+            yield f"{same!r} and {name!r} are one array in the tree only: tp.untie(model, {name!r})"
+
+
+def unlike_states(contents: Contents, file: File) -> Iterator[str]:
+    """Says which states have other histories, and how to make one that fits."""
+    for path, state in contents.states.items():
+        here, there = state_in_words(state), file.words["states"].get(path)
+        if there is None or _parts_in(here) == _parts_in(there):
+            continue
+        structure = index_of(state.layout).structure
+        known = dict(zip(structure.paths, structure.specs, strict=True))
+        if not specs_in(there).items() <= known.items():  # the names and shapes of arrays tell, or `unlike_joined`
+            continue
+        yield (
+            f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
+            f"{_histories(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
+        )
+
+
+def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
+    """Says which arrays hold other parameters, or in another order, than in the file: joined, they may be as long."""
+    for path, restructure in contents.ways_back.items():
+        here, there = places_in_words(restructure), file.words["restructures"].get(path)
+        for name in here if there is None else here | there:
+            ours, theirs = (_place(each, name) for each in (here, there or here))
+            if ours != theirs:
+                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the file"
+                break
+    for path, state in contents.states.items():
+        here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
+        for at, pieces in here.items():
+            pairs = itertools.zip_longest(pieces, there.get(at, pieces), fillvalue="none")
+            ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            if ours != theirs:
+                yield f"in the state at {path!r}, {at[-1]!r} holds {ours} in the tree, {theirs} in the file"
+                break
+
+
+def _place(places: Mapping[str, Any], name: str) -> str:
+    place, shape = places.get(name, ("nothing", []))
+    return f"{place} of shape {tuple(shape)}"
+
+
+def _pieces_in(words: Mapping[str, Any] | None) -> dict[Any, list[str]]:
+    """The parameters in each array of a state, in order, by history and name."""
+    if words is None:
+        return {}
+    pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
+    return {
+        (place.partition(".")[0], *paths, name): [pieces[slot] for slot in said["blocks"][block][0]]
+        for (place, paths), said in zip(histories_in(words), words["divisions"], strict=True)
+        for name, (block, *_) in said["owners"].items()
+    }
+
+
+def _parts_in(words: Mapping[str, Any]) -> Any:
+    """What a state is said to be of, whatever the order of its histories."""
+    together: dict[int, list[str]] = {}
+    histories = [(place.partition(".")[0], *paths) for place, paths in histories_in(words)]
+    for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
+        together.setdefault(origin, []).extend(paths)
+    parts = zip(histories, words["origins"], strict=True)
+    return specs_in(words), {history: frozenset(together[origin]) for history, origin in parts}
+
+
+def _histories(words: Mapping[str, Any]) -> str:
+    running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
+    return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
+
+
+def _calls_for(words: Mapping[str, Any]) -> str:
+    """The calls that make a state of these histories."""
+    places = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
+    running, held = ([[at for p in paths for at in places[p]] for paths in words[side]] for side in ("running", "held"))
+    together: dict[int, list[str]] = {}
+    for origin, paths in zip(words["origins"], [*running, *held], strict=True):
+        together.setdefault(origin, []).extend(paths)
+    lines, trained = ["state = tx.init(model)"], list[str]()
+    for paths in together.values():
+        trained += paths
+        reset = ", reset=True" if len(lines) == 1 else ""
+        lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
+    if held:
+        now = [path for paths in running for path in paths] or "jax.tree.map(lambda _: False, model)"
+        lines.append(f"state = optim.set_trainable(tx, state, model, {now})")
+    return "\n".join(lines)
