@@ -13,7 +13,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 from treeparams._makers import stacks_of, tree_of, vector_of
-from treeparams._states import divide
+from treeparams._owners import divide
 
 from .zoo import assert_close, assert_same, ramp
 
@@ -287,3 +287,16 @@ def test_a_rule_that_is_made_anew_for_each_update_is_looked_at_once():
     before = len(traced)
     tx.update(model, state, model)
     assert len(traced) - before == len(model)
+
+
+def test_a_group_whose_parameters_all_wait_goes_on_without_them():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    adam = optim.per_leaf(optax.adam(0.1))
+    tx = optim.trainable(optim.groups({"a": adam}, default=adam))
+    _, state = tx.update(model, tx.init(model), model)
+    frozen = optim.set_trainable(tx, state, model, "b")
+    updates, after = tx.update({"b": model["b"]}, frozen, model)
+    partial, _ = tx.update({"b": model["b"]}, state, model)
+    assert_same((updates["b"], updates["a"]), (partial["b"], partial["a"]))
+    again = optim.set_trainable(tx, after, model)
+    assert_same(again.runs[0].inner_states["default"], after.runs[0].inner_states["default"])

@@ -34,7 +34,6 @@ from ._state import (
     nodes_of,
     rates_in,
     rule_of,
-    settled,
 )
 
 S = TypeVar("S")
@@ -173,8 +172,7 @@ def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[H
     if history is None or not width(rates):
         return fresh
     form = rule.form_of(history.layout)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form.shapes())
-    made, now = (_by_rule(form, state) for state in (settled(rule.tx.init(zeros)), history.state))
+    made, now = (_by_rule(form, state) for state in (rule.begun(history.layout), history.state))
     place = _place_of_rule(rule.form_of(layout))
 
     def restore(path: Any, node: Any) -> Any:

@@ -11,7 +11,8 @@ import optax
 
 from .._form import Form
 from .._layout import Layout, index_of
-from .._states import Copies, Division, Init, divide, entries_of, regroup
+from .._owners import Division, Init, divide
+from .._states import Copies, entries_of, regroup
 from .._types import PyTree
 from ._state import nodes_of
 
@@ -27,6 +28,7 @@ class History:
     division: Division
     count: Any = None
     origin: int = 0
+    begin: Callable[[], PyTree] | None = None  # of a fresh one, which has shapes alone: makes its arrays
 
     @functools.cached_property
     def copies(self) -> Copies:
@@ -63,7 +65,11 @@ def regrouped(histories: Sequence[History], like: History) -> PyTree:
     if first.layout == like.layout and jtu.tree_structure(first.state) == treedef:
         return first.state
     check_no_memory(histories)
-    return jtu.tree_unflatten(treedef, regroup([each.copies for each in histories], like.copies))
+    sources = [each.copies for each in histories]
+    if like.begin is not None and like.copies.common.difference(*[each.common for each in sources]):
+        # Where no parameter of a group is left, `optim.per_leaf` keeps what it had no use for before.
+        sources.append(dataclasses.replace(like, state=like.begin(), begin=None).copies)
+    return jtu.tree_unflatten(treedef, regroup(sources, like.copies))
 
 
 def check_no_memory(histories: Sequence[History]) -> None:

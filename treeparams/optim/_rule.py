@@ -22,9 +22,9 @@ from .._form import Form
 from .._grad import nothing_trained
 from .._layout import Layout, Trainable, trained_at
 from .._match import slot_gradients
+from .._owners import Division
 from .._parts import Parts, kept_arrays, take_apart
 from .._recognise import OURS, warn
-from .._states import Division
 from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups
@@ -135,7 +135,12 @@ class Rule:
     def like(self, layout: Layout, made: PyTree = None) -> History:
         """A fresh state of some parameters, as shapes; where one has been made, it need not be asked for."""
         ask = functools.partial(asked, self.tx.init, self.form_of(layout), made)
-        return History(layout, *remembered(self, layout, "state", ask))
+        return History(layout, *remembered(self, layout, "state", ask), begin=functools.partial(self.begun, layout))
+
+    def begun(self, layout: Layout) -> PyTree:
+        """A fresh state of some parameters, of zeros."""
+        shapes = self.form_of(layout).shapes()
+        return settled(self.tx.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
 
     def histories(self, state: Any) -> list[History]:
         """All histories of a state, which must be one of this rule: those that run, and then those that wait."""

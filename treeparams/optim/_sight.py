@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 from .._form import Form
 from .._index import Index
 from .._layout import Layout, index_of
+from .._owners import Division, Init
 from .._parts import Parts
-from .._states import Division, Init
 from .._types import PyTree
 from ._apart import Value, run_apart
 from ._history import History

@@ -13,8 +13,8 @@ import numpy as np
 from .._form import Form
 from .._layout import Layout, Trainable, slots_in
 from .._makers import stacks_in_groups, stacks_of, tree_of
+from .._owners import Division, Init
 from .._parts import Parts
-from .._states import Division, Init
 from .._structure import is_array
 from .._text import describe
 from .._types import PyTree

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 import optax
 
 from .._layout import Layout
-from .._states import Division
+from .._owners import Division
 from .._static_keys import contents
 from .._structure import is_array
 from .._text import describe

@@ -13,9 +13,10 @@ from jax.core import Tracer
 
 from .._average import Ema
 from .._layout import Layout, index_of
+from .._owners import Division, Entries, Owners, Place
 from .._parts import kept_arrays, with_kept_arrays
 from .._paths import join_path, nearest, quote, split_path
-from .._states import Copies, Division, Entries, Owners, Piece, Place, entries_of, joined, only
+from .._states import Copies, Piece, entries_of, joined, only
 from .._text import describe, first_few
 from .._types import PyTree
 from ..optim import TrainableState

@@ -9,11 +9,12 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._layout import Trainable, index_of
+from .._owners import Division, Entries, Owners
 from .._paths import join_path
 from .._recognise import structure_of
 from .._resolve import look_up
 from .._restructure import Restructure, known_leaves
-from .._states import Division, Entries, Owners, entries_of
+from .._states import entries_of
 from .._structure import Spec
 from .._ties import Alias, find_ties
 from .._types import PyTree

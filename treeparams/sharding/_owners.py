@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._block import Block
 from .._form import Form
-from .._states import divide
+from .._owners import divide
 from .._types import PyTree
 
 Make = Callable[[PyTree], PyTree]
