@@ -14,12 +14,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from ._declare import field
-from ._index import widened
+from ._dtypes import is_inexact, widened
 from ._layout import Trainable
+from ._lost_ties import keep_apart
 from ._match import read_slots
+from ._messages import name_deleted, warn
 from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
-from ._recognise import keep_apart, name_deleted, structure_of, warn
-from ._structure import Structure, flatten, is_inexact
+from ._recognise import structure_of
+from ._structure import Structure, flatten
 from ._types import PyTree
 from ._where import select
 

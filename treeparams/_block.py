@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._index import is_complex
+from ._dtypes import is_complex
 from ._mesh import alike, first_axis_whole, replicated
 from ._primitives import Shapes, cut, join
 

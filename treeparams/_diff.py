@@ -11,11 +11,12 @@ import numpy as np
 from jax.core import Tracer
 
 from ._difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._index import is_complex
+from ._dtypes import is_complex, is_inexact
 from ._layout import Layout
-from ._recognise import name_deleted, static_values, structure_of
+from ._messages import name_deleted
+from ._recognise import static_values, structure_of
 from ._static_keys import identical, static_key
-from ._structure import flatten, is_inexact, same_treedef
+from ._structure import flatten, same_treedef
 from ._text import both_in_text, describe
 from ._types import PyTree
 

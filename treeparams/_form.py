@@ -17,9 +17,9 @@ import jax
 import jax.tree_util as jtu
 
 from ._block import Block, cut_blocks, join_blocks
-from ._index import common_dtype, is_complex
+from ._dtypes import common_dtype, is_complex, is_inexact
 from ._paths import key_text, nearest, quote
-from ._structure import is_inexact, same_treedef
+from ._structure import same_treedef
 from ._text import describe, first_few, quoted
 from ._types import PyTree
 

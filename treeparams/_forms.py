@@ -9,8 +9,8 @@ from jaxtyping import Array, Inexact
 
 from ._layout import Trainable
 from ._makers import stacks_of, vector_of
+from ._messages import name_deleted, warn
 from ._parts import take_apart
-from ._recognise import name_deleted, warn
 from ._restructure import Restructure, restructure_over
 from ._where import Where
 

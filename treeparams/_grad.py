@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._index import Index, widened
+from ._dtypes import widened
+from ._index import Index
 from ._layout import Trainable
 from ._mesh import result_varies, split_over, vary, varying
+from ._messages import name_deleted, warn
 from ._parts import take_apart
 from ._reached import reaches
-from ._recognise import name_deleted, warn
 from ._text import count_of, describe, quoted
 from ._types import PyTree
 

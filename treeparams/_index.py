@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._structure import Structure, getter, is_inexact
+from ._dtypes import is_complex
+from ._structure import Structure, getter
 from ._text import describe
 from ._ties import Alias
 from ._types import PyTree
@@ -161,26 +160,3 @@ class Index:
         nothing = len(self.positions)
         places = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
         return getter([places.get(leaf, nothing) for leaf in range(len(self.trained))])
-
-
-def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
-    """The dtype that holds all of these; JAX's float when there are none.
-
-    Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
-    """
-    distinct = list(dict.fromkeys(map(jnp.dtype, dtypes)))
-    if len(distinct) == 1:
-        return distinct[0]
-    wide = [jnp.bfloat16 if is_inexact(each) and each.itemsize == 1 else each for each in distinct]
-    with jax.numpy_dtype_promotion("standard"):  # here dtypes are mixed on purpose
-        return jnp.dtype(jnp.result_type(*wide or [float]))
-
-
-def is_complex(dtype: Any) -> bool:
-    """Whether a dtype is complex."""
-    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-
-
-def widened(dtype: Any) -> Any:
-    """The dtype to sum and average in: at least single precision."""
-    return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

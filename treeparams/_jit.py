@@ -10,8 +10,8 @@ import jax
 import jax.tree_util as jtu
 
 from ._difference import Difference, compare, groups_of, tie_rows
+from ._lost_ties import keep_apart
 from ._parts import Rest, arrays_in, as_rest, index_in, others, put_together, with_kept_arrays
-from ._recognise import keep_apart
 from ._static_keys import static_key
 from ._structure import getter
 from ._text import both_in_text, first_lines

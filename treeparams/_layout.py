@@ -14,7 +14,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._difference import Diff, Difference, compare, rows_of, spec_rows, tie_rows
-from ._index import Index, Slot, common_dtype
+from ._dtypes import common_dtype
+from ._index import Index, Slot
 from ._paths import nearest
 from ._static_keys import contents
 from ._text import first_few, in_columns

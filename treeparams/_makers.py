@@ -11,11 +11,11 @@ import numpy as np
 from jax.core import Tracer
 
 from ._block import Block
+from ._dtypes import common_dtype, is_complex, is_inexact
 from ._form import Form, Stacks
-from ._index import Slot, common_dtype, is_complex
+from ._index import Slot
 from ._layout import Layout, index_of
 from ._mesh import is_sharded, split
-from ._structure import is_inexact
 from ._text import count_of, describe, quoted
 from ._where import Where, name_of, select
 

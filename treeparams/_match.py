@@ -7,7 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ._index import Index, common_dtype, is_complex, widened
+from ._dtypes import common_dtype, is_complex, widened
+from ._index import Index
 from ._layout import Trainable
 from ._paths import nearest, unquote
 from ._recognise import structure_of

@@ -17,8 +17,9 @@ from jax.core import Tracer
 from ._declare import registry
 from ._index import Index
 from ._layout import Layout, Trainable, index_of
+from ._lost_ties import keep_apart, note_ties
 from ._match import read_slots
-from ._recognise import keep_apart, note_ties, structure_of
+from ._recognise import structure_of
 from ._resolve import look_up, warn_of_forgotten_ties
 from ._static_keys import Values, contents, identical
 from ._structure import Spec, Structure, flatten, same_treedef

@@ -9,7 +9,9 @@ from ._declare import Given
 from ._difference import compare, spec_rows
 from ._index import Index
 from ._layout import Layout, Trainable, changed, index_of, relaid
-from ._recognise import given_to, likeness, note_given, structure_of, warn, warn_of_lost_ties
+from ._lost_ties import given_to, likeness, note_given, warn_of_lost_ties
+from ._messages import warn
+from ._recognise import structure_of
 from ._structure import Structure
 from ._text import first_few, first_lines
 from ._ties import find_ties, settle

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ._dtypes import common_dtype
 from ._form import Stacks
-from ._index import common_dtype
 from ._owners import UNDIVIDED, Division, Entries, Owners, Place
 from ._paths import join_path, key_text, quote
 from ._types import PyTree

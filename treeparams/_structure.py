@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
 from ._declare import is_box
+from ._dtypes import is_inexact
 from ._paths import join_path, sibling_entries
 from ._static_keys import StaticKeys, identical, is_settled
 from ._text import describe
@@ -256,12 +256,6 @@ def _check_dtype(dtype: np.dtype) -> None:
 @functools.lru_cache(maxsize=65536)
 def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
     return Spec(shape, dtype, is_inexact(dtype))
-
-
-@functools.cache
-def is_inexact(dtype: Any) -> bool:
-    """Whether a dtype is floating or complex."""
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_array(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from ._paths import join_path, split_path
 from ._recognise import structure_of
 from ._resolve import look_up
 from ._restructure import Restructure, known_leaves
-from ._text import count_of, first_few, in_columns, without_middle
+from ._text import count_of, first_few, in_bytes, in_columns, without_middle
 from ._types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
@@ -180,18 +180,6 @@ def _joined(path: str, rows: Sequence[Row]) -> Row:
     nbytes = sum(row.nbytes for row in rows)
     ties = first_few([row.tied_to for row in rows if row.tied_to])
     return Row(path, None, ", ".join(dtypes), arrays, elements, nbytes, role, "", ties)
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes, to four digits at most.
-
-    >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
-    ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
-    """
-    scaled, units = count / 1000, "kMGTP"
-    while scaled >= 999.95 and len(units) > 1:
-        scaled, units = scaled / 1000, units[1:]
-    return f"{count} B" if count < 1000 else f"{scaled:,.1f} {units[0]}B"
 
 
 Summary.__module__ = "treeparams"

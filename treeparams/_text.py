@@ -133,3 +133,15 @@ def imported(module: str, extra: str, by: str) -> Any:
         raise ModuleNotFoundError(
             f"{by} needs {module}, of the extra treeparams[{extra}]: pip install {module}"
         ) from None
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes, to four digits at most.
+
+    >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
+    ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
+    """
+    scaled, units = count / 1000, "kMGTP"
+    while scaled >= 999.95 and len(units) > 1:
+        scaled, units = scaled / 1000, units[1:]
+    return f"{count} B" if count < 1000 else f"{scaled:,.1f} {units[0]}B"

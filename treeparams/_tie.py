@@ -9,7 +9,8 @@ from jax.core import Tracer
 
 from ._average import copy_leaf
 from ._layout import Layout
-from ._recognise import keep_apart, note_ties, structure_of
+from ._lost_ties import keep_apart, note_ties
+from ._recognise import structure_of
 from ._resolve import look_up
 from ._ties import Alias, checked, find_ties, parameter_at
 from ._where import Where, declaring_nodes, select

@@ -9,8 +9,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from ._dtypes import is_complex
 from ._form import Form
-from ._index import Slot, is_complex
+from ._index import Slot
 from ._layout import Layout, index_of, slot_at, slots_in
 from ._mesh import laid_as, replicated
 from ._primitives import cut, join

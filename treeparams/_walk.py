@@ -9,8 +9,8 @@ import numpy as np
 
 from ._layout import Trainable
 from ._match import Tied, per_slot
+from ._messages import name_deleted
 from ._parts import Parts, take_apart
-from ._recognise import name_deleted
 from ._structure import is_array
 from ._text import describe
 from ._types import PyTree

@@ -16,7 +16,7 @@ from ._index import Slot
 from ._layout import Layout, Trainable, index_of
 from ._paths import join_path, split_path
 from ._resolve import layout as layout_of
-from ._summary import in_bytes
+from ._text import in_bytes
 from ._types import PyTree
 
 try:

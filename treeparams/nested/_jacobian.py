@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
-from .._index import common_dtype, is_complex
+from .._dtypes import common_dtype, is_complex
 from .._layout import Trainable
 from .._makers import reals_of, vector_of
 from .._types import PyTree

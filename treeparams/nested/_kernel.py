@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._index import widened
+from .._dtypes import widened
 from .._layout import Trainable
 from .._mesh import replicated
 from .._text import count_of

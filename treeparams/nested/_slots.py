@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from .._index import is_complex
+from .._dtypes import is_complex
 from .._layout import Layout, Trainable, index_of
 from .._makers import reals_of, vector_of
 from .._match import slot_gradients

@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from .._index import common_dtype
+from .._dtypes import common_dtype
 from .._norm import global_norm
 from .._structure import is_array
 from .._text import describe

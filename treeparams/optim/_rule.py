@@ -22,9 +22,9 @@ from .._form import Form
 from .._grad import nothing_trained
 from .._layout import Layout, Trainable, trained_at
 from .._match import slot_gradients
+from .._messages import OURS, warn
 from .._owners import Division
 from .._parts import Parts, kept_arrays, take_apart
-from .._recognise import OURS, warn
 from .._text import describe, first_few
 from .._types import PyTree
 from ._groups import check_groups

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._index import common_dtype, is_complex
+from .._dtypes import common_dtype, is_complex
 from .._layout import Layout, trained_at
 from .._match import per_slot
 from .._parts import take_apart

@@ -11,7 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from .._structure import Spec, is_inexact
+from .._dtypes import is_inexact
+from .._structure import Spec
 from .._text import describe
 from ._format import DTYPES, Stored
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from .._index import is_complex
+from .._dtypes import is_complex, is_inexact
 from .._programs import bind, called
-from .._structure import Spec, is_inexact
+from .._structure import Spec
 from ._names import Names
 from ._rename import Route
 

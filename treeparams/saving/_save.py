@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._recognise import name_deleted
+from .._messages import name_deleted
 from .._text import first_lines
 from .._ties import Alias
 from .._types import PyTree

@@ -15,8 +15,7 @@ import optax
 
 from .. import optim
 from .._restructure import Restructure
-from .._summary import in_bytes
-from .._text import in_columns
+from .._text import in_bytes, in_columns
 from .._types import PyTree
 from ._ahead import Ahead, ahead
 from ._collectives import Collective, Collectives

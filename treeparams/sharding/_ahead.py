@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from .._summary import in_bytes
-from .._text import in_columns
+from .._text import in_bytes, in_columns
 from .._types import PyTree
 from ._collectives import Collectives, collectives
 

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 
 from .._mesh import automatic
-from .._summary import in_bytes
-from .._text import describe, in_short, quoted
+from .._text import describe, in_bytes, in_short, quoted
 from ..optim._separability import check_form
 from ..optim._stacked import WITHIN
 from ._collectives import collectives

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._summary import in_bytes
-from .._text import count_of, in_columns
+from .._text import count_of, in_bytes, in_columns
 
 _KINDS = (
     "all-gather",

@@ -9,9 +9,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from .._layout import Layout
+from .._lost_ties import keep_apart
 from .._mesh import automatic
 from .._parts import Rest, kept_arrays, put_together, take_apart
-from .._recognise import keep_apart
 from .._restructure import Restructure, released
 from .._types import PyTree
 from ._placement import Placement

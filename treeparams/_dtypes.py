@@ -1,0 +1,38 @@
+"""Dtypes: which are floating or complex, and what holds several of them."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is floating or complex."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def is_complex(dtype: Any) -> bool:
+    """Whether a dtype is complex."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
+    """The dtype that holds all of these; JAX's float when there are none.
+
+    Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
+    """
+    distinct = list(dict.fromkeys(map(jnp.dtype, dtypes)))
+    if len(distinct) == 1:
+        return distinct[0]
+    wide = [jnp.bfloat16 if is_inexact(each) and each.itemsize == 1 else each for each in distinct]
+    with jax.numpy_dtype_promotion("standard"):  # here dtypes are mixed on purpose
+        return jnp.dtype(jnp.result_type(*wide or [float]))
+
+
+def widened(dtype: Any) -> Any:
+    """The dtype to sum and average in: at least single precision."""
+    return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
