@@ -62,9 +62,9 @@ def _forget_compiled_programs():
 def _forget_ties():
     """Small models of different tests look alike; a tie of one must not be missed in another."""
     yield
-    from treeparams import _recognise
+    from treeparams._tree import lost_ties, messages
 
-    for memory in (_recognise._met_tied, _recognise._met_apart, _recognise._given, _recognise._warned_of):
+    for memory in (lost_ties._met_tied, lost_ties._met_apart, lost_ties._given, messages._warned_of):
         memory.clear()
 
 

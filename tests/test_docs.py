@@ -17,7 +17,7 @@ from treeparams import matrices, nested, optim, saving, sharding
 
 from .blocks import run
 
-SITE = pathlib.Path(__file__).parent.parent / ".docs"
+SITE = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
 WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name != IDIOMS]

@@ -17,7 +17,7 @@ from treeparams import optim
 from .blocks import blocks
 from .zoo import ZOO, as_data, assert_close, assert_same, gradient_of_loss, loss, ramp
 
-HOW_TO = pathlib.Path(__file__).parent.parent / ".docs" / "pages" / "how-to"
+HOW_TO = pathlib.Path(__file__).parent.parent / "docs" / "pages" / "how-to"
 
 
 def functions_of(name):

@@ -13,17 +13,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from ._declare import field
-from ._dtypes import is_inexact, widened
-from ._layout import Trainable
-from ._lost_ties import keep_apart
-from ._match import read_slots
-from ._messages import name_deleted, warn
-from ._parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
-from ._recognise import structure_of
-from ._structure import Structure, flatten
-from ._types import PyTree
-from ._where import select
+from ._slots.layout import Trainable
+from ._slots.match import read_slots
+from ._slots.parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
+from ._slots.where import select
+from ._tree.declare import field
+from ._tree.dtypes import is_inexact, widened
+from ._tree.lost_ties import keep_apart
+from ._tree.messages import name_deleted, warn
+from ._tree.recognise import structure_of
+from ._tree.structure import Structure, flatten
+from ._tree.types import PyTree
 
 M = TypeVar("M")
 P = ParamSpec("P")

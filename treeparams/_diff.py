@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._dtypes import is_complex, is_inexact
-from ._layout import Layout
-from ._messages import name_deleted
-from ._recognise import static_values, structure_of
-from ._static_keys import identical, static_key
-from ._structure import flatten, same_treedef
-from ._text import both_in_text, describe
-from ._types import PyTree
+from ._slots.layout import Layout
+from ._tree.difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
+from ._tree.dtypes import is_complex, is_inexact
+from ._tree.messages import name_deleted
+from ._tree.recognise import static_values, structure_of
+from ._tree.static_keys import identical, static_key
+from ._tree.structure import flatten, same_treedef
+from ._tree.text import both_in_text, describe
+from ._tree.types import PyTree
 
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 

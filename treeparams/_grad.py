@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._dtypes import widened
-from ._index import Index
-from ._layout import Trainable
-from ._mesh import result_varies, split_over, vary, varying
-from ._messages import name_deleted, warn
-from ._parts import take_apart
+from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
-from ._text import count_of, describe, quoted
-from ._types import PyTree
+from ._slots.index import Index
+from ._slots.layout import Trainable
+from ._slots.parts import take_apart
+from ._tree.dtypes import widened
+from ._tree.messages import name_deleted, warn
+from ._tree.text import count_of, describe, quoted
+from ._tree.types import PyTree
 
 P = ParamSpec("P")  # the model and further arguments; not told apart, or a lambda's model would be an `object`
 R = TypeVar("R")

@@ -9,12 +9,12 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 import jax
 import jax.tree_util as jtu
 
-from ._difference import Difference, compare, groups_of, tie_rows
-from ._lost_ties import keep_apart
-from ._parts import Rest, arrays_in, as_rest, index_in, others, put_together, with_kept_arrays
-from ._static_keys import static_key
-from ._structure import getter
-from ._text import both_in_text, first_lines
+from ._slots.parts import Rest, arrays_in, as_rest, index_in, others, put_together, with_kept_arrays
+from ._tree.difference import Difference, compare, groups_of, tie_rows
+from ._tree.lost_ties import keep_apart
+from ._tree.static_keys import static_key
+from ._tree.structure import getter
+from ._tree.text import both_in_text, first_lines
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

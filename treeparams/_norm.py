@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._mesh import is_sharded
-from ._structure import flatten, is_array
-from ._types import PyTree
+from ._forms.mesh import is_sharded
+from ._tree.structure import flatten, is_array
+from ._tree.types import PyTree
 
 # Leaves of one shape up to this many elements are summed as one array: XLA compiles one kernel for all in place of one
 # for each (1000 leaves of 2x2: 0.8 s in place of 2.8 s, and a third of the run time). Larger ones would cost a copy.

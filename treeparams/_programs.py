@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._dtypes import is_inexact
+from ._tree.dtypes import is_inexact
 
 Marks = list[int]
 Run = Callable[[Any, Sequence[int]], Marks]

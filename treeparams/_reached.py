@@ -9,10 +9,10 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from ._layout import Layout, Trainable, trained_at
-from ._parts import Parts, put_together, take_apart
 from ._programs import Marks, Run, bind, carry, derivative, is_floating, primitives, programs, through
-from ._text import describe
+from ._slots.layout import Layout, Trainable, trained_at
+from ._slots.parts import Parts, put_together, take_apart
+from ._tree.text import describe
 
 P = ParamSpec("P")
 

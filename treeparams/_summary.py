@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ._layout import Layout, Trainable
-from ._paths import join_path, split_path
-from ._recognise import structure_of
-from ._resolve import look_up
-from ._restructure import Restructure, known_leaves
-from ._text import count_of, first_few, in_bytes, in_columns, without_middle
-from ._types import PyTree
+from ._forms.restructure import Restructure, known_leaves
+from ._slots.layout import Layout, Trainable
+from ._slots.trainable import look_up
+from ._tree.paths import join_path, split_path
+from ._tree.recognise import structure_of
+from ._tree.text import count_of, first_few, in_bytes, in_columns, without_middle
+from ._tree.types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
 _NUMBERS = (3, 4)  # columns that are aligned to the right

@@ -8,12 +8,12 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from ._average import copy_leaf
-from ._layout import Layout
-from ._lost_ties import keep_apart, note_ties
-from ._recognise import structure_of
-from ._resolve import look_up
-from ._ties import Alias, checked, find_ties, parameter_at
-from ._where import Where, declaring_nodes, select
+from ._slots.layout import Layout
+from ._slots.ties import Alias, checked, find_ties, parameter_at
+from ._slots.trainable import look_up
+from ._slots.where import Where, declaring_nodes, select
+from ._tree.lost_ties import keep_apart, note_ties
+from ._tree.recognise import structure_of
 
 M = TypeVar("M")
 

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._layout import Trainable
-from ._match import Tied, per_slot
-from ._messages import name_deleted
-from ._parts import Parts, take_apart
-from ._structure import is_array
-from ._text import describe
-from ._types import PyTree
+from ._slots.layout import Trainable
+from ._slots.match import Tied, per_slot
+from ._slots.parts import Parts, take_apart
+from ._tree.messages import name_deleted
+from ._tree.structure import is_array
+from ._tree.text import describe
+from ._tree.types import PyTree
 
 M = TypeVar("M")
 Accumulated = TypeVar("Accumulated")

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._index import Slot
-from ._layout import Layout, Trainable, index_of
-from ._paths import join_path, split_path
-from ._resolve import layout as layout_of
-from ._text import in_bytes
-from ._types import PyTree
+from ._slots.index import Slot
+from ._slots.layout import Layout, Trainable, index_of
+from ._slots.trainable import layout as layout_of
+from ._tree.paths import join_path, split_path
+from ._tree.text import in_bytes
+from ._tree.types import PyTree
 
 try:
     import matplotlib.pyplot as plt

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from .._types import PyTree
+from .._tree.types import PyTree
 from ._nodes import NotAnArray, refused, replace
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from .._text import imported
+from .._tree.text import imported
 from ._matrix import AbstractMatrix
 from ._nodes import as_parameter
 

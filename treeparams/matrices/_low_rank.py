@@ -10,12 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
-from .._declare import field
-from .._recognise import structure_of
-from .._structure import Structure
-from .._ties import find_ties
-from .._types import PyTree
-from .._where import Where, declared_frozen, select
+from .._slots.ties import find_ties
+from .._slots.where import Where, declared_frozen, select
+from .._tree.declare import field
+from .._tree.recognise import structure_of
+from .._tree.structure import Structure
+from .._tree.types import PyTree
 from ._constrained import constrained_kinds
 from ._imputing import AbstractImputing
 from ._lineax import as_weight

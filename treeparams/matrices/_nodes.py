@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from .._structure import same_treedef
-from .._types import PyTree
+from .._tree.structure import same_treedef
+from .._tree.types import PyTree
 
 
 def refused(operation: str) -> Callable[..., Any]:

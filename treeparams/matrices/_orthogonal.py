@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from .._mesh import varying_alike
+from .._forms.mesh import varying_alike
 from ._matrix import AbstractMatrix, Transposed
 from ._nodes import as_real, as_row, scaled, wide
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from .._text import count_of
+from .._tree.text import count_of
 from ._inputs import basis, mapped
 
 _ROUNDING = 16  # of what a sample's output may differ by, in units of its dtype; in most programs by nothing

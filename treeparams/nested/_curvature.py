@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._layout import Trainable
-from .._types import PyTree
+from .._slots.layout import Trainable
+from .._tree.types import PyTree
 from ._inputs import mapped
 from ._slots import divided, given_back, in_reals, joined, of_reals, parts_of, taken
 

@@ -10,10 +10,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
-from .._mesh import first_axis_whole, vary, varying
-from .._recognise import structure_of
-from .._text import count_of, describe
-from .._types import PyTree
+from .._forms.mesh import first_axis_whole, vary, varying
+from .._tree.recognise import structure_of
+from .._tree.text import count_of, describe
+from .._tree.types import PyTree
 
 
 def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
-from .._dtypes import common_dtype, is_complex
-from .._layout import Trainable
-from .._makers import reals_of, vector_of
-from .._types import PyTree
+from .._forms.makers import reals_of, vector_of
+from .._slots.layout import Trainable
+from .._tree.dtypes import common_dtype, is_complex
+from .._tree.types import PyTree
 from ._inputs import basis, check_output, length_of, mapped
 from ._slots import in_reals, of_reals, own_copies, parts_of, taken
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._dtypes import widened
-from .._layout import Trainable
-from .._mesh import replicated
-from .._text import count_of
-from .._types import PyTree
+from .._forms.mesh import replicated
+from .._slots.layout import Trainable
+from .._tree.dtypes import widened
+from .._tree.text import count_of
+from .._tree.types import PyTree
 from ._inputs import length_of
 from ._jacobian import Mode, Outputs
 

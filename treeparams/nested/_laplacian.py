@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array
 
-from .._messages import warn
 from .._programs import bind, is_floating
-from .._types import PyTree
+from .._tree.messages import warn
+from .._tree.types import PyTree
 from ._inputs import basis, check_output, real_array
 from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
 

@@ -10,12 +10,12 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from .._layout import Layout, Trainable
-from .._makers import reals_of
-from .._mesh import shardings_of, typed_as
-from .._structure import is_array
-from .._text import describe, imported
-from .._types import PyTree
+from .._forms.makers import reals_of
+from .._forms.mesh import shardings_of, typed_as
+from .._slots.layout import Layout, Trainable
+from .._tree.structure import is_array
+from .._tree.text import describe, imported
+from .._tree.types import PyTree
 from ._inputs import mapped
 from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, taken
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from .._layout import Trainable
-from .._makers import vector_of
-from .._types import PyTree
+from .._forms.makers import vector_of
+from .._slots.layout import Trainable
+from .._tree.types import PyTree
 from ._inputs import length_of, mapped
 from ._slots import own_copies, parts_of
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from .._dtypes import is_complex
-from .._layout import Layout, Trainable, index_of
-from .._makers import reals_of, vector_of
-from .._match import slot_gradients
-from .._mesh import result_varies, vary, varying
-from .._parts import Parts, Rest, put_together, refuse_functions, take_apart
-from .._structure import is_array
-from .._types import PyTree
+from .._forms.makers import reals_of, vector_of
+from .._forms.mesh import result_varies, vary, varying
+from .._slots.layout import Layout, Trainable, index_of
+from .._slots.match import slot_gradients
+from .._slots.parts import Parts, Rest, put_together, refuse_functions, take_apart
+from .._tree.dtypes import is_complex
+from .._tree.structure import is_array
+from .._tree.types import PyTree
 
 
 class Pair(NamedTuple):

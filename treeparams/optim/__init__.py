@@ -3,22 +3,25 @@
 `trainable`, `flat` or `stacked` takes the model and stands outermost; all within is plain Optax. The files, from the
 ground up:
 
-    _state      TrainableState
-    _groups     groups: a rule for each part; report: which leaf goes where
-    _shown      what a rule is shown of a model, and states divided by leaves
-    _named      leaves that notice who asks for their names
-    _formulas   what programs compute, as formulas of elements
-    _moves      what operations do that know where elements lie
-    _reader     from programs to formulas
-    _coupling   whether a rule couples leaves, read from its programs
-    _per_leaf   per_leaf: a rule over each leaf by itself, over the rows of stacks at once
-    _clip       clip_by_global_norm
-    _separability  whether a rule is the same over joined leaves, read from its programs
-    _trainable  trainable: the boundary between models and Optax
-    _flat       flat: the same over one vector
-    _stacked    stacked: the same over stacks; rows that wait
-    _step       step, apply_updates
-    _change     set_trainable, adjust: what changes between steps
+    _state         TrainableState
+    _named         who asks a tree for names
+    _groups        groups: a rule for each part; report: which leaf goes where
+    _history       what a rule has learned of parameters that step together
+    _formulas      the formula of each element in the programs of a rule
+    _moves         operations that only move elements
+    _reader        programs read as formulas
+    _coupling      whether a rule couples leaves
+    _per_leaf      per_leaf: a rule over each leaf by itself, over the rows of stacks at once
+    _clip          clip_by_global_norm
+    _separability  whether a rule is the same over joined leaves
+    _apart         one update of parameters that have taken different numbers of steps
+    _sight         what a rule is shown in one update
+    _rule          a rule over the parameters of models
+    _trainable     trainable: the boundary between models and Optax
+    _flat          flat: the same over one vector
+    _stacked       stacked: the same over stacks; rows that wait
+    _step          step, apply_updates
+    _change        set_trainable, adjust: what changes between steps
 
 This is the only part of the library that imports optax.
 """

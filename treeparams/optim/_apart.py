@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._programs import bind, called
-from .._types import PyTree
+from .._tree.types import PyTree
 
 
 class Value(NamedTuple):

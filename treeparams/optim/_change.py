@@ -13,14 +13,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._form import Form
-from .._layout import Layout, Trainable, index_of, trained_at
-from .._parts import Parts, take_apart
-from .._resolve import retrained
-from .._structure import is_array
-from .._text import describe
-from .._types import PyTree
-from .._where import Where
+from .._forms.form import Form
+from .._slots.layout import Layout, Trainable, index_of, trained_at
+from .._slots.parts import Parts, take_apart
+from .._slots.trainable import retrained
+from .._slots.where import Where
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
 from ._groups import group_name, groups_in
 from ._history import History, check_no_memory, regrouped
 from ._per_leaf import PerLeafState

@@ -10,11 +10,11 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from .._dtypes import common_dtype
 from .._norm import global_norm
-from .._structure import is_array
-from .._text import describe
-from .._types import PyTree
+from .._tree.dtypes import common_dtype
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
 from ._state import nodes_of
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._layout import Trainable
-from .._makers import vector_of
+from .._forms.makers import vector_of
+from .._slots.layout import Trainable
 from ._rule import Rule
 from ._state import ModelTransformation, Plain
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 import optax
 
-from .._form import Form, Stacks
-from .._index import Index
-from .._layout import index_of
-from .._parts import take_apart
-from .._paths import join_path
-from .._recognise import structure_of
-from .._text import describe, in_columns, quoted
-from .._types import PyTree
-from .._where import name_of, select
+from .._forms.form import Form, Stacks
+from .._slots.index import Index
+from .._slots.layout import index_of
+from .._slots.parts import take_apart
+from .._slots.where import name_of, select
+from .._tree.paths import join_path
+from .._tree.recognise import structure_of
+from .._tree.text import describe, in_columns, quoted
+from .._tree.types import PyTree
 from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 

@@ -9,11 +9,11 @@ import jax
 import jax.tree_util as jtu
 import optax
 
-from .._form import Form
-from .._layout import Layout, index_of
-from .._owners import Division, Init, divide
-from .._states import Copies, entries_of, regroup
-from .._types import PyTree
+from .._forms.form import Form
+from .._forms.owners import Division, Init, divide
+from .._forms.states import Copies, entries_of, regroup
+from .._slots.layout import Layout, index_of
+from .._tree.types import PyTree
 from ._state import nodes_of
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._form import stacked_leaves
-from .._mesh import is_sharded, laid_as, split
-from .._text import count_of, describe, in_short
-from .._types import PyTree
+from .._forms.form import stacked_leaves
+from .._forms.mesh import is_sharded, laid_as, split
+from .._tree.text import count_of, describe, in_short
+from .._tree.types import PyTree
 from ._coupling import coupling, is_unread, unread
 from ._groups import GroupsState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady

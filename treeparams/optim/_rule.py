@@ -18,15 +18,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._form import Form
+from .._forms.form import Form
+from .._forms.owners import Division
 from .._grad import nothing_trained
-from .._layout import Layout, Trainable, trained_at
-from .._match import slot_gradients
-from .._messages import OURS, warn
-from .._owners import Division
-from .._parts import Parts, kept_arrays, take_apart
-from .._text import describe, first_few
-from .._types import PyTree
+from .._slots.layout import Layout, Trainable, trained_at
+from .._slots.match import slot_gradients
+from .._slots.parts import Parts, kept_arrays, take_apart
+from .._tree.messages import OURS, warn
+from .._tree.text import describe, first_few
+from .._tree.types import PyTree
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
 from ._separability import Kinds, check_form

@@ -16,12 +16,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from .._form import Form, Stacks, stacked_leaves
-from .._layout import Layout
-from .._makers import stacks_in_groups, vector_of
-from .._parts import take_apart
-from .._text import describe, in_short
-from .._types import PyTree
+from .._forms.form import Form, Stacks, stacked_leaves
+from .._forms.makers import stacks_in_groups, vector_of
+from .._slots.layout import Layout
+from .._slots.parts import take_apart
+from .._tree.text import describe, in_short
+from .._tree.types import PyTree
 from ._coupling import rows_unread
 from ._formulas import NO_FORMULA, Formulas, Value
 from ._groups import GroupsState

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._form import Form
-from .._index import Index
-from .._layout import Layout, index_of
-from .._owners import Division, Init
-from .._parts import Parts
-from .._types import PyTree
+from .._forms.form import Form
+from .._forms.owners import Division, Init
+from .._slots.index import Index
+from .._slots.layout import Layout, index_of
+from .._slots.parts import Parts
+from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
 from ._state import steady

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._form import Form
-from .._layout import Layout, Trainable, slots_in
-from .._makers import stacks_in_groups, stacks_of, tree_of
-from .._owners import Division, Init
-from .._parts import Parts
-from .._structure import is_array
-from .._text import describe
-from .._types import PyTree
+from .._forms.form import Form
+from .._forms.makers import stacks_in_groups, stacks_of, tree_of
+from .._forms.owners import Division, Init
+from .._slots.layout import Layout, Trainable, slots_in
+from .._slots.parts import Parts
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
 from ._clip import ClipState
 from ._groups import GroupsState, groups_in
 from ._history import History, remembered

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._layout import Layout
-from .._owners import Division
-from .._static_keys import contents
-from .._structure import is_array
-from .._text import describe
-from .._types import PyTree
+from .._forms.owners import Division
+from .._slots.layout import Layout
+from .._tree.static_keys import contents
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
 
 T = TypeVar("T")
 

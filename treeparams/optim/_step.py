@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._dtypes import common_dtype, is_complex
-from .._layout import Layout, trained_at
-from .._match import per_slot
-from .._parts import take_apart
-from .._recognise import structure_of
-from .._resolve import look_up
-from .._types import PyTree
+from .._slots.layout import Layout, trained_at
+from .._slots.match import per_slot
+from .._slots.parts import take_apart
+from .._slots.trainable import look_up
+from .._tree.dtypes import common_dtype, is_complex
+from .._tree.recognise import structure_of
+from .._tree.types import PyTree
 from ._state import ONE, TrainableState, extended, nodes_of
 
 M = TypeVar("M")

@@ -1,7 +1,7 @@
 """trainable: the boundary between models and Optax."""
 
-from .._layout import Trainable
-from .._makers import tree_of
+from .._forms.makers import tree_of
+from .._slots.layout import Trainable
 from ._rule import Rule
 from ._state import ModelTransformation, Plain
 

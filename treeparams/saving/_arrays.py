@@ -11,9 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from .._dtypes import is_inexact
-from .._structure import Spec
-from .._text import describe
+from .._tree.dtypes import is_inexact
+from .._tree.structure import Spec
+from .._tree.text import describe
 from ._format import DTYPES, Stored
 
 _NAMES = {name: text for text, name in DTYPES.items() if name != "complex64"}  # newer than the format's first readers

@@ -12,13 +12,13 @@ import optax
 from jax.core import Tracer
 
 from .._average import Ema
-from .._layout import Layout, index_of
-from .._owners import Division, Entries, Owners, Place
-from .._parts import kept_arrays, with_kept_arrays
-from .._paths import join_path, nearest, quote, split_path
-from .._states import Copies, Piece, entries_of, joined, only
-from .._text import describe, first_few
-from .._types import PyTree
+from .._forms.owners import Division, Entries, Owners, Place
+from .._forms.states import Copies, Piece, entries_of, joined, only
+from .._slots.layout import Layout, index_of
+from .._slots.parts import kept_arrays, with_kept_arrays
+from .._tree.paths import join_path, nearest, quote, split_path
+from .._tree.text import describe, first_few
+from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import Roles, in_own_buffers, nodes_of
 from ._arrays import as_in_jax, placed

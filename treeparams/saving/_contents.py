@@ -8,17 +8,17 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._layout import Trainable, index_of
-from .._owners import Division, Entries, Owners
-from .._paths import join_path
-from .._recognise import structure_of
-from .._resolve import look_up
-from .._restructure import Restructure, known_leaves
-from .._states import entries_of
-from .._structure import Spec
-from .._ties import Alias, find_ties
-from .._types import PyTree
-from .._where import declared_frozen
+from .._forms.owners import Division, Entries, Owners
+from .._forms.restructure import Restructure, known_leaves
+from .._forms.states import entries_of
+from .._slots.layout import Trainable, index_of
+from .._slots.ties import Alias, find_ties
+from .._slots.trainable import look_up
+from .._slots.where import declared_frozen
+from .._tree.paths import join_path
+from .._tree.recognise import structure_of
+from .._tree.structure import Spec
+from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import nodes_of
 from ._arrays import array_spec, pieces_of, placed

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from .._dtypes import is_complex, is_inexact
 from .._programs import bind, called
-from .._structure import Spec
+from .._tree.dtypes import is_complex, is_inexact
+from .._tree.structure import Spec
 from ._names import Names
 from ._rename import Route
 

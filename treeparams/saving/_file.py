@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from .._text import in_short
+from .._tree.text import in_short
 from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
 from ._contents import is_division, specs_in
 from ._format import Header, header_text, prefixed, read_bytes, read_header, wrong

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 
-from .._paths import nearest, split_path, unquote
-from .._structure import Spec
-from .._text import describe, first_few
+from .._tree.paths import nearest, split_path, unquote
+from .._tree.structure import Spec
+from .._tree.text import describe, first_few
 from ._arrays import array_spec
 from ._contents import Contents
 from ._names import Names

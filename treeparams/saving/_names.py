@@ -8,11 +8,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._layout import Layout, index_of
-from .._paths import nearest, split_path
-from .._structure import Spec, is_array
-from .._text import describe, first_few
-from .._types import PyTree
+from .._slots.layout import Layout, index_of
+from .._tree.paths import nearest, split_path
+from .._tree.structure import Spec, is_array
+from .._tree.text import describe, first_few
+from .._tree.types import PyTree
 from ._arrays import array_spec, in_numpy
 from ._contents import Contents, name_of, state_in_words
 from ._file import File

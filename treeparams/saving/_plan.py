@@ -11,9 +11,9 @@ import numpy as np
 from jax.core import Tracer
 
 from .._average import Ema, copy_leaf
-from .._layout import Trainable
-from .._paths import nearest
-from .._text import describe, first_few, in_columns, quoted
+from .._slots.layout import Trainable
+from .._tree.paths import nearest
+from .._tree.text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
 from ._arrays import as_in_jax, in_numpy, placed
 from ._carry import carried_average, carried_state

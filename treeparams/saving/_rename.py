@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._paths import nearest
-from .._structure import Spec
-from .._text import describe, in_short
+from .._tree.paths import nearest
+from .._tree.structure import Spec
+from .._tree.text import describe, in_short
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, a side a pattern or a tuple of them and the right one also `None`; or a function of a name."""

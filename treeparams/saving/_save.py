@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._messages import name_deleted
-from .._text import first_lines
-from .._ties import Alias
-from .._types import PyTree
+from .._slots.ties import Alias
+from .._tree.messages import name_deleted
+from .._tree.text import first_lines
+from .._tree.types import PyTree
 from ._arrays import placed
 from ._contents import Contents, histories_in, places_in_words, state_in_words
 from ._file import PREFIX, File, write

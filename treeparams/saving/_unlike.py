@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .._layout import index_of
-from .._paths import nearest
-from .._text import describe, quoted
+from .._slots.layout import index_of
+from .._tree.paths import nearest
+from .._tree.text import describe, quoted
 from ._contents import Contents, heads_of, histories_in, places_in_words, specs_in, state_in_words
 from ._file import File
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from .. import optim
-from .._restructure import Restructure
-from .._text import in_bytes, in_columns
-from .._types import PyTree
+from .._forms.restructure import Restructure
+from .._tree.text import in_bytes, in_columns
+from .._tree.types import PyTree
 from ._ahead import Ahead, ahead
 from ._collectives import Collective, Collectives
 from ._plan import plan

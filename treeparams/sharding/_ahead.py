@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from .._text import in_bytes, in_columns
-from .._types import PyTree
+from .._tree.text import in_bytes, in_columns
+from .._tree.types import PyTree
 from ._collectives import Collectives, collectives
 
 _MEANING = {

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._mesh import automatic
-from .._text import describe, in_bytes, in_short, quoted
+from .._forms.mesh import automatic
+from .._tree.text import describe, in_bytes, in_short, quoted
 from ..optim._separability import check_form
 from ..optim._stacked import WITHIN
 from ._collectives import collectives

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._text import count_of, in_bytes, in_columns
+from .._tree.text import count_of, in_bytes, in_columns
 
 _KINDS = (
     "all-gather",

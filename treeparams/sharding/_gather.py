@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._repeated import Source, alike_nodes
-from .._restructure import Restructure
-from .._view import View
-from .._where import Where
+from .._forms.layers import Source, alike_nodes
+from .._forms.restructure import Restructure
+from .._forms.view import View
+from .._slots.where import Where
 from ._specs import Axes
 
 Dims = Sequence[tuple[int, tuple[str, ...]]]

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
+from .._forms.mesh import automatic, lay, over_devices
+from .._forms.restructure import Restructure
 from .._grad import accumulate
-from .._mesh import automatic, lay, over_devices
-from .._parts import Rest, put_together
-from .._restructure import Restructure
-from .._structure import is_array
-from .._text import describe, quoted
-from .._types import PyTree
+from .._slots.parts import Rest, put_together
+from .._tree.structure import is_array
+from .._tree.text import describe, quoted
+from .._tree.types import PyTree
 from ._gather import DevicePart, Dims, PartRestructure, divided, gather, scatter, summed
 from ._placement import Placement
 from ._specs import Axes

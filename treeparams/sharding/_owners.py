@@ -8,10 +8,10 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
-from .._block import Block
-from .._form import Form
-from .._owners import divide
-from .._types import PyTree
+from .._forms.block import Block
+from .._forms.form import Form
+from .._forms.owners import divide
+from .._tree.types import PyTree
 
 Make = Callable[[PyTree], PyTree]
 Entries = list[Any]

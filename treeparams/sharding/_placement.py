@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._block import Block
-from .._form import Form, stacked_leaves
-from .._index import Slot
-from .._layout import Layout, index_of
-from .._makers import stacks_in_groups, tree_of, vector_of
-from .._parts import Rest, kept_arrays, with_kept_arrays
-from .._restructure import Restructure, restructure_over
-from .._text import in_columns
-from .._types import PyTree
+from .._forms.block import Block
+from .._forms.form import Form, stacked_leaves
+from .._forms.makers import stacks_in_groups, tree_of, vector_of
+from .._forms.restructure import Restructure, restructure_over
+from .._slots.index import Slot
+from .._slots.layout import Layout, index_of
+from .._slots.parts import Rest, kept_arrays, with_kept_arrays
+from .._tree.text import in_columns
+from .._tree.types import PyTree
 from ._owners import entries_of
 from ._put import put_leaf
 from ._specs import Axes, Rules, as_text, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from .._layout import Layout
-from .._lost_ties import keep_apart
-from .._mesh import automatic
-from .._parts import Rest, kept_arrays, put_together, take_apart
-from .._restructure import Restructure, released
-from .._types import PyTree
+from .._forms.mesh import automatic
+from .._forms.restructure import Restructure, released
+from .._slots.layout import Layout
+from .._slots.parts import Rest, kept_arrays, put_together, take_apart
+from .._tree.lost_ties import keep_apart
+from .._tree.types import PyTree
 from ._placement import Placement
 from ._put import put_leaf
 from ._specs import FormName, Rules, axes_of

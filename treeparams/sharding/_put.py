@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .._mesh import lay
+from .._forms.mesh import lay
 
 
 def put_leaf(leaf: Any, sharding: NamedSharding, is_own: bool = False) -> Any:

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from .._form import Form, stacked_leaves
-from .._index import Index, Slot
-from .._text import describe, first_lines, quoted
-from .._where import Where, name_of, select
+from .._forms.form import Form, stacked_leaves
+from .._slots.index import Index, Slot
+from .._slots.where import Where, name_of, select
+from .._tree.text import describe, first_lines, quoted
 
 Rule = str | PartitionSpec
 Rules = Mapping[Any, Rule]

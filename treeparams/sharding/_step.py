@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._mesh import automatic, lay
-from .._parts import Rest, take_apart
-from .._restructure import Restructure
-from .._text import count_of, describe
-from .._types import PyTree
+from .._forms.mesh import automatic, lay
+from .._forms.restructure import Restructure
+from .._slots.parts import Rest, take_apart
+from .._tree.text import count_of, describe
+from .._tree.types import PyTree
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement, described

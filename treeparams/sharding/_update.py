@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._average import Ema
-from .._text import describe
-from .._types import PyTree
+from .._tree.text import describe
+from .._tree.types import PyTree
 from ..optim._state import ModelTransformation, extended, settled, steady
 from ..optim._step import added
 

@@ -1,0 +1,120 @@
+"""Builds the site: python docs/build.py FOLDER.
+
+Pages are made first (notebooks, the table of the API), in a temporary folder beside a copy of those that are written by
+hand. Zensical builds the site of them. Any warning fails the build, and so does a link that leads nowhere.
+"""
+
+import json
+import logging
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from checked import dead_links
+from latex2mathml.converter import convert
+from mkdocstrings import Inventory
+from names import at_a_glance, elsewhere, linked
+from notebook_pages import write
+from zensical.main import cli
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+def main(site: Path) -> None:
+    """Builds the site into a folder, which is replaced if it is a site; exits with what it was warned of."""
+    if site.exists() and any(site.iterdir()) and not (site / "sitemap.xml").exists():
+        sys.exit(f"{site} is neither empty nor a site, and is left alone")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        warned = _Warned()
+        logging.getLogger().addHandler(warned)
+        _pages(work / "pages")
+        (work / "site.yml").write_text(json.dumps(_configuration(work)))  # JSON is YAML
+        try:
+            cli(["build", "--strict", "--clean", "--config-file", str(work / "site.yml")], standalone_mode=False)
+        except RuntimeError as error:  # it has printed what it found
+            warned.messages.append(str(error))
+        for page in (work / "site").rglob("*.html"):
+            page.write_text(_with_formulas(page.read_text()))
+        warned.messages += dead_links(work / "site")
+        if warned.messages:
+            sys.exit("\n".join([*warned.messages, f"{len(warned.messages)} warnings"]))
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(work / "site", site)
+
+
+class _Warned(logging.Handler):
+    """What is logged as a warning or worse: Zensical's --strict looks at links alone, not at docstrings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _pages(folder: Path) -> None:
+    shutil.copytree(HERE / "pages", folder)
+    (folder / "notebooks").mkdir()
+    for notebook in _notebooks():
+        (folder / "notebooks" / f"{notebook.stem}.md").write_text(write(notebook, folder / "notebooks"))
+    readme = (ROOT / "README.md").read_text()
+    for page in folder.rglob("*.md"):
+        text = page.read_text().replace("{README}", at_a_glance(readme))
+        text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
+        page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
+
+
+def _first_figure(page: Path) -> str:
+    """That of a notebook, for the start page."""
+    found = re.search('<img class="figure.*?>', page.read_text())
+    if not found:
+        logging.warning("%s has no picture", page.name)
+        return ""
+    return found[0].replace('src="', 'src="notebooks/')
+
+
+def _notebooks() -> list[Path]:
+    return sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (path.stem != "tour", path.stem))
+
+
+def _configuration(work: Path) -> dict[str, Any]:
+    project = tomllib.loads((HERE / "zensical.toml").read_text())["project"]
+    for section in project["nav"]:
+        if "Notebooks" in section:
+            section["Notebooks"] += [f"notebooks/{path.stem}.md" for path in _notebooks()]
+    python = project["plugins"]["mkdocstrings"]["handlers"]["python"]
+    python["paths"] = [str(ROOT)]
+    python["inventories"] = [{"url": path.as_uri(), "base_url": url} for url, path in _inventories(work).items()]
+    return project | {"docs_dir": "pages", "site_dir": "site"}
+
+
+def _inventories(work: Path) -> dict[str, Path]:
+    """The table of names that are documented elsewhere, for each project as the file that mkdocstrings reads."""
+    inventories: dict[str, Inventory] = {}
+    for url, name, page in elsewhere():
+        inventories.setdefault(url, Inventory()).register(name=name, domain="py", role="obj", uri=page)
+    files = {url: work / f"{i}.inv" for i, url in enumerate(inventories)}
+    for url, inventory in inventories.items():
+        files[url].write_bytes(inventory.format_sphinx())
+    return files
+
+
+def _with_formulas(page: str) -> str:
+    """Formulas as MathML, which browsers draw by themselves: nothing to load, also from a folder without a network."""
+
+    def drawn(found: re.Match[str]) -> str:
+        return convert(unescape(found[2]), display="inline" if found[1] == "span" else "block")
+
+    return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', drawn, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

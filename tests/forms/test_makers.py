@@ -1,0 +1,219 @@
+"""A form that the library does not have, one vector for each dtype, is all that a form is: only its maker is here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeparams as tp
+from treeparams import optim, saving, sharding
+from treeparams._forms.block import Block
+from treeparams._forms.form import Form
+from treeparams.optim._rule import Rule
+from treeparams.optim._state import ModelTransformation
+from treeparams.sharding import _placement
+
+from ..nets import AUTO, EXPLICIT, mesh_of
+from ..zoo import assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
+
+
+def dtypes_of(layout, multiple=1):
+    """One vector for each dtype, of a length that is a multiple."""
+    members = {}
+    for number, slot in enumerate(layout.slots):
+        members.setdefault(str(slot.dtype), []).append(number)
+    treedef, blocks = jax.tree.structure(dict.fromkeys(members, 0)), []
+    for dtype in sorted(members):
+        shapes, sizes = zip(*[(layout.slots[n].shape, layout.slots[n].size) for n in members[dtype]], strict=True)
+        length = -(-sum(sizes) // multiple) * multiple
+        blocks.append(Block.vector(shapes, [jnp.dtype(dtype)] * len(shapes), jnp.dtype(dtype), length))
+    slots = tuple([tuple(members[dtype]) for dtype in sorted(members)])
+    return Form(treedef, tuple(blocks), slots, layout.paths, "a vector for each dtype")
+
+
+def dtypes(tx, trainable=None):
+    """As `optim.flat`, over one vector for each dtype."""
+    rule = Rule(tx, dtypes_of, trainable, fills=True)
+    return ModelTransformation(rule.init, rule.update)
+
+
+@pytest.fixture
+def in_plans(monkeypatch):
+    """The form under a name that plans know."""
+    monkeypatch.setitem(_placement.MAKERS, "dtypes", lambda layout, groups, multiple: dtypes_of(layout, multiple))
+
+
+def layers_of(count, start):
+    bias = lambda i: ramp(4, dtype=jnp.bfloat16, start=start + i) / jnp.bfloat16(64)
+    return [{"b": bias(i), "w": ramp(4, 4, start=start + i) / 64} for i in range(count)]
+
+
+def model_of(start=0.0):
+    """70 parameters in two dtypes."""
+    return {"layers": layers_of(35, start), "scale": jnp.ones(4), "steps": jnp.array(3)}
+
+
+LAYOUT = tp.layout(model_of(), freeze="scale")
+BATCH = tuple(np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32))
+
+
+def loss(model, x, y):
+    for layer in model["layers"]:
+        x = x + 0.1 * jnp.tanh(x @ layer["w"] + layer["b"].astype(jnp.float32)[None])
+    return jnp.mean((x * model["scale"][None] - y) ** 2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def trained(tx, state, model, steps):
+    """After some steps with gradients that depend on where the model is."""
+    of_leaf = lambda x: jnp.sin(3 * x + 0.5).astype(x.dtype)
+    step = lambda i, carry: optim.step(tx, jax.tree.map(of_leaf, tp.partition(carry[0], LAYOUT)[0]), carry[1], carry[0])
+    return jax.lax.fori_loop(0, steps, step, (model, state))
+
+
+def assert_near(got, want, tolerance=1e-5):
+    """Of the trained parameters of two models; bfloat16 has 8 digits."""
+    for path, leaf in tp.trainables(want, LAYOUT).items():
+        near = tolerance if leaf.dtype == jnp.float32 else max(tolerance, 1e-2)
+        other = tp.trainables(got, LAYOUT)[path]
+        assert other.dtype == leaf.dtype
+        np.testing.assert_allclose(other.astype(jnp.float32), leaf.astype(jnp.float32), near, near, err_msg=path)
+
+
+RULES = {
+    "adam": optax.adam(1e-2),
+    "clip": optax.chain(optim.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "several steps": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def test_what_it_is():
+    form, slots = dtypes_of(LAYOUT, 128), tp.trainables(model_of(), LAYOUT)
+    assert len(slots) == 70
+    joined = form.join([*slots.values()])
+    assert {key: (leaf.shape, leaf.dtype) for key, leaf in joined.items()} == {
+        "bfloat16": ((256,), jnp.bfloat16),
+        "float32": ((640,), jnp.float32),
+    }
+    assert_same(form.cut(joined), [*slots.values()])
+
+
+@rules
+def test_it_trains_freezes_and_thaws(rule):
+    found = []
+    for tx in (dtypes(rule, LAYOUT), optim.trainable(rule, LAYOUT)):
+        model = model_of()
+        model, state = trained(tx, tx.init(model), model, 3)
+        models = [model]
+        for layout in (LAYOUT.freeze("layers.[0-9].w"), LAYOUT.freeze("layers.1*.b"), LAYOUT):
+            state = optim.set_trainable(tx, state, model, layout)
+            model, state = trained(tx, state, model, 2)
+            models.append(model)
+        assert state.layout == LAYOUT
+        assert len(state.runs) > 1
+        found.append(models)
+    before = model_of()
+    for got, want in zip(*found, strict=True):
+        assert_near(got, want)
+        assert not np.allclose(got["layers"][0]["w"], before["layers"][0]["w"], atol=1e-3)
+
+
+def test_what_is_frozen_waits_and_a_vector_has_no_holes():
+    tx, model = dtypes(optax.adam(1e-2), LAYOUT), model_of()
+    model, state = trained(tx, tx.init(model), model, 3)
+    assert {key: leaf.shape for key, leaf in state.runs[0][0].mu.items()} == {"bfloat16": (140,), "float32": (560,)}
+    frozen = optim.set_trainable(tx, state, model, LAYOUT.freeze("layers.0"))
+    assert {key: leaf.shape for key, leaf in frozen.runs[0][0].mu.items()} == {"bfloat16": (136,), "float32": (544,)}
+    assert_same(optim.set_trainable(tx, frozen, model, LAYOUT), state)
+    updates, _ = tx.update({"layers": [{"w": jnp.ones((4, 4))}]}, state, model)
+    assert np.all(updates["layers"][34]["w"] != 0)
+
+
+def test_it_is_saved(tmp_path):
+    tx, model = dtypes(optax.adam(1e-2), LAYOUT), model_of()
+    model, state = trained(tx, tx.init(model), model, 3)
+    state = optim.set_trainable(tx, state, model, LAYOUT.freeze("layers.0"))
+    saving.save(tmp_path / "run", {"model": model, "state": state})
+    like = jax.tree.map(jnp.zeros_like, {"model": model, "state": state})
+    back = saving.load(tmp_path / "run", like)
+    assert_same(back, {"model": model, "state": state})
+    assert back["state"].roles == state.roles
+
+
+def test_it_migrates_by_name():
+    """To a model whose parameters lie in another order: what a rule has learned goes where its parameter does."""
+    tx, model = dtypes(optax.adam(1e-2), LAYOUT), model_of()
+    model, state = trained(tx, tx.init(model), model, 3)
+    other = {"net": model["layers"][::-1], "scale": model["scale"], "steps": model["steps"]}
+    layout = tp.layout(other, freeze="scale")
+    plan = saving.plan(LAYOUT, other, rename={f"layers.{i}.**": f"net.{34 - i}.**" for i in range(35)})
+    moved = plan.state(state, dtypes(optax.adam(1e-2), layout).init(other))
+    was, now = (
+        dict(zip(each.paths, dtypes_of(each).cut(run.mu), strict=True))
+        for each, run in ((LAYOUT, state.runs[0][0]), (layout, moved.runs[0][0]))
+    )
+    assert len(was) == len(now) == 70
+    for i in range(35):
+        for name in "bw":
+            np.testing.assert_array_equal(now[f"net.{34 - i}.{name}"], was[f"layers.{i}.{name}"])
+
+
+# -- Over devices ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def on_one_device(rule):
+    model, tx = model_of(), optim.trainable(rule, LAYOUT)
+    state, values = tx.init(model), []
+
+    @jax.jit
+    def step(model, state):
+        value, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
+        return *optim.step(tx, gradient, state, model), value
+
+    for _ in range(3):
+        model, state, value = step(model, state)
+        values.append(value)
+    return model, values
+
+
+@pytest.mark.parametrize("takes", ["model", "form"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@rules
+def test_it_lies_over_devices(rule, kind, takes, in_plans):
+    model = model_of()
+    plan = sharding.plan(LAYOUT, mesh_of(4, kind), {"**": "split"}, form="dtypes")
+    assert {name: each.spec for name, each in plan.params.items()} == dict.fromkeys(("bfloat16", "float32"), P("data"))
+    of = loss if takes == "model" else lambda params, restructure, *batch: loss(restructure(params), *batch)
+    init, step = sharding.step(of, rule, plan, average=0.9, loss_takes=takes)
+    params, state = init(model)
+    want, values = on_one_device(rule)
+    for expected in values:
+        params, state, value = step(params, state, *BATCH)
+        np.testing.assert_allclose(value, expected, 1e-3)
+    assert_near(plan.model(params, state), want, 1e-3)
+    split = [leaf for leaf in jax.tree.leaves((params, state.rule)) if leaf.ndim]
+    assert {leaf.addressable_shards[0].data.size for leaf in split} == {64, 160}
+    assert "dtypes, padded to 896 elements over ('data': 4): 3,072 bytes, 768 on each device" in repr(plan)
+
+
+def test_what_it_cannot_be_over_devices(in_plans):
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match=r"'\*\*': \"owned\" is of rows of stacks; .* or \"split\" in a dtypes"):
+        sharding.plan(LAYOUT, mesh, {"**": "owned"}, form="dtypes")
+    with pytest.raises(ValueError, match=r"one vector lies in one way, but 'layers\.0\.b' is 'whole'"):
+        sharding.plan(LAYOUT, mesh, {"layers.0": "whole", "**": "split"}, form="dtypes")
+    # Each vector may lie in a way of its own.
+    plan = sharding.plan(LAYOUT, mesh, {"**.b": "whole", "**": "split"}, form="dtypes")
+    assert {name: each.spec for name, each in plan.params.items()} == {"bfloat16": P(), "float32": P("data")}
+    with pytest.raises(ValueError, match=r'take form="stacks" with optim\.per_leaf, or form="tree"'):
+        sharding.step(loss, optax.lamb(1e-2), plan)
+    with pytest.raises(ValueError, match='form must be "tree", "vector", "stacks" or "dtypes", got \'dtype\''):
+        sharding.plan(LAYOUT, mesh, {"**": "split"}, form="dtype")

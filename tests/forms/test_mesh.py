@@ -1,0 +1,179 @@
+"""Vectors over several devices: explicit and automatic axes, `shard_map`, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treeparams as tp
+
+from ..zoo import ramp
+
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:  # JAX 0.6
+    from jax.experimental.shard_map import shard_map
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+
+axes = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def mesh_of(kind, devices=4):
+    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def put(tree, mesh, *spec):
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def assert_near(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
+
+
+@jax.jit
+def loss(model, x):
+    return jnp.mean(jnp.tanh(x @ model["w"] + (model["b"] + model["frozen"])[None]) ** 2)
+
+
+MODEL = {"b": ramp(2), "frozen": ramp(2, start=3), "w": ramp(2, 2)}
+LAYOUT = tp.layout(MODEL, freeze="frozen")
+X = np.sin(np.arange(16, dtype=np.float32)).reshape(8, 2)
+VECTOR, RESTRUCTURE = tp.ravel(MODEL, LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def want():
+    """The loss and its gradient in the vector, on one device."""
+    return jax.value_and_grad(lambda v: loss(RESTRUCTURE(v), X))(VECTOR)
+
+
+@axes
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ()], ids=str)
+@pytest.mark.parametrize("within", [False, True])
+def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, want):
+    mesh = mesh_of(kind, 2)
+    model = put(MODEL, mesh) | {"w": put(MODEL["w"], mesh, *spec)}
+    with set_mesh(mesh) if within else jax.default_device(None):
+        vector, restructure = tp.ravel(model, LAYOUT)
+        np.testing.assert_array_equal(vector, VECTOR)
+        if kind == AxisType.Explicit:
+            assert vector.is_fully_replicated
+        back = restructure(vector)
+        jax.tree.map(np.testing.assert_array_equal, back, model)
+        np.testing.assert_array_equal(restructure.ravel(back), VECTOR)
+        np.testing.assert_array_equal(restructure.ravel_gradient(model), VECTOR)
+        np.testing.assert_array_equal(restructure.view(vector)["w"], MODEL["w"])
+        np.testing.assert_array_equal(restructure.view(vector).at["w"].add(1.0)[2:], VECTOR[2:] + 1)
+        np.testing.assert_allclose(tp.global_norm(vector), tp.global_norm(VECTOR), 1e-6)
+
+    def gradients(vector, restructure, model, x):
+        of_vector = lambda v, x: loss(restructure(v), x)
+        through = jax.grad(lambda m: jnp.sum(tp.ravel(m, LAYOUT)[0] ** 2))(model)
+        return jax.grad(of_vector)(vector, x), tp.accumulate(of_vector, pieces=2)(vector, x)[1], through["w"]
+
+    with set_mesh(mesh):
+        whole, in_pieces, through = jax.jit(gradients)(vector, restructure, model, put(X, mesh, "x"))
+    assert_near([whole, in_pieces, through], [want[1], want[1], 2 * MODEL["w"]])
+
+
+@axes
+@pytest.mark.parametrize("spec", [(), ("x",)], ids=str)
+def test_a_padded_vector_lies_over_the_devices(kind, spec, want):
+    mesh = mesh_of(kind)
+    vector, restructure = tp.ravel(MODEL, LAYOUT, pad_to=4)
+    padded = np.append(want[1], [0, 0])
+    # On the mesh as well: with explicit axes what meets must lie on one mesh.
+    over, restructure, x = put(vector, mesh, "x"), put(restructure, mesh), put(X, mesh, *spec)
+    assert over.addressable_shards[0].data.shape == (2,)
+    with set_mesh(mesh):
+        of = lambda v, r, x: jax.grad(lambda v: loss(r(v), x))(v)
+        gradient, step = jax.jit(lambda v, r, x: (of(v, r, x), v - 0.1 * of(v, r, x)))(over, restructure, x)
+        assert_near([gradient, step], [padded, vector - 0.1 * padded])
+        assert kind == AxisType.Auto or gradient.sharding.spec == P("x")
+        for back in (restructure(over), restructure.view(over)):
+            np.testing.assert_array_equal(back["w"], MODEL["w"])
+        np.testing.assert_allclose(tp.global_norm(over), tp.global_norm(vector), 1e-6)
+        # Eight examples in three pieces, or two of four. JAX 0.6 finds no name for how XLA splits some results.
+        accumulated = lambda v, r, x: tp.accumulate(lambda v, x: loss(r(v), x), pieces=3)(v, x)
+        for run in (accumulated, jax.jit(accumulated)) if hasattr(jax, "shard_map") else ():
+            value, gradient = run(over, restructure, x)
+            assert_near((value, gradient), (want[0], padded))
+            assert kind == AxisType.Auto or gradient.sharding.spec == P("x")
+    # A change of it lies as it does.
+    value = put(ramp(4, start=9), mesh, "x")
+    changed = restructure.view(over).at["w"].set(value)
+    assert changed.sharding.is_equivalent_to(over.sharding, 1)
+    np.testing.assert_array_equal(changed, np.concatenate([VECTOR[:2], value, [0, 0]]))
+
+
+@axes
+def test_one_gather_brings_the_vector_together(kind):
+    mesh = mesh_of(kind)
+    vector, restructure = tp.ravel([ramp(4) for _ in range(20)], pad_to=4)
+    with set_mesh(mesh):
+        of = jax.jit(lambda v: sum(jnp.sum(each) for each in restructure(v)))
+        program = of.lower(put(vector, mesh, "x")).compile().as_text()
+    assert program.count(" all-gather(") == 1
+    assert "collective-permute" not in program
+
+
+@axes
+def test_data_parallel_in_shard_map(kind, want):
+    mesh = mesh_of(kind)
+
+    def step(vector, restructure, x):
+        gradient = jax.grad(lambda v: jax.lax.pmean(loss(restructure(v), x), "x"))(vector)
+        again, _ = tp.ravel(restructure(vector), LAYOUT)
+        return gradient, tp.global_norm(gradient), restructure.view(gradient)["w"], again
+
+    inside = shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
+    got = jax.jit(inside)(VECTOR, RESTRUCTURE, put(X, mesh, "x"))
+    assert_near(got, (want[1], tp.global_norm(want[1]), RESTRUCTURE.view(want[1])["w"], VECTOR))
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="JAX 0.6 refuses derivatives of what varies, of any function")
+@axes
+def test_accumulation_in_shard_map(kind, want):
+    mesh, index = mesh_of(kind, 2), jnp.arange(4)
+
+    def step(vector, restructure, x):
+        argument = tp.accumulate(lambda v, x: loss(restructure(v), x), pieces=3)(vector, x)
+        keyword = tp.accumulate(lambda v, i, *, x: loss(restructure(v), x[i]), pieces=3)(vector, index, x=x)
+        closure = tp.accumulate(lambda v, i: loss(restructure(v), x[i]), pieces=3)(vector, index)
+        # As of `jax.grad`, the gradient is summed over the two devices.
+        return [(jax.lax.pmean(value, "x"), gradient / 2) for value, gradient in (argument, keyword, closure)]
+
+    inside = shard_map(step, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P())
+    assert_near(jax.jit(inside)(VECTOR, RESTRUCTURE, put(X, mesh, "x")), [want] * 3)
+
+
+@axes
+@pytest.mark.parametrize("varying_first", [False, True])
+def test_whole_and_varying_leaves_in_shard_map(kind, varying_first):
+    mesh = mesh_of(kind)
+    whole, apart = ramp(2, start=1), put(np.arange(8, dtype=np.float32), mesh, "x")
+    joined = lambda a, b: tp.ravel({"a": b, "b": a} if varying_first else {"a": a, "b": b})[0]
+
+    def grads(a, b):
+        return jax.grad(lambda a, b: jax.lax.psum(jnp.sum(joined(a, b) ** 2), "x"), (0, 1))(a, b)
+
+    inside = shard_map(grads, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P("x")))
+    of_whole, of_apart = jax.jit(inside)(whole, apart)
+    np.testing.assert_allclose(of_whole, 4 * 2 * whole)  # it is on four devices
+    np.testing.assert_allclose(of_apart, 2 * np.asarray(apart))
+    with pytest.raises(ValueError, match="which require replication"):
+        jax.jit(shard_map(joined, mesh=mesh, in_specs=(P(), P("x")), out_specs=P()))(whole, apart)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 has no vmap over an explicit axis")
+def test_one_leaf_for_all_and_one_for_each_device():
+    mesh = mesh_of(AxisType.Explicit)
+    stack, whole = put(ramp(4, 2), mesh, "x", None), put(ramp(3), mesh)
+    joined = lambda a, b: tp.ravel({"a": a, "b": b})[0]
+    of = lambda a, b: (joined(a, b), *jax.grad(lambda a, b: jnp.sum(joined(a, b) ** 2), (0, 1))(a, b))
+    with jax.set_mesh(mesh):
+        vectors, of_whole, of_stack = jax.jit(jax.vmap(of, (None, 0)))(whole, stack)
+    assert vectors.sharding.spec[0] == "x"
+    np.testing.assert_array_equal(vectors, np.concatenate([np.tile(ramp(3), (4, 1)), ramp(4, 2)], 1))
+    np.testing.assert_array_equal(of_whole, np.tile(2 * ramp(3), (4, 1)))
+    np.testing.assert_array_equal(of_stack, 2 * ramp(4, 2))

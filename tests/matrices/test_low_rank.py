@@ -1,0 +1,221 @@
+"""Low-rank changes: put in, trained, folded back."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import matrices, optim
+
+from ..zoo import assert_close, assert_same, flops
+from .zoo import low_rank, normal, svd
+
+KEY = jax.random.key(1)
+
+
+def filled(make: Any, *sizes: int, **options: Any) -> Any:
+    """A layer or net whose parameters NumPy makes: those of Equinox are a program for each shape."""
+    shapes = eqx.filter_eval_shape(make, *sizes, key=KEY, **options)
+    return jax.tree.map(lambda leaf: normal(leaf.size, *leaf.shape) if hasattr(leaf, "shape") else leaf, shapes)
+
+
+def net() -> eqx.nn.MLP:
+    return filled(eqx.nn.MLP, 4, 3, 8, 2)
+
+
+def squares(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.vmap(model)(x) ** 2)
+
+
+def test_at_first_nothing_changes():
+    model, x = net(), normal(0, 5, 4)
+    changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
+    assert_same(*eqx.filter_jit(lambda *models: [jax.vmap(each)(x) for each in models])(changed, model))
+    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 3
+    assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
+
+
+def test_of_an_untouched_one_the_base_comes_back_bit_for_bit():
+    model = net()
+    first = np.array(model.layers[0].weight)
+    first[0] = -0.0
+    model = eqx.tree_at(lambda model: model.layers[0].weight, model, first)
+    low = lambda leaf: jax.device_put(np.asarray(leaf).astype(jnp.bfloat16)) if eqx.is_array_like(leaf) else leaf
+    model = jax.tree.map(low, model)
+    changed = matrices.lora(model, "layers.*.weight", 2, key=KEY, dtype=jnp.float32)
+    for merged in (matrices.merge(changed), eqx.filter_jit(matrices.merge)(changed)):
+        assert_same(merged, model)
+        assert np.all(np.signbit(np.asarray(merged.layers[0].weight)[0].astype(np.float32)))
+
+
+def test_a_trained_one_is_folded_in():
+    layer = filled(eqx.nn.Linear, 4, 3)
+    changed = matrices.lora(layer, "weight", 2, key=KEY, scale=0.5)
+    changed = eqx.tree_at(lambda layer: layer.weight.b, changed, normal(1, 2, 4))
+    merged = matrices.merge(changed)
+    base, a, b = map(np.asarray, (layer.weight, changed.weight.a, changed.weight.b))
+    assert_close(merged.weight, base + np.float32(0.5) * a @ b)
+    assert_close(*jax.jit(lambda *layers: [layer(jnp.ones(4)) for layer in layers])(merged, changed))
+
+
+def test_gradients_pass_an_untouched_one():
+    changed = matrices.lora(filled(eqx.nn.Linear, 4, 3), "weight", 2, key=KEY)
+    loss = lambda model: jnp.sum(jnp.sin(matrices.merge(model).weight))
+    gradient = tp.jit(tp.grad(loss))(changed).weight
+    assert_close(gradient.b, np.asarray(changed.weight.a).T @ np.cos(changed.weight.base))
+    assert_close(gradient.a, np.zeros((3, 2), np.float32))
+
+
+def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
+    model, x = net(), normal(2, 5, 4)
+    changed = matrices.lora(model, "layers.*.weight", 2, key=KEY)
+    layout = tp.layout(changed, matrices.LowRank)
+    assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(3) for factor in "ab")
+    tx = optim.trainable(optax.adamw(1e-2), layout)
+    state, tuned = tx.init(changed), changed
+    update = tp.jit(lambda model, state: tx.update(tp.grad(squares, layout)(model, x), state, model))
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(3):
+            updates, state = update(tuned, state)
+            tuned = optim.apply_updates(tuned, updates)
+    for layer, old in zip(tuned.layers, model.layers, strict=True):
+        assert layer.weight.base is old.weight
+        assert layer.bias is old.bias
+    moved = [not np.array_equal(a, b) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]
+    assert moved == [True] * 6
+
+
+def test_the_base_costs_no_backward_work():
+    n, batch = 64, 64
+    layer = filled(eqx.nn.Linear, n, n, use_bias=False)
+    changed = matrices.lora(layer, "weight", 1, key=KEY)
+    layout = tp.layout(changed)
+    x = jnp.ones((batch, n))
+    forward = flops(lambda rest, x: squares(rest, x), eqx.filter(layer, eqx.is_array), x)
+    params, rest = tp.partition(changed, layout)
+    tuned = flops(lambda p, r, x: tp.value_and_grad(squares, layout)(tp.combine(p, r), x), params, rest, x)
+    full = flops(lambda layer, x: jax.value_and_grad(squares)(layer, x), layer, x)
+    assert full > 1.9 * forward
+    assert tuned < 1.2 * forward
+
+
+def test_the_dtype_is_that_of_the_base():
+    base = jax.device_put(np.asarray(normal(3, 3, 3)).astype(jnp.bfloat16))
+    weight = matrices.LowRank.random(base, 2, key=KEY, dtype=jnp.float32)
+    assert (weight.a.dtype, weight.b.dtype) == (jnp.float32, jnp.float32)
+    for each in (weight, weight.T, weight + weight, weight @ weight.T):
+        product, dense = jax.eval_shape(lambda each: (each @ jnp.ones(3, jnp.bfloat16), each.to_dense()), each)
+        assert each.dtype == product.dtype == dense.dtype == jnp.bfloat16
+
+
+def test_columns_of_the_first_factor_are_about_of_unit_length():
+    weight = matrices.LowRank.random(jnp.zeros((400, 3)), 8, key=KEY)
+    np.testing.assert_allclose(jnp.linalg.norm(weight.a, axis=0), 1, atol=0.2)
+
+
+def test_a_base_that_is_a_matrix():
+    weight = matrices.LowRank(svd(4, 3, 4), normal(5, 3, 1), normal(6, 1, 4))
+    twice = matrices.LowRank(weight, normal(7, 3, 1), normal(8, 1, 4))
+    assert tp.layout(twice).paths == ("a", "b")
+    ways = jax.jit(lambda twice: (matrices.merge({"w": twice})["w"], twice.base.to_dense() + twice.a @ twice.b))
+    assert_close(*ways(twice))
+
+
+class Codec(eqx.Module):
+    encoder: jax.Array
+    decoder: jax.Array
+    one: jax.Array
+    same: jax.Array
+    frozen: jax.Array = tp.field(trainable=False)
+
+
+tp.declare(Codec, ties={"decoder": ("encoder", jnp.transpose), "same": "one"})
+CODEC = Codec(normal(45, 2, 3), normal(45, 2, 3).T, normal(46, 2, 2), normal(46, 2, 2), normal(47, 2, 2))
+TIED = dict.fromkeys(("one", "same"), normal(9, 3, 3)) | {"other": normal(10, 3, 3)}
+
+
+def test_an_array_at_two_places_gets_one_change_and_others_get_others():
+    changed = matrices.lora(TIED, "*", 1, key=KEY)
+    assert changed["one"] is changed["same"]
+    assert np.all(changed["one"].a != changed["other"].a)
+    merged = matrices.merge(changed)
+    assert merged["one"] is merged["same"]
+    declared = matrices.lora(CODEC, ("one", "same"), 1, key=KEY)
+    assert declared.one is declared.same
+
+
+def test_an_ensemble():
+    model = jax.tree.map(lambda leaf: np.stack([leaf] * 3) if eqx.is_array(leaf) else leaf, net())
+    change = lambda model, key: matrices.lora(model, "layers.0", 1, key=key)
+    changed = eqx.filter_jit(eqx.filter_vmap(change))(model, jax.random.split(KEY, 3))
+    assert changed.layers[0].weight.a.shape == (3, 8, 1)
+    each = eqx.filter_vmap(lambda model, x: (model(x), matrices.merge(model)))
+    assert_same(*eqx.filter_jit(lambda *models: [each(model, normal(11, 3, 4)) for model in models])(changed, model))
+
+
+IMPUTING = matrices.PreImputing(normal(50, 3, 3), normal(51, 3))
+UNCHANGED = [
+    (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
+    (net(), "layer.0", "'layer.0'.*layers.0"),
+    (eqx.nn.Conv1d(1, 2, 3, key=KEY), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
+    ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank: .* in its place by equinox.tree_at"),
+    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which"),
+    ({"w": IMPUTING}, "w", r"'w\.matrix' is a part of 'w', a PreImputing.* the place of its field"),
+    (TIED, "one", "'same' and 'one' are one array, but 'one' selects only the latter: select both"),
+    (CODEC, "same", "'one' and 'same' are one array, but 'same' selects only the latter"),
+    (CODEC, "encoder", "'decoder' is tied to 'encoder' through a transform, which a low-rank"),
+    (CODEC, ("encoder", "decoder"), "'decoder' is tied to 'encoder' through a transform"),
+    (CODEC, "frozen", "'frozen' is declared frozen"),
+]
+
+
+@pytest.mark.parametrize(("model", "where", "message"), UNCHANGED)
+def test_what_cannot_be_changed(model: Any, where: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        matrices.lora(model, where, 1, key=KEY)
+
+
+ONES = np.ones((2, 3), np.float32)
+REFUSED = [
+    (lambda: matrices.LowRank(ONES, ONES[:, :1], ONES), r"\(2, rank\) and \(rank, 3\) .* got \(2, 1\) and \(2, 3\)"),
+    (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change is at least 1, got 0"),
+    (
+        lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]),
+        "the factors are complex, but the base is float32",
+    ),
+    (lambda: matrices.LowRank([[1.0]], ONES, ONES), "expected an array, got list"),
+    (lambda: matrices.LowRank(ONES[0], ONES, ONES), r"expected a matrix, got an array of shape \(3,\)"),
+    (lambda: matrices.LowRank(ONES, ONES.astype(int), ONES), "a parameter is floating or complex, got int32"),
+    (
+        lambda: matrices.LowRank.random(2 * IMPUTING.T, 1, key=KEY),
+        r"a LowRank cannot have a PreImputing in its base: .* NaN .*PreImputing\(LowR",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+@pytest.mark.usefixtures("without_type_checks")
+def test_wrong_factors_and_bases(use: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        use()
+
+
+def test_within_other_matrices_it_is_folded_in_too():
+    m = low_rank(42, 3, 3)
+    imputing, changed = matrices.PreImputing(m.T, normal(41, 3)), matrices.LowRank.random(m.T, 1, key=KEY)
+    model = {"transposed": m.T, "product": m @ m.T, "sum": m + 2 * m, "imputing": imputing, "changed": changed}
+    merged = matrices.merge(model)
+    assert "LowRank" not in repr(merged)
+    products = lambda model: [(matrix @ jnp.ones(3), jnp.ones(3) @ matrix) for matrix in model.values()]
+    assert_close(*jax.jit(lambda *models: [products(each) for each in models])(merged, model))
+
+
+def test_a_base_of_numpy():
+    weight = matrices.LowRank.random(normal(48, 2, 3), 1, key=KEY)
+    loaded = jax.tree.map(np.asarray, {"w": weight})
+    assert_same(matrices.merge(loaded)["w"], weight.base)

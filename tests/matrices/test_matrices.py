@@ -1,0 +1,330 @@
+"""What holds of every matrix: it acts as the array that it stands for."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treeparams as tp
+from treeparams import matrices
+
+from ..zoo import assert_close, assert_same, enable_x64
+from .zoo import CODE, MATRICES, Circulant, low_rank, normal, put, svd
+
+KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
+KEY = jax.random.key(0)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """By NumPy, so that nothing is compiled."""
+    put = lambda leaf: jax.device_put(np.asarray(leaf).astype(dtype)) if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(put, tree)
+
+
+def products(matrix: Any, x: Any, y: Any) -> Any:
+    """Those of a matrix, or of an array, and of its transpose."""
+    return matrix @ x, y @ matrix, matrix.T @ y.T, x.T @ matrix.T
+
+
+def products_and_derivatives(of: Any, rest: Any, *point: Any) -> Any:
+    """With the first and second derivatives of a function of the products."""
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        matrix = of(tp.combine(params, rest))
+        outputs = matrix @ x, y @ matrix
+        return sum(jnp.sum(jnp.sin(each)) for each in outputs), outputs
+
+    direction = jax.tree.map(lambda leaf: jnp.asarray(np.cos(np.arange(leaf.size)).reshape(leaf.shape)), point)
+    return jax.jvp(jax.grad(loss, (0, 1, 2), has_aux=True), point, direction)
+
+
+@KINDS
+def test_products_and_their_derivatives_are_those_of_the_dense_matrix(kind: Any):
+    with enable_x64(True):
+        matrix = cast(kind(2, 3), jnp.float64)
+        params, rest = tp.partition(matrix)
+        x, y = (cast(normal(*each), jnp.float64) for each in ((12, matrix.shape[1], 2), (13, 2, matrix.shape[0])))
+        ways = (lambda matrix: matrix, lambda matrix: matrix.to_dense())
+        both = jax.jit(lambda *point: [products_and_derivatives(of, rest, *point) for of in ways])
+        got, want = both(params, x, y)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("float64")}
+    assert_close(got, want, 1e-9)
+
+
+@KINDS
+def test_an_ensemble_and_low_precision(kind: Any):
+    one = kind(5, 2)
+    other = jax.tree.map(lambda leaf: np.float32(0.5) * np.asarray(leaf) if eqx.is_inexact_array(leaf) else leaf, one)
+    ensemble = jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves)), one, other)
+    x = normal(18, 2, 2)
+    low, low_x = cast((one, x), jnp.bfloat16)
+
+    @jax.jit
+    def checked(ensemble: Any, x: jax.Array, *rounded: Any) -> Any:
+        each = jax.vmap(lambda matrix, x: (matrix @ x, x @ matrix.T, matrix.to_dense(), matrix.T.to_dense()))
+        return each(ensemble, x), [matrix @ x for matrix, x in rounded]
+
+    found = checked(ensemble, x, (low, low_x), cast((low, low_x), jnp.float32))
+    each, (of_low, rounded) = jax.device_get(found)
+    products, transposed, dense, dense_of_transpose = each
+    want = np.einsum("kij,kj->ki", dense, x)
+    assert_close((products, transposed, dense_of_transpose), (want, want, np.swapaxes(dense, 1, 2)), 2e-5)
+    assert of_low.dtype == low.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(of_low, np.float32), rounded, rtol=0.02, atol=0.02 * np.max(abs(rounded)))
+    assert (ensemble.shape, ensemble.ndim) == ((2, *one.shape), 3)
+    with pytest.raises(ValueError, match=r"is an ensemble of matrices: take each by jax\.vmap"):
+        ensemble @ x[0]
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (1, 1)])
+def test_shapes_and_dtypes(kind: Any, shape: tuple[int, int]):
+    if 0 in shape and kind is MATRICES["of a user's own"]:
+        shape = (1, 1)  # there is no transform of nothing
+    matrix = kind(*shape)
+    m, n = matrix.shape
+    x, y = jax.ShapeDtypeStruct((n, 3), jnp.float32), jax.ShapeDtypeStruct((3, m), jnp.float32)
+    dense = jax.eval_shape(lambda matrix: matrix.to_dense(), matrix)
+    shapes = lambda matrix: jax.eval_shape(products, matrix, x, y)
+    assert shapes(matrix) == shapes(np.zeros(dense.shape, dense.dtype))
+    assert (matrix.shape, matrix.dtype, matrix.ndim) == (dense.shape, dense.dtype, 2)
+    assert matrix.T.T.shape == matrix.shape
+    with jax.numpy_dtype_promotion("standard"):
+        low, wide, whole = cast(matrix, jnp.bfloat16), np.ones(n, np.float32), np.ones(n, int)
+        got = jax.eval_shape(lambda low, matrix: (low @ wide, matrix @ whole), low, matrix)
+    assert [each.dtype for each in got] == [jnp.float32] * 2
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_vectors_and_batches_of_jax_and_of_numpy(batch: tuple[int, ...]):
+    matrix = low_rank(7, 2, 4)
+    x = normal(10, 4) if not batch else normal(10, *batch[:-1], 4, batch[-1])
+    y = normal(11, *batch, 2)
+    want = np.asarray(matrix.to_dense()) @ np.asarray(x), np.asarray(y) @ np.asarray(matrix.to_dense())
+    for of in (lambda array: array, np.asarray):
+        got = matrix @ of(x), of(y) @ matrix
+        assert all(isinstance(each, jax.Array) for each in got)
+        assert_close(got, want)
+
+
+def test_through_the_vector_and_back():
+    model = {name: kind(3, 4) for name, kind in MATRICES.items()}
+    vector, restructure = tp.ravel(model)
+    assert restructure.layout.size == sum(leaf.size for leaf in tp.trainables(model).values())
+    assert_same(restructure(vector), model)
+
+
+# -- In layers
+
+
+LAYERS = {
+    "gru": (eqx.nn.GRUCell(4, 4, key=KEY), lambda layer, x: layer(x, x)),
+    "attention": (eqx.nn.MultiheadAttention(2, 4, key=KEY), lambda layer, x: layer(*[jnp.stack([x, -x])] * 3)),
+}
+
+
+@pytest.mark.parametrize(("layer", "call"), LAYERS.values(), ids=LAYERS.keys())
+def test_a_layer_that_holds_matrices_works_unchanged(layer: Any, call: Any):
+    is_weight = lambda leaf: getattr(leaf, "ndim", 0) == 2
+    kept = jax.tree.map(lambda leaf: low_rank(23, *leaf.shape) if is_weight(leaf) else leaf, layer)
+    each = lambda layer, xs: jax.vmap(functools.partial(call, layer))(xs)
+
+    @eqx.filter_jit
+    def checked(kept: Any, xs: jax.Array) -> Any:
+        gradient = tp.grad(lambda layer: jnp.sum(each(layer, xs) ** 2), tp.layout(kept, matrices.LowRank))(kept)
+        return each(kept, xs), each(matrices.merge(kept), xs), tp.trainables(gradient)
+
+    got, want, gradient = checked(kept, normal(22, 3, 4))
+    assert_close(got, want, 1e-4)
+    assert len(gradient) == 2 * len([leaf for leaf in jax.tree.leaves(layer) if is_weight(leaf)])
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in gradient.values())
+
+
+# -- Sums, products, multiples
+
+
+def random_composition(random: np.random.Generator, depth: int) -> tuple[Any, Any]:
+    """A matrix of two rows and columns, and a function of its leaves in NumPy: what they are composed to."""
+    if depth == 0:
+        choice = [low_rank(1, 2, 2), matrices.Orthogonal(normal(2, 1, 2)), svd(3, 2, 2).inv(), Circulant(normal(4, 2))]
+        return (leaf := choice[random.integers(len(choice))]), np.asarray(leaf.to_dense(), np.float64)
+    first, dense = random_composition(random, depth - 1)
+    second, other = random_composition(random, depth - 1)
+    composed = {
+        "product": (first @ second, dense @ other),
+        "sum": (first + second, dense + other),
+        "difference": (first - second, dense - other),
+        "transpose": (first.T, dense.T),
+        "negative": (-first, -dense),
+        "number": (first / 2, dense / 2),
+        "array": (put(3)[0] * first, 3 * dense),
+    }
+    return composed[list(composed)[random.integers(len(composed))]]
+
+
+def test_a_matrix_of_ones_own_takes_25_lines():
+    assert len(CODE.strip().splitlines()) <= 25
+
+
+def test_random_compositions():
+    random = np.random.default_rng(0)
+    composed = [random_composition(random, 3) for _ in range(8)]
+    x = normal(25, 2)
+    results = lambda each: [(matrix.to_dense(), matrix @ x, x @ matrix) for matrix in each]
+    got = jax.jit(results)([matrix for matrix, _ in composed])
+    want = [(dense, dense @ x, x @ dense) for _, dense in composed]
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4 * np.max(abs(theirs)))
+
+
+def test_a_matrix_of_matrices_is_tied_to_its_parts():
+    a = matrices.Orthogonal(normal(26, 2, 2))
+    model = {"a": a, "twice": 2 * a, "squared": a @ a, "transposed": a.T}
+    assert tp.layout(model).paths == ("a.vectors",)
+    assert len(tp.layout(model).ties["a.vectors"]) == 4
+
+
+def test_a_factor_is_a_parameter_if_it_is_an_array():
+    a = matrices.Orthogonal(normal(27, 2, 2))
+    for each in (2.0 * a, a / 2, jax.jit(lambda a: a / 2)(a), jax.jit(lambda a: -a)(a)):
+        assert tp.layout(each).paths == ("matrix.vectors",)
+    assert tp.layout(put(2)[0] * a).paths == ("matrix.vectors", "factor")
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_an_imaginary_factor():
+    matrix = 1j * low_rank(37, 2, 2)
+    assert matrix.dtype == matrix.T.dtype == (matrix + matrix).dtype == jnp.complex64
+    x = np.ones(2, np.complex64)
+    assert_close(matrix.T @ x, matrix.to_dense().T @ x)
+
+
+# -- What is no array
+
+
+NEEDS_ENTRIES = {
+    "index": lambda m: m[0],
+    "iterate": lambda m: list(m),
+    "numpy.asarray": lambda m: np.asarray(m),
+    "numpy.array": lambda m: np.array(m),
+    "numpy.dot": lambda m: np.dot(m, np.ones(2)),
+    "add": lambda m: m + put(1, 1),
+    "subtract from": lambda m: np.ones((2, 2)) - m,
+    "times": lambda m: m * np.ones(2),
+    "elementwise times": lambda m: m * m,
+    "divide": lambda m: m / put(1, 1),
+    "power": lambda m: m**2,
+    "compare": lambda m: m < 1,
+    "abs": abs,
+}
+
+
+@pytest.mark.parametrize("use", NEEDS_ENTRIES.values(), ids=NEEDS_ENTRIES.keys())
+def test_what_needs_all_entries_says_so(use: Any):
+    with pytest.raises(TypeError, match=r"needs an array, which SVD is not: take M\.to_dense\(\) first"):
+        use(svd(0, 2, 2))
+
+
+OF_PAIRS = lineax.IdentityLinearOperator(jax.ShapeDtypeStruct((2, 2), jnp.float32))
+REFUSED = [
+    (lambda m: m @ svd(1, 2, 2), r"M @ N: the shapes \(2, 3\) and \(2, 2\) do not fit"),
+    (lambda m: m + svd(1, 2, 2), r"M \+ N: the shapes \(2, 3\) and \(2, 2\) differ"),
+    (lambda m: m @ np.ones(2), r"M @ x: M is a SVD of shape \(2, 3\), so x must have shape \(3,\) or"),
+    (lambda m: np.ones((2, 3)) @ m, r"x @ M: .* shape \(2,\) or \(\.\.\., 2\), got \(2, 3\)"),
+    (lambda m: m @ put(2)[0], r"got \(\)"),
+    (lambda m: m @ [1.0, 2.0, 3.0], "unsupported operand"),
+    (lambda m: [1.0, 2.0] @ m, "unsupported operand"),
+    (lambda m: np.exp(m), "does not support ufuncs"),
+    (lambda m: jnp.asarray(m), "SVD"),
+    (matrices.from_lineax, "expected a lineax operator, got SVD"),
+    (lambda m: matrices.from_lineax(OF_PAIRS), r"between vectors, but Identity.* takes ShapeDtypeStruct\(shape=\(2, 2"),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+def test_what_is_refused(use: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        use(svd(0, 2, 3))
+
+
+def test_it_prints_its_shape_and_its_parameters():
+    weight = svd(0, 2, 3)
+    assert "v=Orthogonal(shape=(3, 3), vectors=f32[2,3])" in repr({"layer": weight})
+    mask = tp.layout(weight).mask  # a matrix with bools in place of its arrays
+    assert "Orthogonal(shape=None, vectors=True)" in repr(mask)
+
+
+# -- lineax
+
+
+def test_to_lineax_and_back():
+    matrix, b = low_rank(28, 3, 3), normal(31, 3)
+
+    @jax.jit
+    def checked(matrix: Any) -> Any:
+        operator, dense = matrices.to_lineax(matrix), matrix.to_dense()
+        solved = lambda matrix: lineax.linear_solve(matrices.to_lineax(matrix), b).value
+        of_dense = lambda matrix: jnp.linalg.solve(matrix.to_dense(), b)
+        results = lambda solve: (solve(matrix), tp.grad(lambda matrix: jnp.sum(solve(matrix)))(matrix))
+        got = operator.as_matrix(), operator.mv(b), operator.transpose().mv(b), results(solved)
+        return got, (dense, dense @ b, b @ dense, results(of_dense))
+
+    assert_close(*checked(matrix), 1e-3)
+    tagged = matrices.to_lineax(matrix, lineax.positive_semidefinite_tag)
+    assert lineax.is_positive_semidefinite(tagged)
+    assert not lineax.is_positive_semidefinite(matrices.to_lineax(matrix))
+
+
+def test_an_operator_as_a_weight():
+    w, x = normal(33, 3, 4), normal(34, 4, 2)
+    held = {"weight": matrices.from_lineax(lineax.MatrixLinearOperator(w))}
+    assert tp.layout(held).paths == ("weight.operator.matrix",)
+    operators = lineax.MatrixLinearOperator(w), lineax.MatrixLinearOperator(normal(0, 4, 0))
+    kept = held["weight"], matrices.LowRank.random(operators[0], 1, key=KEY), matrices.from_lineax(operators[1]).T
+    of_each = jax.jit(lambda kept: [(matrix @ x, matrix.T.T @ x, matrix.to_dense()) for matrix in kept])(kept)
+    for got, dense in zip(of_each, (w, w, np.zeros((0, 4), np.float32)), strict=True):
+        assert_close(got, (dense @ x, dense @ x, dense))
+
+
+# -- Over several devices
+
+shard_map = getattr(jax, "shard_map", None)
+if shard_map is None:  # JAX 0.6
+    from jax.experimental.shard_map import shard_map
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+NAMES = ("svd", "svd of rotations", "low rank", "pre-imputing", "post-imputing")
+SPREAD = {name: MATRICES[name] for name in NAMES} | {
+    "blocks of reflections": lambda m, n: matrices.Orthogonal(normal(1, n + 1, n))
+}
+
+
+@pytest.mark.parametrize("kind", SPREAD.values(), ids=SPREAD.keys())
+def test_a_batch_that_is_spread_over_devices(kind: Any):
+    """On an explicit mesh, and within `shard_map` as it is by default, where types say what varies."""
+    axis = AxisType.Explicit if hasattr(jax, "shard_map") else AxisType.Auto  # JAX 0.6 cannot split an axis in three
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices()[:2])
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    matrix, x = kind(3, 4), normal(5, 4, 4)
+
+    def results(matrix: Any, x: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda matrix, x: x @ matrix.T, matrix, x)
+        return y, *pull(jnp.cos(y))
+
+    want, products = jax.jit(results)(matrix, x), lambda *args: (results(*args)[0], results(*args)[2])
+    several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), matrix)
+    with set_mesh(mesh):
+        of_mesh, of_x = jax.device_put(matrix, whole), jax.device_put(x, split)
+        assert_close(jax.jit(results)(of_mesh, of_x), want)
+        in_map = shard_map(products, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+        assert_close(jax.jit(in_map)(of_mesh, of_x), (want[0], want[2]))
+        # Each device has a matrix of its own, and all of the batch.
+        own = lambda several, x: x @ jax.tree.map(lambda leaf: leaf[0], several).T
+        in_map = shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        got = jax.jit(in_map)(jax.device_put(several, split), jax.device_put(x, whole))
+        assert_close(got, np.concatenate([want[0], want[0]]))

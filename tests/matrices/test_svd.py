@@ -1,0 +1,274 @@
+"""Reflections, rotations, and the decomposition made of them."""
+
+import functools
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import matrices, optim
+
+from ..zoo import assert_close, enable_x64, flops
+from .zoo import equations, normal, put, rotations, svd
+
+KEY = jax.random.key(0)
+entries = jax.jit(lambda matrix: matrix.to_dense())
+
+
+def product_of_reflections(vectors: Any, x: Any) -> Any:
+    """By the definition, one after the other."""
+    return jax.lax.scan(lambda x, v: (x - 2 * v * (v @ x) / (v @ v), None), x, vectors, reverse=True)[0]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (7, 4), (140, 140)])
+def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
+    ways = [lambda vectors, x: matrices.Orthogonal(vectors) @ x, product_of_reflections]
+
+    def derivatives(product: Any, vectors: jax.Array) -> Any:
+        loss = lambda vectors: jnp.sum(jnp.sin(product(vectors, jnp.arange(1.0, shape[1] + 1))))
+        entries = jax.vmap(lambda x: product(vectors, x), 1, 1)(jnp.eye(shape[1]))
+        return entries, jax.jvp(jax.grad(loss), (vectors,), (jnp.cos(vectors),))
+
+    q = matrices.Orthogonal(normal(0, *shape))
+    with enable_x64(True):
+        got, want = jax.jit(lambda vectors: [derivatives(way, vectors) for way in ways])(np.float64(q.vectors))
+    assert_close(got, want, 1e-9)
+    dense = np.asarray(want[0])
+    in_single = lambda q: (q.to_dense(), q.T.to_dense(), [each.slogdet() for each in (q, q.T, q.inv())])
+    of_q, of_transpose, determinants = jax.jit(in_single)(q)
+    np.testing.assert_allclose(of_q, dense, atol=5e-6)
+    np.testing.assert_allclose(of_transpose, dense.T, atol=5e-6)
+    for determinant in determinants:
+        np.testing.assert_allclose(determinant, np.linalg.slogdet(dense), atol=1e-5)
+
+
+def test_it_is_orthogonal_whatever_the_lengths():
+    vectors = np.asarray(normal(1, 6, 6))
+    lengths = np.array([1, 1e-30, 1e-17, 1e17, 1e20, 1e37], np.float32)
+    every_second = np.where(np.arange(6) % 2 == 0, lengths[:, None], np.float32(1))[..., None]
+    one = matrices.Orthogonal(jax.device_put(vectors))
+    ensemble = eqx.tree_at(lambda q: q.vectors, one, jax.device_put(every_second * vectors))
+    gradient = jax.grad(lambda q: jnp.sum(jnp.sin(q @ jnp.arange(6.0))))
+    dense, signs, gradients = jax.jit(jax.vmap(lambda q: (q.to_dense(), q.slogdet(), gradient(q))))(ensemble)
+    np.testing.assert_allclose(dense @ np.swapaxes(dense, 1, 2), np.stack([np.eye(6)] * 6), atol=1e-5)
+    assert_close(dense, np.stack([dense[0]] * 6))
+    assert_close(signs, (np.ones(6, np.float32), np.zeros(6, np.float32)))
+    assert np.all(np.isfinite(gradients.vectors))
+
+
+def test_vectors_that_are_nearly_parallel():
+    vectors = np.ones((64, 64), np.float32) + np.float32(1e-3) * np.asarray(normal(2, 64, 64))
+    q = np.asarray(entries(matrices.Orthogonal(jax.device_put(vectors))))
+    np.testing.assert_allclose(q @ q.T, np.eye(64), atol=1e-5)
+
+
+def test_a_vector_of_zeros_is_the_identity():
+    vectors = np.array(normal(3, 3, 4))
+    vectors[1] = 0
+
+    @jax.jit
+    def results(q: Any) -> Any:
+        return q.to_dense(), q.slogdet(), jax.grad(lambda q: jnp.sum(jnp.sin(q @ jnp.arange(4.0))))(q).vectors
+
+    *got, gradient = results(matrices.Orthogonal(put(*vectors)))
+    *want, of_others = results(matrices.Orthogonal(put(*vectors[[0, 2]])))
+    assert_close((got, gradient[::2], gradient[1]), (want, of_others, np.zeros(4, np.float32)))
+    assert_close(entries(matrices.Orthogonal(put(*np.zeros((2, 4))))), np.eye(4, dtype=np.float32))
+
+
+def test_layers_of_rotations():
+    def rotation(n: int, i: int, j: int, angle: Any) -> np.ndarray:
+        plane = np.eye(n)
+        plane[[i, j], [i, j]], plane[i, j], plane[j, i] = np.cos(angle), -np.sin(angle), np.sin(angle)
+        return plane
+
+    angles = normal(4, 2, 2)
+    first = rotation(5, 0, 1, angles[0, 0]) @ rotation(5, 2, 3, angles[0, 1])
+    second = rotation(5, 1, 2, angles[1, 0]) @ rotation(5, 3, 4, angles[1, 1])
+    np.testing.assert_allclose(entries(matrices.Givens(angles, 5)), first @ second, atol=1e-6)
+    around = rotation(4, 1, 2, angles[1, 0]) @ rotation(4, 3, 0, angles[1, 1])
+    np.testing.assert_allclose(entries(matrices.Givens(angles, 4)), first[:4, :4] @ around, atol=1e-6)
+    assert matrices.Givens(angles, 5).slogdet() == matrices.Givens(angles, 5).T.slogdet() == (1, 0)
+
+
+# -- Training
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def descend(loss: Any, model: Any, steps: int, rate: float, *data: Any) -> tuple[Any, jax.Array]:
+    tx = optim.trainable(optax.adam(rate))
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        model, state = carry
+        with jax.numpy_dtype_promotion("standard"):
+            return optim.step(tx, tp.grad(loss)(model, *data), state, model), None
+
+    model = jax.lax.scan(step, (model, tx.init(model)), None, steps)[0][0]
+    return model, loss(model, *data)
+
+
+def test_n_layers_of_rotations_reach_any_rotation():
+    target = entries(matrices.Orthogonal(normal(5, 4, 5)))
+    loss = lambda q, target: jnp.sum((q.to_dense() - target) ** 2)
+    assert descend(loss, matrices.Givens.random(5, key=jax.random.key(1)), 800, 0.05, target)[1] < 1e-4
+
+
+def test_orthogonal_after_a_thousand_steps():
+    start, target = matrices.SVD.random(8, 8, key=jax.random.key(2)), normal(6, 8, 8)
+    loss = lambda svd, target: jnp.sum((svd.to_dense() - target) ** 2)
+    trained, error = descend(loss, start, 1000, 0.03, target)
+    assert error < 1e-2 * np.sum((np.asarray(entries(start)) - target) ** 2)
+    for q in (trained.u, trained.v):
+        assert not np.allclose(q.vectors, start.u.vectors, atol=0.5)
+        dense = np.asarray(entries(q))
+        np.testing.assert_allclose(dense @ dense.T, np.eye(8), atol=1e-5)
+
+
+# -- The decomposition
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 1), (0, 3)])
+def test_from_dense(shape: tuple[int, int]):
+    w = normal(7, *shape)
+
+    @jax.jit
+    def there_and_back(w: jax.Array) -> Any:
+        decomposed = matrices.SVD.from_dense(w)
+        of_a_matrix = matrices.SVD.from_dense(decomposed.T)
+        return decomposed.d, decomposed.to_dense(), of_a_matrix.to_dense()
+
+    d, dense, transposed = there_and_back(w)
+    assert_close((dense, transposed), (w, np.asarray(w).T))
+    np.testing.assert_allclose(np.sort(np.abs(d))[::-1], np.linalg.svd(w, compute_uv=False), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "n"), [("householder", 1), ("householder", 64), ("givens", 64)])
+def test_the_inverse(kind: Any, n: int):
+    weight = matrices.SVD.random(n, n, key=jax.random.key(n), kind=kind)
+    weight = eqx.tree_at(lambda svd: svd.d, weight, put(*np.linspace(0.5, 3, n)))
+
+    @jax.jit
+    def round_trips(m: Any, x: jax.Array) -> Any:
+        y = m @ x
+        same = m.inv() @ y, m.solve(y), x @ m @ m.inv(), m.T.solve(m.T @ x), m.T.inv() @ (m.T @ x), m.u.solve(m.u @ x)
+        return same, m.inv().inv() @ x - y, (m.inv().logdet(), m.T.logdet(), m.logdet())
+
+    x = normal(8, n)
+    same, twice, (of_inverse, of_transpose, logdet) = round_trips(weight, x)
+    for each in same:
+        np.testing.assert_allclose(each, x, atol=1e-3)
+    np.testing.assert_allclose(twice, 0, atol=1e-3)
+    np.testing.assert_allclose((-of_inverse, of_transpose), np.sum(np.log(weight.d)), rtol=1e-5)
+    assert logdet == of_transpose
+
+
+def test_the_determinant_is_that_of_the_entries():
+    weight = eqx.tree_at(lambda svd: svd.d, svd(3, 4, 4), put(0.5, -1, 2, 3))
+    with_d = lambda matrix, d: eqx.tree_at(lambda matrix: matrix.d, matrix, d)
+    of_dense = lambda d, matrix: jnp.linalg.slogdet(with_d(matrix, d).to_dense())
+
+    @jax.jit
+    def checked(matrix: Any) -> Any:
+        got = matrix.slogdet(), jax.grad(lambda d: with_d(matrix, d).logdet())(matrix.d)
+        return got, (tuple(of_dense(matrix.d, matrix)), jax.grad(lambda d: of_dense(d, matrix)[1])(matrix.d))
+
+    for each in (weight, weight.inv().T):
+        assert_close(*checked(each), 1e-4)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), weight)
+    of_both, of_one = jax.jit(lambda *both: [each.slogdet() for each in both])(stacked, weight)
+    assert_close(of_both, tuple(np.stack([each, each]) for each in of_one))
+
+
+def test_the_inverse_is_tied_to_the_original():
+    weight = svd(3, 4, 4)
+    model = {"there": weight, "back": weight.inv()}
+    layout = tp.layout(model)
+    assert layout.paths == ("back.u.vectors", "back.d", "back.v.vectors")
+    x = normal(12, 4)
+    loss = lambda model: jnp.sum((model["there"] @ x - 1) ** 2) + jnp.sum((model["back"] @ x) ** 2)
+    tx = optim.trainable(optax.sgd(1e-2), layout)
+    after, _ = jax.jit(lambda model: optim.step(tx, tp.grad(loss, layout)(model), tx.init(model), model))(model)
+    assert not np.allclose(after["there"] @ x, weight @ x, atol=1e-3)
+    np.testing.assert_allclose(after["back"] @ (after["there"] @ x), x, atol=1e-4)
+    loaded = jax.tree.map(np.asarray, weight)  # as a file gives it
+    assert len(tp.layout([loaded, loaded.inv(), loaded.T]).ties) == 3
+
+
+@pytest.mark.parametrize("kind", ["householder", "givens"])
+def test_random_ones_of_a_dtype(kind: Any):
+    of = lambda dtype: jax.eval_shape(lambda: matrices.SVD.random(3, 4, key=KEY, kind=kind, dtype=dtype))
+    for dtype in (jnp.bfloat16, jnp.float16, None):
+        assert {leaf.dtype for leaf in jax.tree.leaves(of(dtype))} == {jnp.dtype(dtype or jnp.float32)}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_complex_operand():
+    x = np.asarray(normal(14, 3)) + np.complex64(1j) * np.asarray(normal(15, 3))
+    products = jax.jit(lambda each: ((each @ x, x @ each), (each.to_dense() @ x, x @ each.to_dense())))
+    for each in (svd(13, 3, 3), rotations(13, 3, 3)):
+        assert_close(*products(each))
+
+
+# -- What it costs
+
+
+@pytest.mark.parametrize(("kind", "factors"), [("householder", 140), ("givens", 6)])
+def test_no_square_array_in_a_program_and_full_precision_in_its_products(kind: Any, factors: int):
+    n, batch = 150, 5
+    weight = jax.eval_shape(lambda: matrices.SVD.random(n, n, key=KEY, reflections=factors, kind=kind))
+    loss = lambda svd, x: jnp.sum((svd @ x) ** 2) + jnp.sum((x.T @ svd.T) ** 2) + jnp.sum((svd.inv() @ x) ** 2)
+    program = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(weight, jax.ShapeDtypeStruct((n, batch), jnp.float32))
+    found = list(equations(program))
+    shapes = {variable.aval.shape for equation in found for variable in equation.outvars}
+    assert (batch, n) in shapes
+    assert not {shape for shape in shapes if math.prod(shape) >= n * n}
+    products = [each.params["precision"] for each in found if each.primitive.name == "dot_general"]
+    assert bool(products) == (kind == "householder")  # rotations take none
+    assert set(products) <= {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def test_operations_of_few_reflections():
+    n, batch = 512, 64
+    weight = jax.eval_shape(lambda: matrices.SVD.random(n, n, key=KEY, reflections=n // 16))
+    x = jax.ShapeDtypeStruct((n, batch), jnp.float32)
+    dense = flops(lambda w, x: w @ x, jax.ShapeDtypeStruct((n, n), jnp.float32), x)
+    assert flops(lambda svd, x: svd @ x, weight, x) < 0.35 * dense  # 0.25, and the triangles
+
+
+# -- What is refused
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+REFUSED = [
+    (lambda: svd(0, 2, 3).inv(), r"only a square matrix has an inverse, and this SVD has shape \(2, 3\)"),
+    (lambda: svd(0, 3, 2).solve(ones(3)), r"only a square matrix has an inverse, and this SVD has shape \(3, 2\)"),
+    (lambda: svd(0, 2, 3).logdet(), r"only a square matrix has a determinant, and this SVD has shape \(2, 3\)"),
+    (lambda: svd(0, 3, 2).slogdet(), r"only a square matrix has a determinant, and this SVD has shape \(3, 2\)"),
+    (lambda: matrices.SVD(svd(0, 3, 3).u, ones(2), svd(0, 3, 3).v), r"d of shape \(3,\) for u of .* got \(2,\)"),
+    (lambda: matrices.Orthogonal(ones(1, 3, dtype=np.complex64)), "expected real numbers, got complex64"),
+    (lambda: matrices.SVD.from_dense(ones(2, 2, dtype=np.complex64)), "expected real numbers, got complex64"),
+    (lambda: matrices.Orthogonal(ones(1, 3, dtype=np.int32)), "a parameter is floating or complex, got int32"),
+    (lambda: matrices.Orthogonal(ones(3)), r"expected vectors of shape \(reflections, n\), got \(3,\)"),
+    (lambda: matrices.Givens(ones(1, 3), 5), r"expected angles of shape \(layers, 2\) for n=5, got \(1, 3\)"),
+    (lambda: matrices.Givens(ones(2), 5), r"expected angles of shape \(layers, 2\) for n=5, got \(2,\)"),
+    (lambda: matrices.SVD.random(2, 2, key=KEY, kind="fft"), 'be "householder" or "givens", got \'fft\''),
+    (lambda: matrices.SVD.random(-1, 2, key=KEY), "a random matrix has sizes of at least 0, got m=-1, n=2"),
+    (lambda: matrices.SVD.random(3, 3, key=KEY, reflections=-1), "at least 0, got n=3, reflections=-1"),
+    (lambda: matrices.Givens.random(3, key=KEY, layers=-2), "at least 0, got n=3, layers=-2"),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED)
+@pytest.mark.usefixtures("without_type_checks")
+def test_what_is_refused(use: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        use()

@@ -1,0 +1,72 @@
+"""Every kind of matrix of `treeparams.matrices`, and one of a user's own, in any shape that it can have."""
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from treeparams import matrices
+
+from ..blocks import blocks
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    # By NumPy, and put on the device as it is: nothing is compiled for each shape.
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def put(*numbers: Any) -> jax.Array:
+    return jax.device_put(np.asarray(numbers, np.float32))
+
+
+def svd(seed: int, m: int, n: int) -> matrices.SVD:
+    """As `SVD.random`, with other singular values than one."""
+    least = min(m, n)
+    u, v = (matrices.Orthogonal(normal(seed + i, least, size)) for i, size in enumerate((m, n)))
+    return matrices.SVD(u, put(*(2 + np.cos(np.arange(least)))), v)
+
+
+def rotations(seed: int, m: int, n: int) -> matrices.SVD:
+    u, v = (matrices.Givens(normal(seed + i, 3, size // 2), size) for i, size in enumerate((m, n)))
+    return matrices.SVD(u, put(*(2 + np.cos(np.arange(min(m, n))))), v)
+
+
+def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
+    return matrices.LowRank(normal(seed, m, n), normal(seed + 1, m, 2), normal(seed + 2, 2, n), 0.5)
+
+
+def composed(seed: int, m: int, n: int) -> Any:
+    product = low_rank(seed, m, 2) @ low_rank(seed + 3, 2, n)
+    return product - 2 * low_rank(seed + 6, n, m).T / put(3)[0]
+
+
+# The class that the documentation shows how to write.
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / "own-matrix.md"
+_names = {"__name__": "own_matrix"}
+CODE = blocks(_PAGE.read_text())[0].code
+exec(CODE, _names)
+Circulant = _names["Circulant"]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of a program, with those of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda each: hasattr(each, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+# Each of rows and columns; those that are square take the number of columns.
+MATRICES: dict[str, Callable[[int, int], Any]] = {
+    "svd": lambda m, n: svd(0, m, n),
+    "svd of rotations": lambda m, n: rotations(2, m, n),
+    "inverse of an svd": lambda m, n: svd(3, n, n).inv(),
+    "low rank": lambda m, n: low_rank(7, m, n),
+    "pre-imputing": lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n)),
+    "post-imputing": lambda m, n: matrices.PostImputing(normal(12, m, n), normal(13, m)),
+    "composed": lambda m, n: composed(30, m, n),
+    "of a user's own": lambda m, n: Circulant(normal(16, n)),
+}

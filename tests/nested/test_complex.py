@@ -1,0 +1,318 @@
+"""Complex parameters as pairs of reals: curvature is symmetric, and solvers and damping work on re + i im."""
+
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+
+from ..zoo import assert_close, enable_x64, inexact_leaves, ramp
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with enable_x64(True):
+        yield
+
+
+def close(got, want, tolerance=1e-10):
+    assert_close(got, want, tolerance)
+
+
+def complex_ramp(*shape, dtype=jnp.complex128, start=0.3):
+    values = ramp(*shape, dtype=np.float64, start=start)
+    return jax.lax.complex(values, jnp.cos(3 * values)).astype(dtype)
+
+
+class Wave(eqx.Module):
+    phase: jax.Array
+    scale: jax.Array
+    reference: jax.Array = tp.field(trainable=False)
+
+
+def _with_ties():
+    shared = complex_ramp(2, 2)
+    return {"first": shared, "real": ramp(3, dtype=np.float64), "second": shared, "third": shared.T}
+
+
+MODELS = {
+    "bare numpy array": (lambda: np.asarray(complex_ramp(3)), {}),
+    "ties": (_with_ties, {"ties": {"third": ("first", jnp.transpose)}}),
+    "module, frozen part, single precision": (
+        lambda: Wave(complex_ramp(2, dtype=jnp.complex64), ramp(3, dtype=np.float64), complex_ramp(2)),
+        {},
+    ),
+}
+
+
+def outputs(model, scale):
+    """Three complex numbers, not holomorphic in the leaves, different in each place."""
+    total, scale = jnp.ones(3, complex), jnp.asarray(scale, complex)
+    for place, leaf in enumerate(inexact_leaves(model)):
+        flat, angles = jnp.asarray(leaf, complex).ravel(), place + jnp.arange(3.0)
+        waves = jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+        total = total * (1 + scale * jnp.sum(flat**2)) + waves * jnp.sum(flat**2 * flat.conj())
+    return total
+
+
+def energy(y):
+    return jnp.sum(jnp.abs(y) ** 4) + y[0].real
+
+
+def loss(model, scale):
+    return energy(outputs(model, scale)) / 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_and_matrices_are_those_over_the_real_vector(name):
+    make, options = MODELS[name]
+    model = make()
+    layout = tp.layout(model, **options)
+    vector, restructure = nested.real_vector(model, layout)
+    complex_form = tp.ravel(model, layout)[1]
+
+    def forms(real):
+        model = restructure(real)
+        return real, complex_form.ravel(model), tp.partition(model, layout)[0]
+
+    direction = jnp.sin(jnp.arange(1.0, len(vector) + 1))
+
+    @jax.jit
+    def run(vector, direction):
+        model = restructure(vector)
+        pairs = lambda v: (lambda y: jnp.concatenate([y.real, y.imag]))(outputs(restructure(v), 0.1))
+        jacobian = jax.jacrev(pairs)(vector)
+        curvature = jax.hessian(lambda y: energy(jax.lax.complex(y[:3], y[3:])))(pairs(vector))
+        tangents = forms(direction)
+        operator = nested.hessian_operator(loss, model, 0.1, damping=0.5, trainable=layout)
+        gauss_newton = nested.ggn_operator(outputs, energy, model, 0.1, trainable=layout)
+        return {
+            "hessian": jax.hessian(lambda v: loss(restructure(v), 0.1))(vector),
+            "gauss newton": jacobian.T @ curvature @ jacobian,
+            "matrix": nested.hessian(loss, model, 0.1, trainable=layout, chunk=3),
+            "diagonal": nested.hessian_diagonal(loss, model, 0.1, trainable=layout),
+            "damped": (operator @ jnp.eye(len(vector)), operator.diagonal(chunk=3)),
+            "products": {i: nested.hvp(loss, model, tangents[i], 0.1, trainable=layout) for i in (1, 2)},
+            "by operator": {i: operator(tangents[i]) for i in (0, 1)},
+            "by ggn": {i: gauss_newton(tangents[i]) for i in (0, 2)},
+        }
+
+    got = run(vector, direction)
+    tolerance = 1e-4 if "single" in name else 1e-10
+    damped = got["hessian"] + 0.5 * jnp.eye(len(vector))
+    for matrix, want in (
+        (got["matrix"], got["hessian"]),
+        (got["matrix"], got["matrix"].T),
+        (got["diagonal"], jnp.diag(got["hessian"])),
+        (got["damped"][0], damped),
+        (got["damped"][1], jnp.diag(damped)),
+    ):
+        close(matrix, want, tolerance)
+    for key, matrix in {"products": got["hessian"], "by operator": damped, "by ggn": got["gauss newton"]}.items():
+        want = forms(matrix @ direction)
+        for i, product in got[key].items():
+            close(product, want[i], tolerance)
+
+
+def test_signs_are_those_of_the_pair_and_conjugate_to_gradients():
+    """`tp.grad` gives the derivative in the real part minus i times that in the imaginary one, as JAX does."""
+    model = {"z": complex_ramp(3), "x": ramp(2, dtype=np.float64)}
+    tangent = {"z": complex_ramp(3, start=2.0), "x": jnp.array([1.0, -1.0])}
+
+    @jax.jit
+    def run(model, tangent):
+        _, change = jax.jvp(lambda m: tp.grad(loss)(m, 0.1), (model,), (tangent,))
+        return change, nested.hvp(loss, model, tangent, 0.1)
+
+    change, product = run(model, tangent)
+    close(product, jax.tree.map(jnp.conj, change))
+    assert np.abs(product["z"].imag).min() > 1e-3
+
+
+def test_a_step_of_newton_takes_the_conjugate_of_the_gradient():
+    square = lambda model: jnp.sum(jnp.abs(model["z"] - 2j) ** 2) / 2
+    model = {"z": complex_ramp(3)}
+
+    @jax.jit
+    def run(model):
+        gradient = tp.grad(square)(model)
+        operator = nested.hessian_operator(square, model)
+        return gradient["z"], jax.scipy.sparse.linalg.cg(operator, jax.tree.map(jnp.conj, gradient))[0]["z"]
+
+    gradient, step = run(model)
+    close(gradient, (model["z"] - 2j).conj())
+    close(model["z"] - step, jnp.full(3, 2j), 1e-12)
+
+
+# -- Operators ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hessian_of_half_the_squared_modulus_is_the_identity():
+    model = {"z": complex_ramp(2), "x": ramp(2, dtype=np.float64)}
+    half = lambda model: sum(jnp.sum(jnp.abs(leaf) ** 2) for leaf in model.values()) / 2
+    forms = tp.ravel(model)[0], nested.real_vector(model)[0], model
+
+    @jax.jit
+    def run(operator, forms):
+        return operator.diagonal(), nested.hessian(half, model), [operator(each) for each in forms]
+
+    diagonal, matrix, products = run(nested.hessian_operator(half, model, damping=0.25), forms)
+    close(matrix, jnp.eye(6))
+    close(diagonal, jnp.full(6, 1.25))
+    for product, tangent in zip(products, forms, strict=True):
+        close(product, jax.tree.map(lambda leaf: 1.25 * leaf, tangent), 1e-12)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A model, its damped operator, that as a matrix, and a right side in reals, as a complex vector and as a tree."""
+    with enable_x64(True):
+        model = {"x": ramp(2, dtype=np.float64), "z": complex_ramp(2)}
+        form, restructure, right = tp.ravel(model)[1], nested.real_vector(model)[1], jnp.arange(1.0, 7.0)
+
+        @jax.jit
+        def run(model):
+            operator = nested.ggn_operator(outputs, energy, model, 0.1, damping=50.0)
+            rights = right, form.ravel(restructure(right)), restructure(right)
+            return model, operator, operator @ jnp.eye(6), rights
+
+        return run(model)
+
+
+def test_conjugate_gradients_take_real_and_complex_vectors(problem):
+    model, operator, matrix, rights = problem
+    assert np.linalg.eigvalsh(matrix)[0] > 49
+    solve = jax.jit(lambda operator, right: jax.scipy.sparse.linalg.cg(operator, right, tol=1e-13)[0])
+    want = jnp.asarray(np.linalg.solve(matrix, rights[0]))
+    close(solve(operator, rights[0]), want, 1e-9)
+    close(solve(operator, rights[1]), tp.ravel(model)[1].ravel(nested.real_vector(model)[1](want)), 1e-9)
+
+
+def test_an_operator_passes_through_jit_vmap_and_scan(problem):
+    model, operator, _, rights = problem
+
+    @jax.jit
+    def run(operator, model, damping, tangents):
+        made = nested.ggn_operator(outputs, energy, model, 0.1, damping=damping)
+        return (
+            jax.vmap(operator)(tangents),
+            jax.lax.scan(lambda carry, t: (carry, operator(t)), 0, tangents)[1],
+            (made @ tangents.T).T,
+            made,
+        )
+
+    for right in rights[:2]:
+        tangents = jnp.stack([right, 2 * right, -right])
+        want = jnp.stack([operator(each) for each in tangents])
+        *each_way, made = run(operator, model, 50.0, tangents)
+        for got in each_way:
+            close(got, want, 1e-12)
+        close(made(right), want[0], 1e-12)
+
+
+def test_vectors_and_matrices_are_multiplied(problem):
+    _, operator, matrix, (real, compl, _) = problem
+    close(matrix, matrix.T, 1e-12)
+    assert (operator @ np.ones((6, 0))).shape == (6, 0)
+    some = np.cos(np.arange(24.0)).reshape(6, 4)
+
+    @jax.jit
+    def run(operator):
+        diagonals = [operator.diagonal(chunk=chunk) for chunk in (None, 1, 4, 9)]
+        return operator @ real, operator @ some, operator @ jnp.stack([compl, 2 * compl], 1), operator(compl), diagonals
+
+    of_vector, of_matrix, of_complex, want, diagonals = run(operator)
+    close(of_vector, matrix @ real)
+    close(of_matrix, matrix @ some)
+    close(of_complex, jnp.stack([want, 2 * want], 1))
+    for diagonal in diagonals:
+        close(diagonal, np.diag(matrix))
+
+
+def test_lineax_solves_with_an_operator(problem):
+    lx = pytest.importorskip("lineax", reason="needs lineax")
+    _, operator, matrix, (right, _, _) = problem
+    linear = operator.as_lineax()
+    assert lx.is_symmetric(linear)
+    assert not lx.is_positive_semidefinite(linear)
+    close(linear.as_matrix(), jnp.asarray(matrix))
+    positive = lambda operator: operator.as_lineax(lx.positive_semidefinite_tag)
+    solve = jax.jit(lambda operator, right: lx.linear_solve(positive(operator), right, lx.CG(1e-12, 1e-12)).value)
+    close(solve(operator, right), jnp.asarray(np.linalg.solve(matrix, right)), 1e-9)
+    real = nested.hessian_operator(lambda model: jnp.sum(model["x"] ** 3), {"x": ramp(3)}, damping=1.0)
+    assert real.as_lineax().in_structure() == jax.ShapeDtypeStruct((3,), jnp.float32)
+    frozen = nested.hessian_operator(lambda model: 1.0, {"x": ramp(3)}, trainable=tp.layout({"x": ramp(3)}, freeze="x"))
+    assert frozen.diagonal().shape == (0,)
+
+
+def test_without_lineax_the_extra_is_named(problem, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lineax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"as_lineax needs lineax, of the extra treeparams\[lineax\]"):
+        problem[1].as_lineax()
+
+
+def test_directions_of_linearised_models_and_gradients_of_examples(problem):
+    """A complex vector, the real one and the tree say the same; gradients of examples are JAX's."""
+    model, _, _, (real, compl, tree) = problem
+
+    @jax.jit
+    def run(model, tree):
+        near = nested.linearised(outputs, model)
+        want = outputs(model, 0.1) + jax.jvp(lambda m: outputs(m, 0.1), (model,), (tree,))[1]
+        rows = nested.per_example_gradients(loss, model, jnp.array([0.1, 0.2]), flat=True)
+        row = tp.ravel(model)[1].ravel_gradient(tp.grad(loss)(model, 0.1))
+        return want, [near(direction, 0.1) for direction in (real, compl, tree)], row, rows[0]
+
+    want, near, row, got = run(model, tree)
+    close(got, row)
+    for value in near:
+        close(value, want)
+
+
+# -- Errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors(problem, without_type_checks):
+    model, operator, _, (real, compl, tree) = problem
+    _, restructure = nested.real_vector(model)
+    length = (
+        r"expected a vector of 4 elements \(or 6, complex ones as pairs of reals\), .* got an array of shape \(5,\)"
+    )
+    for call in (
+        lambda: nested.hvp(loss, model, jnp.ones(5), 0.1),
+        lambda: operator(jnp.ones(5)),
+        lambda: operator @ jnp.ones((5, 2)),
+        lambda: nested.linearised(outputs, model)(jnp.ones(5), 0.1),
+    ):
+        with pytest.raises(ValueError, match=length):
+            call()
+    for wrong, got in ((tree, "dict"), (jnp.ones(()), r"float64\[\]"), (jnp.ones((6, 1, 1)), r"float64\[6,1,1\]")):
+        with pytest.raises(
+            TypeError, match=rf"operator @ takes a vector \(n,\) or a matrix .*, got {got}; call it with"
+        ):
+            operator @ wrong
+    with pytest.raises(TypeError, match=r"expected a real tangent at 'x', got complex128\[2\]"):
+        operator({"x": model["z"]})
+    with pytest.raises(ValueError, match=r"expected complex128\[2\] at 'z', got complex128\[3\]"):
+        operator({"z": complex_ramp(3)})
+    with pytest.raises(ValueError, match="entry at 'y', where the model has no leaf"):
+        operator({"y": jnp.ones(2)})
+    for chunk in (0, 1.5):
+        with pytest.raises(ValueError, match=f"chunk must be a whole number of products, at least 1, got {chunk}"):
+            operator.diagonal(chunk=chunk)
+    for call in (lambda: operator(real.astype(complex)), lambda: restructure(compl)):
+        with pytest.raises(
+            TypeError, match=r"a real vector, .* as pairs of reals \(nested.real_vector\), got complex128"
+        ):
+            call()
+    for method in (nested.hvp, nested.hessian, nested.hessian_diagonal, nested.hessian_operator):
+        tangent = (real,) if method is nested.hvp else ()
+        with pytest.raises(TypeError, match="complex128"):
+            method(lambda model: jnp.sum(model["z"]), model, *tangent)
+    with pytest.raises(ValueError, match=r"expected a vector of shape \(6,\) .*, got shape \(4,\)"):
+        restructure(compl.real)

@@ -1,0 +1,370 @@
+"""Jacobians in the parameters, and their kernels, agree with dense ones, whatever the chunk."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+
+from ..zoo import ZOO, assert_close, enable_x64, inexact_leaves, ramp
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with enable_x64(True):
+        yield
+
+
+def normal(key, *shape, dtype=jnp.float64):
+    return jax.random.normal(jax.random.key(key), shape, dtype)
+
+
+def close(got, want, tolerance=1e-10):
+    assert_close(got, want, tolerance)
+
+
+def product(rows, others=None):
+    """The kernel of dense Jacobians of (samples, outputs, n)."""
+    rows, others = (jnp.concatenate(list(each)) for each in (rows, rows if others is None else others))
+    return rows @ others.conj().T
+
+
+def doubled(model):
+    """The model in double precision; one array at two places stays one."""
+    wide = {np.dtype("float32"): np.float64, np.dtype("complex64"): np.complex128}
+    known = {}
+
+    def convert(leaf):
+        dtype = wide.get(getattr(leaf, "dtype", None))
+        return known.setdefault(id(leaf), leaf.astype(dtype)) if dtype else leaf
+
+    return jax.tree.map(convert, model)
+
+
+def complex_outputs(model, x):
+    """Complex numbers, one for each entry of x, of all floating leaves, different in each place."""
+    real, imag = jnp.ones_like(x), x
+    for place, leaf in enumerate(inexact_leaves(model)):
+        for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
+            waves = jnp.sin(jnp.outer(jnp.asarray(part, x.dtype).ravel(), x) + place)
+            real, imag = jnp.tanh(imag) + jnp.sum(waves, axis=0), jnp.cos(real) * jnp.sum(waves**2, axis=0)
+    return jax.lax.complex(real, imag)
+
+
+def real_outputs(model, x):
+    return complex_outputs(model, x).real
+
+
+ROUGH = {"bf16 with f32": 5e-2}  # gradients are in the leaves' own dtypes
+XS = np.linspace(-1, 1, 10).reshape(5, 2)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_jacobians_and_kernels_are_the_dense_ones(name):
+    model = doubled(ZOO[name].make())
+    layout = ZOO[name].layout(model)
+    vector, restructure = nested.real_vector(model, layout)
+
+    @jax.jit
+    def run(vector, xs):
+        model = restructure(vector)
+        pairs = lambda v, x: (lambda y: jnp.concatenate([y.real, y.imag]))(complex_outputs(restructure(v), x))
+        dense = jnp.zeros((5, 4, 0), vector.dtype)
+        if vector.size:
+            dense = jax.vmap(jax.jacrev(pairs), (None, 0))(vector, xs)
+        jacobian = nested.parameter_jacobian(complex_outputs, model, xs, mode="complex", trainable=layout)
+        return dense, jacobian, nested.kernel(real_outputs, model, xs, trainable=layout)
+
+    dense, jacobian, kernel = map(np.asarray, run(vector, XS))
+    assert dense.shape == (5, 4, vector.size)
+    close(jacobian, dense, ROUGH.get(name, 1e-10))
+    close(kernel, product(dense[:, :2]).astype(kernel.dtype), ROUGH.get(name, 1e-10))
+    assert kernel.dtype == np.promote_types(vector.dtype, np.float32)
+
+
+# -- Chunks, modes, forms ----------------------------------------------------------------------------------------------
+
+with enable_x64(True):
+    NET = {"a": normal(0, 3), "b": normal(1, 4, 3), "c": normal(2, 2, 4)}
+    COMPLEX = {name: jax.lax.complex(leaf, jnp.cos(leaf)) for name, leaf in NET.items()}
+    X = normal(3, 7, 3)
+
+
+def net(model, x):
+    return model["c"] @ jnp.tanh(model["b"] @ (x.astype(model["a"].dtype) * model["a"]))
+
+
+def modulus(model, x):
+    return jnp.sum(jnp.abs(net(model, x)) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("f", "model", "mode"),
+    [(modulus, COMPLEX, "real"), (net, COMPLEX, "complex"), (net, COMPLEX, "holomorphic")],
+    ids=["real scalar of complex", "complex", "holomorphic"],
+)
+def test_every_chunk_gives_the_same(f, model, mode):
+    """One sample, some, dividing and not, and more than there are."""
+
+    @jax.jit
+    def run(model, xs):
+        whole, other = (nested.parameter_jacobian(f, model, each, mode=mode) for each in (xs, xs[:4] + 1))
+        options = [{"chunk": chunk, "mode": mode} for chunk in (None, 1, 3, 9)]
+        jacobians = [nested.parameter_jacobian(f, model, xs, **each) for each in options[1:]]
+        kernels = [nested.kernel(f, model, xs, **each) for each in options[:3]]
+        with_others = [nested.kernel(f, model, xs, xs[:4] + 1, **each) for each in options[2:]]
+        return whole, other, jacobians, kernels, with_others
+
+    whole, other, jacobians, kernels, with_others = jax.tree.map(np.asarray, run(model, X))
+    for got in jacobians:
+        close(got, whole, 1e-13)
+    for got in kernels:
+        close(got, product(whole), 1e-12)
+        close(got, got.conj().T, 1e-14)
+    for got in with_others:
+        close(got, product(whole, other), 1e-12)
+
+
+def test_a_holomorphic_jacobian_is_the_complex_one():
+    vector, restructure = tp.ravel(COMPLEX)
+    of_vector = jax.vmap(jax.jacrev(lambda v, x: net(restructure(v), x), holomorphic=True), (None, 0))
+    modes = jax.jit(lambda: [nested.parameter_jacobian(net, COMPLEX, X, mode=m) for m in ("holomorphic", "complex")])
+    whole, pairs = modes()
+    close(whole, jax.jit(of_vector)(vector, X))
+    # Cauchy and Riemann: the same as of pairs, of each slot real parts before imaginary ones.
+    columns = []
+    for start, stop in ((0, 3), (3, 15), (15, 23)):
+        slot = np.asarray(whole)[:, :, start:stop]
+        columns += [np.concatenate([slot.real, slot.imag], 1), np.concatenate([-slot.imag, slot.real], 1)]
+    close(pairs, np.concatenate(columns, axis=2))
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    shift: jax.Array = tp.field(trainable=False)
+
+    def __call__(self, x):
+        return jnp.tanh(self.weight @ x["in"] + self.shift) * x["scale"]
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_models_samples_and_outputs_of_any_form(scalar):
+    """Samples are a tree; an output is a number, or keeps its entries in order of a matrix."""
+    layer, xs = Layer(normal(0, 2, 3), normal(1, 2)), {"in": X, "scale": np.arange(7.0)}
+    f = lambda layer, x: layer(x)[0] if scalar else jnp.outer(layer(x), x["in"][:2])
+    by_hand = lambda weight, x: f(Layer(weight, layer.shift), x).reshape(-1)
+    want = jax.jit(jax.vmap(jax.jacrev(by_hand), (None, 0)))(layer.weight, xs).reshape(7, -1, 6)
+    assert want.shape[1] == (1 if scalar else 4)
+    both = jax.jit(lambda *args: (nested.parameter_jacobian(f, *args), nested.kernel(f, *args)))
+    for model in (layer, Layer(np.asarray(layer.weight), np.asarray(layer.shift))):
+        jacobian, kernel = both(model, xs)
+        close(jacobian, want)
+        close(kernel, product(want))
+    close(nested.kernel(f, layer, xs, chunk=2), product(want))
+
+
+def test_what_is_trained_is_said_in_any_form():
+    direction = normal(5, 8)
+
+    @jax.jit
+    def run(model, xs):
+        forms = ["c", {"a": False, "b": False, "c": True}, tp.layout(NET, "c")]
+        near = [nested.linearised(net, model, trainable=each)(direction, xs[0]) for each in forms]
+        jacobians = [nested.parameter_jacobian(net, model, xs, trainable=each) for each in forms]
+        kernels = [nested.kernel(net, model, xs, trainable=each) for each in forms]
+        return nested.parameter_jacobian(net, model, xs)[:, :, -8:], jacobians, kernels, near
+
+    want, jacobians, kernels, near = run(NET, X)
+    for jacobian, kernel, value in zip(jacobians, kernels, near, strict=True):
+        close(jacobian, want)
+        close(kernel, product(want))
+        close(value, net(NET, X[0]) + want[0] @ direction)
+
+
+def test_ties_count_once():
+    shared = NET["b"]
+    model = {"first": shared, "second": shared, "third": shared.T}
+    layout = tp.layout(model, ties={"third": ("first", jnp.transpose)})
+    f = lambda model, x: jnp.tanh(model["second"] @ (model["third"] @ jnp.tanh(model["first"] @ x)))
+    want = jax.jit(jax.vmap(jax.jacrev(lambda w, x: f({"first": w, "second": w, "third": w.T}, x)), (None, 0)))(
+        shared, X
+    )
+    got = nested.parameter_jacobian(f, model, X, trainable=layout)
+    close(got, want.reshape(7, 4, 12))
+    close(nested.kernel(f, model, X, trainable=layout, chunk=3), product(got))
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("mode", ["real", "complex", "holomorphic"])
+def test_nothing_in_nothing_out(mode, chunk):
+    model, n = {"real": (NET, 23), "complex": (COMPLEX, 46), "holomorphic": (COMPLEX, 23)}[mode]
+    outputs, dtype = 4 if mode == "complex" else 2, complex if mode == "holomorphic" else float
+    frozen, none = tp.layout(model, freeze="**"), lambda model, x: net(model, x)[:0]
+
+    def shape(method, f, *samples, trainable=None):
+        call = lambda *samples: method(f, model, *samples, mode=mode, chunk=chunk, trainable=trainable)
+        got = jax.eval_shape(call, *samples)
+        assert got.dtype == dtype
+        return got.shape
+
+    assert shape(nested.parameter_jacobian, net, X[:0]) == (0, outputs, n)
+    assert shape(nested.parameter_jacobian, none, X) == (7, 0, n)
+    assert shape(nested.parameter_jacobian, net, X, trainable=frozen) == (7, outputs, 0)
+    assert shape(nested.kernel, net, X, trainable=frozen) == (7 * outputs, 7 * outputs)
+    assert shape(nested.kernel, net, X[:0]) == (0, 0)
+    assert shape(nested.kernel, net, X[:0], X) == (0, 7 * outputs)
+    assert shape(nested.kernel, net, X, X[:0]) == (7 * outputs, 0)
+    assert shape(nested.kernel, none, X) == (0, 0)
+
+
+def test_nothing_trained_one_sample_and_other_outputs():
+    frozen, f = tp.layout(NET, freeze="**"), lambda model, x: jnp.sum(model["b"]) * x
+
+    @jax.jit
+    def run(model, xs):
+        one = nested.kernel(net, model, xs[:1]), nested.parameter_jacobian(net, model, xs[:1])
+        untouched = nested.kernel(net, model, xs, trainable=frozen)
+        return one, untouched, [nested.kernel(f, model, xs, xs[:3, :2], chunk=chunk) for chunk in (None, 2)]
+
+    (kernel, jacobian), untouched, others = run(NET, X)
+    close(kernel, product(jacobian))
+    assert not np.any(untouched)
+    for got in others:  # each entry of x is an output, of which those on the right are fewer
+        close(got, 12 * jnp.outer(X.ravel(), X[:3, :2].ravel()))
+
+
+def test_more_outputs_than_parameters_have_the_same_dtype_and_rows():
+    model = {"w": ramp(2), "b": ramp(1)}
+    f = lambda model, x: jnp.outer(x, model["w"].astype(x.dtype) ** 2) + model["b"].astype(x.dtype)[:, None]
+
+    @jax.jit
+    def run(model, xs):
+        dense = jax.vmap(jax.jacrev(lambda w, x: f(model | {"w": w}, x)), (None, 0))(model["w"], xs)
+        jacobians = [nested.parameter_jacobian(f, model, xs, chunk=chunk) for chunk in (None, 2)]
+        one_output = nested.parameter_jacobian(lambda model, x: f(model, x)[0, 0], model, xs)
+        return dense.reshape(7, 6, 2), jacobians, one_output, nested.kernel(f, model, xs)
+
+    want, jacobians, one_output, kernel = run(model, X)
+    for got in jacobians:
+        assert got.dtype == one_output.dtype == jnp.float32
+        np.testing.assert_allclose(got[:, :, 1:], want, 1e-6)
+        np.testing.assert_array_equal(got[:, :, 0], 1)
+    close(kernel, product(jacobians[0]), 1e-6)
+
+
+def test_products_of_half_precision_are_summed_in_single_precision():
+    model = {"w": ramp(512, dtype=jnp.bfloat16), "b": ramp(2)}
+    f = lambda model, x: jnp.sum(model["w"]).astype(jnp.float32) * x + jnp.sum(model["b"])
+    kernel = nested.kernel(f, model, ramp(3, start=1.0))
+    assert kernel.dtype == jnp.float32
+    rows = np.asarray(ramp(3, start=1.0).astype(jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(kernel, 512 * np.outer(rows, rows) + 2, 1e-6)
+    half = nested.kernel(lambda model, x: jnp.sum(model["w"]) * x, {"w": model["w"]}, ramp(3).astype(jnp.bfloat16))
+    assert half.dtype == jnp.float32
+
+
+def test_samples_are_keys_or_indices():
+    noisy = lambda model, key: jnp.sum(model["a"] * jax.random.normal(key, (3,)))
+    chosen = lambda model, i: model["b"][i]
+
+    @jax.jit
+    def run(keys, places):
+        rows = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+        kernels = [nested.kernel(chosen, NET, places, chunk=chunk) for chunk in (None, 2)]
+        return (
+            rows,
+            nested.parameter_jacobian(noisy, NET, keys, chunk=2, trainable="a"),
+            nested.kernel(noisy, NET, keys, chunk=2),
+            kernels,
+        )
+
+    rows, jacobian, kernel, kernels = run(jax.random.split(jax.random.key(0), 5), np.array([0, 3, 3]))
+    close(jacobian[:, 0], rows)
+    close(kernel, rows @ rows.T)
+    for got in kernels:
+        close(got, np.kron([[1.0, 0, 0], [0, 1, 1], [0, 1, 1]], np.eye(3)))
+
+
+# -- Under transformations ---------------------------------------------------------------------------------------------
+
+
+def test_under_vmap_scan_and_grad():
+    vector, restructure = tp.ravel(NET)
+    vectors, some = jnp.stack([vector, 2 * vector]), X[:3]
+    jacobian = lambda v: nested.parameter_jacobian(net, restructure(v), some, chunk=2)
+    kernel = lambda v: nested.kernel(net, restructure(v), some, chunk=2)
+    dense = lambda v: jax.vmap(jax.jacrev(lambda v, x: net(restructure(v), x)), (None, 0))(v, some)
+    loss = lambda jacobian, kernel: jnp.sum(jnp.sin(jacobian)) + jnp.sum(jnp.cos(kernel))
+
+    @jax.jit
+    def run(vectors):
+        return (
+            jax.vmap(dense)(vectors),
+            jax.vmap(lambda v: (jacobian(v), kernel(v)))(vectors),
+            jax.lax.scan(lambda carry, v: (carry, (jacobian(v), kernel(v))), 0, vectors)[1],
+            jax.grad(lambda v: loss(jacobian(v), kernel(v)))(vectors[0]),
+            jax.grad(lambda v: loss(dense(v), product(dense(v))))(vectors[0]),
+        )
+
+    want, *both, gradient, by_hand = run(vectors)
+    for jacobians, kernels in both:
+        close(jacobians, want)
+        close(kernels, jnp.stack([product(each) for each in want]))
+    assert np.abs(by_hand).min() > 0
+    close(gradient, by_hand)
+
+
+def test_what_fills_up_a_chunk_is_a_sample():
+    """And no zeros, of which f may have no value; a gradient would be NaN."""
+    f = lambda model, x: jnp.sin(jnp.sum(model["a"] * x)) * jnp.log(jnp.sum(x**2))
+    xs = X[:3]
+    dense = lambda a: jax.vmap(lambda x: jax.grad(lambda a: f({"a": a}, x))(a))(xs)
+    total = lambda kernel: lambda a: jnp.sum(jnp.sin(kernel(a)))
+    want = jax.jit(jax.grad(total(lambda a: dense(a) @ dense(a).T)))(NET["a"])
+    close(jax.jit(jax.grad(total(lambda a: nested.kernel(f, {"a": a}, xs, chunk=2))))(NET["a"]), want)
+
+
+# -- Errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [nested.parameter_jacobian, nested.kernel])
+def test_errors(method, without_type_checks):
+    with pytest.raises(ValueError, match="mode must be 'real', 'complex' or 'holomorphic', got 'imaginary'"):
+        method(net, NET, X, mode="imaginary")
+    with pytest.raises(TypeError, match=r"f returns complex128; mode='complex' gives the derivatives of its real and"):
+        method(net, COMPLEX, X)
+    with pytest.raises(
+        TypeError, match=r"'holomorphic' is of complex outputs, and f returns float64; take mode='real'"
+    ):
+        method(modulus, COMPLEX, X, mode="holomorphic")
+    some_real, square = COMPLEX | {"a": NET["a"]}, lambda model, x: model["b"][0] ** 2
+    with pytest.raises(TypeError, match=r"'holomorphic' is of complex parameters, and 'a' is float64; freeze it, or"):
+        method(square, some_real, X, mode="holomorphic")
+    method(square, some_real, X[:1], mode="holomorphic", trainable=["b", "c"])
+    for chunk in (0, -1, 2.5, True, "all"):
+        with pytest.raises(ValueError, match=f"chunk must be a whole number of samples, at least 1, got {chunk!r}"):
+            method(net, NET, X, chunk=chunk)
+    with pytest.raises(ValueError, match=r"arrays with one leading axis in common, got shapes \[\(7, 3\), \(2, 3\)\]"):
+        method(net, NET, {"x": X, "y": X[:2]})
+    with pytest.raises(ValueError, match=r"arrays with one leading axis in common, got shapes \[\(\)\]"):
+        method(net, NET, jnp.float32(1))
+    with pytest.raises(ValueError, match=r"arrays with one leading axis in common, got shapes \[\]"):
+        method(net, NET, None)
+    with pytest.raises(TypeError, match=r"expected f to return a floating or complex array, got int64\[3\]"):
+        method(lambda model, x: jnp.arange(3), NET, X)
+    with pytest.raises(TypeError, match="expected f to return a floating or complex array, got tuple"):
+        method(lambda model, x: (net(model, x),), NET, X)
+    with pytest.raises(ValueError, match="'missing'"):
+        method(net, NET, X, trainable="missing")
+
+
+def test_errors_of_others():
+    with pytest.raises(ValueError, match=r"arrays with one leading axis in common, got shapes \[\(7, 3\), \(2, 3\)\]"):
+        nested.kernel(net, NET, X, {"x": X, "y": X[:2]})
+    with pytest.raises(ValueError, match=r"expected a vector of 23 elements, .* got an array of shape \(22,\)"):
+        nested.linearised(net, NET)(jnp.ones(22), X[0])
+    with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
+        nested.linearised(net, NET)({"x": jnp.ones(2)}, X[0])

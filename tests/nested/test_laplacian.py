@@ -1,0 +1,361 @@
+"""The forward Laplacian is the trace of the Hessian, whatever the function is made of."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import nested
+
+from ..zoo import assert_close, enable_x64, flops
+
+A = np.cos(np.arange(12.0)).reshape(3, 4)
+IMAGE = np.sin(np.arange(18.0)).reshape(1, 2, 3, 3)
+WHERE = np.array([True, False, True, True])
+PLACES = np.array([2, 0, 3])
+
+
+def _positive(x):
+    return jnp.sum(x**2, keepdims=True) + x**2 + 0.5
+
+
+def _within(x):
+    return 0.4 * jnp.sin(x) + 0.1 * x[0]
+
+
+@jax.custom_jvp
+def _flipped_rule(x):
+    return x**2
+
+
+@_flipped_rule.defjvp
+def _flipped_rule_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return _flipped_rule(x), x[0] * jnp.flip(t)  # not elementwise, as the function is
+
+
+_UNARY = {
+    "acos": _within, "acosh": lambda x: 1 + _positive(x), "asin": _within, "asinh": None, "atan": None,
+    "atanh": _within, "cbrt": _positive, "cos": None, "cosh": None, "digamma": _positive, "erf": None,
+    "erf_inv": _within, "erfc": None,
+    "exp": None, "exp2": None, "expm1": None, "lgamma": _positive, "log": _positive, "log1p": _positive,
+    "logistic": None, "rsqrt": _positive, "sin": None, "sinh": None, "sqrt": _positive, "square": None, "tan": _within,
+    "tanh": None,
+}  # fmt: skip
+
+
+def _unary(name, inner):
+    return lambda x: getattr(jax.lax, name)(A @ x if inner is None else inner(x))
+
+
+ELEMENTARY = {name: _unary(name, inner) for name, inner in _UNARY.items()} | {
+    "integer powers": lambda x: (A @ x) ** 3 + x[:3] ** -2,
+    "real powers": lambda x: _positive(x) ** 1.7,
+    "powers of two series": lambda x: _positive(x)[:3] ** (A @ x),
+    "atan2": lambda x: jnp.arctan2(A @ x, x[:3]),
+    "quotients": lambda x: (A @ x) / (2 + jnp.sin(x[:3])) + x[:3] / 3 + 1 / _positive(x)[:3],
+    "products": lambda x: (A @ x) * x[:3] * jnp.cumsum(x)[:3] * 2,
+    "a square by itself": lambda x: (A @ x) * (A @ x),
+    "gelu": lambda x: jax.nn.gelu(A @ x),
+    "exact gelu": lambda x: jax.nn.gelu(A @ x, approximate=False),
+    "silu": lambda x: jax.nn.silu(A @ x),
+    "softplus": lambda x: jax.nn.softplus(A @ x),
+    "relu": lambda x: jax.nn.relu(A @ x) ** 2,
+    "elu": lambda x: jax.nn.elu(A @ x),
+    "broadcast against each other": lambda x: jnp.outer(x, jnp.sin(x)) / jnp.outer(1 + x**2, jnp.ones(4)) ** x[:, None],
+    "a scalar with an array": lambda x: jax.lax.pow(_positive(x), jnp.sum(x)) * jax.lax.div(x**3, jnp.sum(x**2)),
+    "scalars": lambda x: jnp.sin(x[0] * x[1]) * jnp.exp(x[2]) + x[3],
+    "chains with two ends": lambda x: jnp.sin(A @ x) + (lambda y: jnp.exp(y) * jnp.cos(y) + jnp.flip(y**2))(A @ x),
+    "the same jitted function twice": lambda x: jax.jit(jnp.sin)(A @ x) * jax.jit(jnp.sin)(x[:3]),
+    "the same jitted function on itself": lambda x: _jitted(_jitted(A @ x)) + _jitted(A @ x),
+}
+STRUCTURE = {
+    "sums": lambda x: jnp.sum(jnp.outer(x, x**2), 1) - jnp.cumsum(x**3) + jnp.sum(x) ** 2,
+    "shapes": lambda x: jnp.transpose(jnp.reshape(jnp.tile(x**2, 3), (3, 4)))[:, ::-1].ravel() + 1,
+    "joins and splits": lambda x: jnp.concatenate([*jnp.split(jnp.sin(x), 2), jnp.pad(x**2, (1, 2))]),
+    "a choice": lambda x: jnp.where(WHERE, x**2, jnp.sin(x)) * jnp.where(x > 0.6, x, 2.0),
+    "extremes": lambda x: jnp.max(x**2) * jnp.min(jnp.sin(x)) + jnp.maximum(x, 0.7) ** 2 * jnp.minimum(x**3, x)
+    + jax.lax.clamp(0.1, x**2, 0.9) + jnp.abs(x - 0.5) * x,
+    "sorting": lambda x: jnp.sort(jnp.sin(3 * x)) ** 2,
+    "indices": lambda x: (x**2)[PLACES] * jnp.zeros(3).at[PLACES % 2].add(x[:3] ** 2)
+    + jnp.ones(3).at[1].set(x[0] ** 3),
+    "slices at": lambda x: jax.lax.dynamic_slice(x**2, (PLACES[1],), (3,))
+    * jax.lax.dynamic_update_slice(x[:3], x[2:] ** 2, (PLACES[1],)),
+    "windows": lambda x: jax.lax.reduce_window(x**2, np.array(0.0, x.dtype), jax.lax.add, (2,), (1,), "VALID"),
+    "matrix products": lambda x: jnp.outer(x, x**2) @ jnp.outer(jnp.sin(x), x) @ A.T,
+    "batched products": lambda x: jnp.einsum("bi,bij->bj", _table(x), jnp.stack([_table(x).T] * 2)),
+    "convolutions": lambda x: jax.lax.conv(IMAGE, jnp.reshape(x, (1, 2, 1, 2)) ** 2, (1, 1), "SAME"),
+    "convolutions by itself": lambda x: jnp.convolve(jnp.sin(x), x**2),
+    "no dependence": lambda x: jnp.ones((2, 2)),
+    "no dependence, later": lambda x: jax.lax.stop_gradient(x**2) + jnp.floor(x) * 0 + jnp.sign(x),
+    "precision": lambda x: jax.lax.reduce_precision(x**2, 11, 52) + (x**2).astype(jnp.float64).astype(x.dtype),
+    "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.tanh(A @ y) * y[:3])(x),
+    "vmap": lambda x: jax.vmap(lambda row: jnp.sin(row @ x) * row)(A),
+    "attention": lambda x: jax.nn.softmax(jnp.outer(x, x), -1) @ x,
+    "softmax": lambda x: jax.nn.log_softmax(x**2) + jax.nn.logsumexp(x),
+    "layer norm": lambda x: eqx.nn.LayerNorm(4)(jnp.sin(x)),
+    "restructure": lambda x: _restructured(x),
+    "empty": lambda x: x[:0] ** 2,
+    "Fourier": lambda x: jnp.abs(jnp.fft.fft(x**2)) ** 2 + jnp.fft.irfft(jnp.fft.rfft(x**3), 4),
+    "waves": lambda x: jnp.real(jnp.exp(_complex(x[1:], A @ x)) * jnp.conj(_complex(x[:3], x[1:])))
+    + jnp.imag(1 / _complex(x[:3], 2 + x[1:])),
+    "complex results": lambda x: jnp.log(_complex(2 + x[1:], A @ x)) * jnp.exp(_complex(x[:3] ** 2, x[1:])),
+    "complex chains": lambda x: jnp.log(jnp.abs(jnp.sin(_complex(x, x**2)) ** 2 + 3)),
+}  # fmt: skip
+
+_jitted = jax.jit(lambda y: jnp.tanh(y) * y)
+
+
+_complex = jax.lax.complex
+
+
+def _table(x):
+    return jnp.reshape(x, (2, 2)) ** 3
+
+
+def _restructured(x):
+    """The model's parameters as the input: cut and join among the primitives."""
+    _, restructure = tp.ravel({"a": jnp.ones((2, 1)), "b": jnp.ones(2)})
+    model = restructure(x.astype(jnp.float32) ** 2)
+    return restructure.ravel(jax.tree.map(jnp.sin, model)).astype(x.dtype)
+
+
+def _of(f):
+    return lambda model, x: f(x)
+
+
+def _by_hessian(f, x):
+    """The value, the Jacobian and the trace."""
+
+    def slope(x):
+        jacobian, y = jax.jacfwd(lambda x: (f(x),) * 2, has_aux=True)(x)
+        return jacobian, (y, jacobian)
+
+    hessian, (y, jacobian) = jax.jacfwd(slope, has_aux=True)(x)
+    return y, jacobian, jnp.trace(hessian.reshape(*jnp.shape(y), x.size, x.size), axis1=-2, axis2=-1)
+
+
+def _trace(f, x):
+    return jax.jit(lambda x: _by_hessian(f, x)[2])(x)
+
+
+X = np.array([0.3, 0.9, -0.4, 0.55])
+
+
+@pytest.mark.parametrize("name", [*ELEMENTARY, *STRUCTURE])
+def test_it_is_the_trace(name):
+    f = (ELEMENTARY | STRUCTURE)[name]
+    with enable_x64(True):
+        x = jnp.asarray(X)
+        tolerance = 1e-6 if name == "restructure" else 1e-11
+        got, by_hessian = jax.jit(lambda x: (nested.laplacian(_of(f), full=True)(None, x), _by_hessian(f, x)))(x)
+        (value, jacobian, laplacian), (want, slope, trace) = got, by_hessian
+        np.testing.assert_allclose(value, want, tolerance)
+        np.testing.assert_allclose(jacobian, slope, tolerance, tolerance)
+        np.testing.assert_allclose(laplacian, trace, tolerance, tolerance)
+
+
+# -- Beyond the rules
+
+
+def _scanned(x):
+    return jax.lax.scan(lambda carry, row: (jnp.tanh(carry * (row @ x)), carry), x[0], jnp.asarray(A, x.dtype))[1]
+
+
+OTHERS = {
+    "scan": _scanned,
+    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1] * x[0])), (0, x))[1],
+    "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x**3, jnp.sin, x),
+    "cumprod": lambda x: jnp.cumprod(x**2),
+    "cholesky": lambda x: jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(4)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_no_rule_is_exact_and_named(name):
+    f = OTHERS[name]
+    with enable_x64(True):
+        x = jnp.asarray(X)
+        with pytest.warns(UserWarning, match=f"no rule for {name}: what it gives is exact, but takes one second deriv"):
+            got = jax.jit(lambda x: nested.laplacian(_of(f))(None, x))(x)
+        np.testing.assert_allclose(got, _trace(f, x), 1e-10, 1e-12)
+
+
+def test_the_branch_not_taken_has_no_say():
+    x = jnp.array([-1.0, 2.0, 0.0])
+    for f, want in (
+        (lambda x: jnp.where(x > 0, jnp.sqrt(x), x**3), -6 - 0.25 * 2.0**-1.5),  # no slope below zero, infinite there
+        (lambda x: jnp.where(x > 0, jnp.sqrt(x), 2 * x), -0.25 * 2.0**-1.5),
+        (lambda x: jnp.where(x[2] > 0, jnp.sqrt(x[2]), x[2] ** 2), 2.0),
+    ):
+        got = jax.jit(nested.laplacian(lambda _, x, f=f: jnp.sum(f(x))))(None, x)
+        np.testing.assert_allclose(got, want, 1e-6)
+
+
+@jax.custom_jvp
+def _inner(x):
+    return jax.nn.relu(x) * x
+
+
+_inner.defjvp(lambda primals, tangents: (_inner(*primals), 2 * _inner(*primals) * tangents[0]))
+
+
+@jax.custom_jvp
+def _outer(x):
+    return _inner(x)
+
+
+_outer.defjvp(lambda primals, tangents: (_outer(*primals), _outer(*primals) * tangents[0]))
+
+
+def test_rules_that_call_other_rules():
+    x = jnp.array([-1.0, 2.0, 0.5])
+    for f in (_outer, lambda x: jax.scipy.special.entr(jnp.abs(x)), lambda x: jax.scipy.special.kl_div(x**2, x**2 + 1)):
+        total = lambda _, x, f=f: jnp.sum(f(x))
+        trace = lambda x, total=total: jnp.trace(jax.hessian(total, 1)(None, x))
+        got, want = jax.jit(lambda x, total=total, trace=trace: (nested.laplacian(total)(None, x), trace(x)))(x)
+        np.testing.assert_allclose(got, want, 1e-5)
+
+
+def test_a_rule_for_jvp_is_the_one_that_counts():
+    x = jnp.asarray(X, jnp.float32)
+    _, jacobian, got = nested.laplacian(_of(_flipped_rule), full=True)(None, x)
+    np.testing.assert_allclose(got, _trace(_flipped_rule, x), 1e-5)
+    np.testing.assert_allclose(jacobian, jax.jacfwd(_flipped_rule)(x), 1e-5)
+
+
+def test_a_chain_with_many_ends_is_traced_in_linear_time():
+    def f(count):
+        def of(model, x):
+            total = 0.0
+            for _ in range(count):
+                x = jnp.sin(x)
+                total += jnp.sum(x)
+            return total
+
+        return of
+
+    size = lambda count: len(jax.make_jaxpr(lambda x: nested.laplacian(f(count))(None, x))(jnp.ones(2)).eqns)
+    assert size(60) < 2.3 * size(30)
+
+
+def test_results_that_do_not_depend_on_the_input():
+    for constant in (lambda model, x: 3.0, lambda model, x: jax.jit(lambda x: 2.0)(x), lambda model, x: model):
+        value, jacobian, laplacian = nested.laplacian(constant, full=True)(jnp.float32(3), jnp.ones(2))
+        assert (value.shape, jacobian.shape, laplacian.shape) == ((), (2,), ())
+        assert value > 1
+        assert not jnp.any(jacobian)
+        assert laplacian == 0
+
+
+def test_a_rule_for_vjp_alone_is_an_error():
+    f = jax.custom_vjp(lambda x: x**2)
+    f.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
+    with pytest.raises(TypeError, match="f calls a function with a rule for vjp alone"):
+        nested.laplacian(_of(f))(None, jnp.ones(2))
+
+
+# -- In losses
+
+
+class Wave(eqx.Module):
+    mlp: eqx.nn.MLP
+    scale: jax.Array = tp.field(trainable=False)
+
+    def __call__(self, x):
+        return self.mlp(self.scale * x)
+
+
+def _wave(activation=jax.nn.gelu):
+    return Wave(eqx.nn.MLP(3, "scalar", 5, 2, activation, key=jax.random.key(0)), jnp.ones(3))
+
+
+def test_its_gradient_is_that_of_the_trace():
+    model, x = _wave(), jax.random.normal(jax.random.key(1), (4, 3))
+    layout = tp.layout(model)
+    params, rest = tp.partition(model, layout)
+    call = lambda model, x: model(x)
+
+    def residual(laplacian):
+        return lambda model, x: jnp.mean((jax.vmap(laplacian, (None, 0))(model, x) - jax.vmap(model)(x)) ** 2)
+
+    trace = lambda model, x: jnp.trace(jax.hessian(model)(x))
+    ours, plain = residual(nested.laplacian(call)), residual(trace)
+    direction = jnp.ones(layout.size)
+
+    @jax.jit
+    def both(params, x):
+        model = tp.combine(params, rest)
+        return [
+            (
+                tp.grad(loss, layout)(model, x),
+                jax.grad(loss, 1)(model, x),
+                nested.hvp(loss, model, direction, x, trainable=layout),
+            )
+            for loss in (ours, plain)
+        ]
+
+    got, want = both(params, x)
+    assert_close(got, want, 2e-5)
+
+
+def test_of_other_arguments_shapes_and_dtypes():
+    f = lambda model, x, t: model["w"] * jnp.sum(x**2, 1) * t
+    x = jnp.ones((3, 2))
+    got = nested.laplacian(f)({"w": jnp.float32(2), "n": 3}, x, jnp.float32(5))
+    np.testing.assert_allclose(got, [40.0, 40, 40])
+    half = nested.laplacian(lambda model, x: jnp.sum(x**3))(None, jnp.ones(4, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    assert half == 24
+    wide = nested.laplacian(lambda model, x: jnp.sum(jnp.sin(x.astype(jnp.float32)) ** 2))(
+        None, jnp.ones(4, jnp.bfloat16)
+    )
+    assert wide.dtype == jnp.float32
+    np.testing.assert_allclose(wide, 8 * np.cos(2), 1e-2)
+    number = nested.laplacian(lambda model, x: x**3)(None, 2.0)
+    assert number == 12
+
+
+# -- Costs
+
+
+def _of_mlp(activation, laplacian):
+    """The function and its arguments."""
+    mlp = eqx.nn.MLP(10, "scalar", 64, 3, activation, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    f = lambda params, x: eqx.combine(params, static)(x)
+    return jax.vmap(laplacian(f), (None, 0)), params, jnp.ones((16, 10))
+
+
+def _by_trace(f):
+    return lambda params, x: jnp.trace(jax.hessian(f, 1)(params, x))
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.silu])
+def test_half_the_operations_of_the_trace(activation):
+    assert flops(*_of_mlp(activation, nested.laplacian)) < 0.56 * flops(*_of_mlp(activation, _by_trace))
+
+
+def test_an_activation_of_many_equations_takes_the_memory_of_one():
+    def memory(activation):
+        f, *args = _of_mlp(activation, nested.laplacian)
+        return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(jax.nn.gelu) < 1.3 * memory(jnp.tanh)
+
+
+# -- Errors
+
+
+def test_errors():
+    f = lambda model, x: x**2
+    with pytest.raises(TypeError, match="expected x to be real and floating, got int32"):
+        nested.laplacian(f)(None, jnp.arange(3))
+    with pytest.raises(TypeError, match="expected an array for x, got list"):
+        nested.laplacian(f)(None, [1.0])
+    with pytest.raises(TypeError, match="expected f to return a floating or complex array, got dict"):
+        nested.laplacian(lambda model, x: {"y": x})(None, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"expected f to return a floating or complex array, got int32\[3\]"):
+        nested.laplacian(lambda model, x: jnp.arange(3))(None, jnp.ones(3))

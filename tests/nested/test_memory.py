@@ -1,0 +1,186 @@
+"""Jacobians in the parameters and their kernels hold no more than they say, and take samples that lie over devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treeparams as tp
+from treeparams import nested
+
+from ..matrices.zoo import equations
+from ..zoo import assert_close, enable_x64, ramp
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+WIDE = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in {"a": (50, 40), "b": (40, 50)}.items()}
+SAMPLES = jax.ShapeDtypeStruct((32, 40), jnp.float32)
+
+
+def several(model, x):
+    return (model["b"] @ jnp.tanh(model["a"] @ x))[:2]
+
+
+def single(model, x):
+    return several(model, x)[0]
+
+
+def arrays(f, *args):
+    """The numbers of elements of all that a program makes, within loops and branches as well."""
+    program = jax.make_jaxpr(f)(*args)
+    return [variable.aval.size for equation in equations(program.jaxpr) for variable in equation.outvars]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["one batch", "two batches"])
+@pytest.mark.parametrize("chunk", [None, 8, 5])
+@pytest.mark.parametrize(("f", "outputs"), [(single, 1), (several, 2)])
+def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others):
+    of = lambda model, xs: nested.kernel(f, model, xs, xs if others else None, chunk=chunk)
+    largest = (chunk or 32) * 2000
+    assert (35 * outputs) ** 2 < largest  # the result, with what fills up chunks
+    assert largest / 2 < max(arrays(of, WIDE, SAMPLES)) <= largest
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 5])
+@pytest.mark.parametrize(
+    ("f", "model", "outputs", "n"),
+    [
+        (single, WIDE, 1, 4000),
+        (several, WIDE, 2, 4000),
+        (
+            lambda model, x: jnp.outer(jnp.tanh(x * model["scale"]), model["w"]),
+            {"scale": ramp(), "w": ramp(9)},
+            360,
+            10,
+        ),
+    ],
+    ids=["one output", "several outputs", "by columns"],
+)
+def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(f, model, outputs, n, chunk):
+    sizes = arrays(lambda model, xs: nested.parameter_jacobian(f, model, xs, chunk=chunk), model, SAMPLES)
+    result = 32 * outputs * n
+    assert max(sizes) == result
+    if chunk is not None:
+        largest = max(size for size in sizes if size != result)
+        assert chunk * outputs * n / 2 < largest <= chunk * outputs * n
+
+
+def test_chunks_bound_the_memory_of_the_compiled_program():
+    def temporary(chunk):
+        of = jax.jit(lambda model, xs: nested.parameter_jacobian(several, model, xs, chunk=chunk))
+        return of.lower(WIDE, SAMPLES).compile().memory_analysis().temp_size_in_bytes
+
+    rows = 2 * 4000 * 4
+    for chunk in (4, 5):
+        assert temporary(chunk) < 3 * chunk * rows
+    assert temporary(None) > 3 * 5 * rows
+
+
+# -- Over devices ------------------------------------------------------------------------------------------------------
+
+no_derivatives_of_what_varies = pytest.mark.skipif(
+    not hasattr(jax, "shard_map"), reason="JAX 0.6 refuses derivatives of what varies, of any function"
+)
+XS = jnp.asarray(np.sin(np.arange(36, dtype=np.float32)).reshape(12, 3))
+
+
+def net(model, x):
+    return jnp.tanh(model["w"] @ (x * model["scale"])) * jnp.sum(model["tied"] @ x) + model["frozen"]
+
+
+SHARED = ramp(2, 3)
+MODEL = {"w": SHARED, "scale": ramp(3, start=-1.0), "tied": SHARED, "frozen": ramp(2, start=3.0)}
+LAYOUT = tp.layout(MODEL, freeze="frozen")
+
+
+@no_derivatives_of_what_varies
+def test_samples_over_devices():
+    """Each device has its own samples, and the model is on all of them: nothing is summed over devices."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    waves, loss = {"k": ramp(2).astype(jnp.complex64), "b": ramp(1)}, lambda model, x: jnp.sum(net(model, x) ** 2)
+    many = lambda model, x: jnp.outer(model["b"] ** 2, x)  # more outputs than parameters
+    phases = lambda waves, x: jnp.exp(waves["k"] * (x[:2] * waves["b"]).astype(jnp.complex64))
+
+    def run(own, others, model, waves, axis_name):
+        kernel = lambda *samples, **options: nested.kernel(
+            net, model, *samples, trainable=LAYOUT, axis_name=axis_name, **options
+        )
+        gradients = lambda **options: nested.per_example_gradients(loss, model, own, trainable=LAYOUT, **options)
+        of_samples = [
+            *(nested.parameter_jacobian(net, model, own, trainable=LAYOUT, chunk=chunk) for chunk in (None, 2)),
+            nested.parameter_jacobian(phases, waves, own, mode="complex", chunk=1),
+            gradients(),
+            gradients(flat=True, chunk=2),
+        ]
+        by_columns = nested.parameter_jacobian(many, waves, own, trainable="b", chunk=2)
+        captured = nested.parameter_jacobian(
+            lambda model, i: net(model, own[i]), model, jnp.arange(len(own)), trainable=LAYOUT
+        )
+        of_pairs = nested.kernel(phases, waves, own, mode="complex", chunk=2, axis_name=axis_name)
+        return (kernel(own), kernel(own, chunk=2), kernel(own, others), of_pairs), (of_samples, by_columns, captured)
+
+    within = lambda *args: run(*args, "d")
+    sharded = jax.shard_map(within, mesh=mesh, in_specs=(P("d"), P("d"), P(), P()), out_specs=(P(), P("d")))
+    args = XS, XS[:4] + 1, MODEL, waves
+    got, want = jax.jit(sharded)(*args), jax.jit(lambda *args: run(*args, None))(*args)
+    assert [kernel.shape for kernel in got[0]] == [(24, 24), (24, 24), (24, 8), (48, 48)]
+    assert_close(got, want)
+    for kernel in got[0]:
+        first, *rest = (np.asarray(shard.data) for shard in kernel.addressable_shards)
+        assert len(rest) == 3
+        assert all(np.array_equal(each, first) for each in rest)
+
+
+@no_derivatives_of_what_varies
+@pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
+def test_a_kernel_over_a_mesh_of_two_axes(axes):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    of = lambda axis_name: lambda model, xs: nested.kernel(net, model, xs, trainable=LAYOUT, axis_name=axis_name)
+    sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
+    assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.6 multiplies little that lies split by type")
+def test_meshes_with_explicit_axes():
+    """What lies over devices by type is brought together where rows are multiplied; tangents lie as the slots do."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    model, xs, vector = {"w": ramp(4, 4), "b": ramp(4)}, jnp.sin(ramp(8, 4) * 9), ramp(20)
+    f = lambda model, x: jnp.tanh(x @ model["w"] + model["b"])
+    loss = lambda model: jnp.sum(jnp.tanh(model["w"]) ** 2 * model["b"][None])
+
+    @jax.jit
+    def of_samples(model, xs):
+        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), model, xs, flat=True, chunk=3)
+        kernels = [nested.kernel(f, model, xs, chunk=chunk) for chunk in (None, 3)]
+        return nested.parameter_jacobian(f, model, xs, chunk=3), gradients, kernels
+
+    @jax.jit
+    def of_parameters(model, xs, vector):
+        operator = nested.hessian_operator(loss, model, damping=0.1)
+        outputs = nested.ggn_operator(lambda m: jnp.tanh(m["w"]), lambda y: jnp.sum(y**2), model)
+        return (
+            nested.kernel(f, model, xs),
+            operator(vector),
+            operator @ jnp.eye(20),
+            operator.diagonal(),
+            outputs(vector),
+        )
+
+    want = of_samples(model, xs), of_parameters(model, xs, vector)
+    with jax.set_mesh(mesh):
+        put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+        whole = jax.tree.map(put, model)
+        split = {"w": put(model["w"], "d"), "b": whole["b"]}
+        got = of_samples(whole, put(xs, "d")), of_parameters(split, put(xs), put(vector))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
+
+
+def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
+    with enable_x64(True):
+        model = {"a": jnp.asarray(np.linspace(0.1, 1, 3), jnp.float32), "b": jnp.asarray(np.linspace(-1, 1, 3))}
+        f = lambda model, x: jnp.tanh(x @ model["b"]) * jnp.sum(model["a"].astype(x.dtype) ** 2)
+        xs = jnp.sin(jnp.arange(15.0)).reshape(5, 3)
+        rows = nested.parameter_jacobian(f, model, xs)[:, 0]
+        np.testing.assert_allclose(nested.kernel(f, model, xs), rows @ rows.T, 1e-12)

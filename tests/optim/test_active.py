@@ -1,0 +1,347 @@
+"""Rows of stacks that wait: another layer each step in one program, and what has no gradient."""
+
+import functools
+import warnings
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import assert_close, assert_same, ramp
+from .test_stacked import Layer, _loss, _net, clip, matrices, rows
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+RULE = optax.adamw(optax.linear_schedule(0.1, 0.01, 5), weight_decay=0.5)
+CLIPPED = optim.stacked(optax.chain(clip(0.5), rows(RULE)))
+PLACE = tp.stack(_net())[1].place
+update, gradient = jax.jit(CLIPPED.update), tp.jit(tp.grad(_loss))
+
+
+def _row(state, path):
+    """The state of a parameter of the net: its row of what `optim.per_leaf` keeps."""
+    _, key, row = PLACE(path)
+    return jax.tree.leaves(jax.tree.map(lambda leaf: np.asarray(leaf)[row], state.runs[0][1].states[key]))
+
+
+def _moved(updates):
+    return {path for path, leaf in tp.trainables(updates).items() if np.any(np.asarray(leaf) != 0)}
+
+
+def _in_turns(turns):
+    """Plain Optax: each layer has a state of its own, and waits by not being called."""
+    params, rest = tp.partition(_net())
+    parts = {f"layers.{i}": layer for i, layer in enumerate(params["layers"])} | {"out": params["out"]}
+    states, norm = {name: RULE.init(part) for name, part in parts.items()}, clip(0.5).init(params)
+    for turn in turns:
+        net = tp.combine({"layers": [parts[f"layers.{i}"] for i in range(3)], "out": parts["out"]}, rest)
+        grads = tp.grad(_loss)(net)
+        here, norm = clip(0.5).update({f"layers.{turn}": grads["layers"][turn], "out": grads["out"]}, norm)
+        for name, gradient in here.items():
+            steps, states[name] = RULE.update(gradient, states[name], parts[name])
+            parts[name] = optax.apply_updates(parts[name], steps)
+    return parts, states, norm
+
+
+def test_another_layer_each_step_is_optax_by_hand():
+    turns, (params, rest) = [0, 0, 2, 1, 2, 2, 0], tp.partition(_net())
+
+    def one(carry, turn):
+        net = tp.combine(carry[0], rest)
+        grads = tp.grad(_loss)(net)
+        # What must not be looked at where a layer waits.
+        spoilt = lambda i, layer: jax.tree.map(lambda x: jnp.where(turn == i, x, [np.nan, np.inf, 9.0][i]), layer)
+        grads["layers"] = [spoilt(i, layer) for i, layer in enumerate(grads["layers"])]
+        active = {"layers.*": False} | {f"layers.{i}": turn == i for i in range(3)}
+        net, state = optim.step(CLIPPED, grads, carry[1], net, active=active)
+        return (tp.partition(net)[0], state), None
+
+    run = jax.jit(lambda *start: jax.lax.scan(one, start, jnp.array(turns))[0], donate_argnums=(0, 1))
+    got, state = run(params, CLIPPED.init(_net()))
+    parts, states, norm = jax.jit(functools.partial(_in_turns, turns))()
+    assert_close(([*got["layers"], got["out"]], state.runs[0][0]), ([*parts.values()], norm), 1e-6)
+    assert [int(each[0].count) for each in states.values()] == [3, 1, 3, 7]
+    for name, kept in states.items():
+        for path in [name] if name == "out" else [f"{name}.w", f"{name}.b"]:
+            pick = lambda node, path=path: getattr(node, path[-1]) if isinstance(node, Layer) else node
+            want = jax.tree.map(pick, kept, is_leaf=lambda node: isinstance(node, Layer))
+            assert_close(_row(state, path), jax.tree.leaves(want), 1e-6)
+
+
+def test_any_choice_is_one_trace_and_moves_the_same_bits_as_if_all_moved():
+    traces, net, state = [], _net(), CLIPPED.init(_net())
+
+    @jax.jit
+    def one(net, state, flags):
+        traces.append(1)
+        grads = jax.tree.map(lambda x: 1e-3 * jnp.sin(x), tp.partition(net)[0])  # within the limit of the norm
+        return optim.step(CLIPPED, grads, state, net, active={f"layers.{i}": flags[i] for i in range(3)})
+
+    for flags in np.random.default_rng(0).permutation([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)]) > 0:
+        after, then = one(net, state, flags)
+        whole, moved = one(net, state, flags | True)
+        for i, flag in enumerate(flags):
+            assert_same(after["layers"][i], (whole if flag else net)["layers"][i])
+            assert_same(_row(then, f"layers.{i}.w"), _row(moved if flag else state, f"layers.{i}.w"))
+        net, state = after, then
+    assert len(traces) == 1
+
+
+def test_what_waits_keeps_its_bits():
+    odd, more = jnp.array([-0.0, 0.0, jnp.inf, jnp.nan, 1e-6]), ramp(5)
+    low, pairs = (jax.device_put(np.asarray(odd).astype(dtype)) for dtype in (jnp.bfloat16, jnp.complex64))
+    model = {"odd": odd, "low": low, "c": pairs, "moves": more, "tied": odd}
+    tx = optim.stacked(optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1)), tp.layout(model))
+    grads = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), model) | {"moves": more}
+    flags = (False, np.False_, np.array(False), jnp.array(False))
+
+    @jax.jit
+    def updated(state):
+        return [tx.update(grads, state, model, active={"**": flag, "moves": True})[0] for flag in flags]
+
+    for updates in updated(tx.init(model)):
+        for after in (optim.apply_updates(model, updates), eqx.apply_updates(model, updates)):
+            for name in ("odd", "low", "c", "tied"):
+                assert np.asarray(after[name]).tobytes() == np.asarray(model[name]).tobytes()
+            assert_close(after["moves"], np.float32(0.85) * more)
+
+
+def test_who_is_named_and_the_last_word():
+    shared, linear = ramp(4, 4), eqx.filter_eval_shape(eqx.nn.Linear, 4, 4, key=jax.random.key(0))
+    linear = jax.tree.map(lambda leaf: ramp(*leaf.shape), linear)
+    model = {"a": [Layer(shared, ramp(4), ramp(4)), linear], "z": shared, "s": ramp()}
+    tx, everything = optim.stacked(optax.sgd(1.0)), {"a.0.w", "a.0.b", "a.1.weight", "a.1.bias", "s"}
+    cases = (
+        ({}, set()),
+        (None, set()),
+        ({"z": False}, {"a.0.w"}),  # an alias means its slot
+        ({"a.0.w": False, "z": True}, set()),
+        ({"**.b*": False}, {"a.0.b", "a.1.bias"}),
+        ({eqx.nn.Linear: False}, {"a.1.weight", "a.1.bias"}),
+        ({lambda model: model["a"][0].w: False}, {"a.0.w"}),
+        ({matrices: False}, {"a.0.w", "a.1.weight"}),
+        ({("a.*", "!a.1"): False}, {"a.0.w", "a.0.b"}),
+        ({"**": False, "a": True, "a.0.b": False}, {"s", "a.0.b"}),
+        ({"a.0.b": False, "a": True}, set()),
+        ({"**": False}, everything),
+    )
+    grads = tp.partition(model)[0]
+
+    @jax.jit
+    def steps(state):
+        return [tp.trainables(tx.update(grads, state, model, active=active)[0]) for active, _ in cases]
+
+    for updates, (_, waits) in zip(steps(tx.init(model)), cases, strict=True):
+        assert {path for path, leaf in updates.items() if np.any(np.asarray(leaf) != 0)} == everything - waits
+
+
+def test_errors_of_active(without_type_checks):
+    net, state = _net(), CLIPPED.init(_net())
+    for active, error, match in (
+        ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
+        ({"layers.1.mean": False}, ValueError, "'layers.1.mean' selects only what is frozen"),
+        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or a scalar array of one, got int"),
+        ({"layers.1": None}, TypeError, "is a bool, or a scalar array of one, got None"),
+        ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or a scalar array of one, got float32\[\]"),
+        ({"layers.1": np.array([True])}, TypeError, r"is a bool, or a scalar array of one, got bool\[1\]"),
+        (["layers.1"], TypeError, r"active is a dictionary \{where: flag\}, got list"),
+        ("layers.1", TypeError, r"active is a dictionary \{where: flag\}, got "),
+    ):
+        with pytest.raises(error, match=match):
+            CLIPPED.update(net, state, net, active=active)
+    for form in (optim.trainable, optim.flat):
+        tx = form(optax.sgd(0.1))
+        for active in ({"layers.1": False}, {}, None):
+            with pytest.raises(TypeError, match=r"write optim.stacked\(tx\)"):
+                optim.step(tx, net, tx.init(net), net, active=active)
+
+
+KEPT = {  # state that is not kept row by row, by what the error calls it
+    r"state\[0\].count": optax.adam(0.1),
+    r"state.count": optax.inject_hyperparams(lambda rate: rows(optax.sgd(rate)))(0.1),
+    r"state.inner_states\['out'\].*.count": optim.groups({"out": optax.adam(0.1)}, default=rows(optax.sgd(0.1))),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
+    net, tx = _net(), optim.stacked(KEPT[name])
+    grads, state = tp.partition(net)[0], tx.init(net)
+    flag, match = jnp.array(True), f"keeps what is not kept row by row, {name}: put what holds state within"
+    for wrong, active in ((grads, {"layers.0": False}), (grads, {"layers.0": flag}), (grads | {"out": None}, {})):
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(functools.partial(tx.update, active=active), wrong, state, net)
+    _, after = jax.eval_shape(functools.partial(tx.update, active={"**": True}), grads, state, net)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_what_a_rule_keeps_row_by_row_outside_of_per_leaf_waits_too():
+    net, tx = _net(), optim.stacked(optax.chain(optax.trace(0.9), optim.clip_by_global_norm(1e9), optax.scale(-0.1)))
+    grads = tp.partition(net)[0]
+    _, state = tx.update(grads, tx.init(net), net)
+    updates, after = tx.update(grads, state, net, active={"layers.0": False})
+    want, both = tx.update(grads, state, net)
+    for path in state.layout.paths:
+        key, number = state.layout[path].key, state.layout[path].row
+        trace = (state if path.startswith("layers.0") else both).runs[0][0].trace[key][number]
+        np.testing.assert_array_equal(after.runs[0][0].trace[key][number], trace)
+    assert not any(np.any(step) for step in jax.tree.leaves(updates["layers"][0]))
+    assert_same((updates["layers"][1:], updates["out"]), (want["layers"][1:], want["out"]))
+
+
+def test_a_history_waits_whole_without_rows():
+    net, tx = _net(), optim.stacked(optax.adam(0.1))
+    grads = tp.partition(net)[0]
+    cases = ((grads | {"out": None}, {}), (grads, {"out": False}), (grads, {"**": False}))
+
+    advance = jax.jit(tx.update)
+    _, state = advance(grads, tx.init(net), net)
+    _, state = advance(grads, optim.set_trainable(tx, state, net, "layers"), net)
+    state = optim.set_trainable(tx, state, net)
+    in_each = jax.jit(lambda state: [tx.update(given, state, net, active=active) for given, active in cases])
+    *waited, (_, same) = in_each(state)
+    assert [int(count) for count in state.counts] == [2, 1]
+    for updates, after in waited:
+        assert "out" not in _moved(updates)
+        assert_same((after.runs[1], [int(count) for count in after.counts]), (state.runs[1], [3, 1]))
+    assert_same(same, state)
+
+
+nothing = {"None": None, "MaskedNode": optax.MaskedNode(), "float0": np.zeros(4, jax.dtypes.float0), "no branch": ...}
+
+
+@pytest.mark.parametrize("name", nothing)
+def test_rows_without_a_gradient_wait_and_have_no_update(name):
+    net = _net()
+    every = gradient(net)
+    grads = {key: leaf for key, leaf in (every | {"out": nothing[name]}).items() if leaf is not ...}
+    _, state = update(every, CLIPPED.init(net), net)
+
+    @jax.jit
+    def both_ways(state):
+        return CLIPPED.update(grads, state, net), CLIPPED.update(every, state, net, active={"out": False})
+
+    (updates, after), (flagged, same) = both_ways(state)
+    assert (updates["out"], _row(after, "out")[0]) == (None, 1)
+    assert_same(_row(after, "out"), _row(state, "out"))
+    assert_same((updates["layers"], after), (flagged["layers"], same))
+    assert float(after.runs[0][0].norm) < float(state.runs[0][0].norm)  # the state of the norm goes on
+    if name == "None":
+        stepped = optim.apply_updates(net, updates)
+        assert (stepped["out"] is net["out"], stepped["layers"][0].mean is net["layers"][0].mean) == (True, True)
+        active = {"**": False, "layers.0": True, "out": True}
+        few, none = jax.jit(
+            lambda state: (CLIPPED.update(grads, state, net, active=active), CLIPPED.update({}, state, net))
+        )(state)
+        updates, _ = few
+        assert (updates["out"], _moved(updates)) == (None, {"layers.0.w", "layers.0.b"})
+        updates, unmoved = none
+        assert jax.tree.leaves(updates) == []
+        assert_same(unmoved, state)
+
+
+def test_a_first_step_without_any_gradient_is_warned_of_and_one_that_is_told_to_wait_is_not():
+    net, tx = _net(), optim.stacked(rows(RULE))
+    state = tx.init(net)
+    for flag in (False, jnp.array(False)):
+        _, after = tx.update(net, state, net, active={"**": flag})
+        assert_same(after, state)
+    with pytest.warns(UserWarning, match="layers.0.w.* trains, and no gradient has come for it since"):
+        tx.update({}, state, net)
+
+
+def test_gradients_among_the_extra_arguments_are_zero_where_rows_wait():
+    net, seen, (_, key, row) = _net(), [], PLACE("out")
+
+    def look(grads, state, params=None, *, grad, grad_fn=lambda _: {}, **_):
+        seen.extend(tree[key][row] for tree in (grads, grad, grad_fn(params)) if key in tree)  # none in the trial
+        return grads, state
+
+    tx, grads = optim.stacked(optax.GradientTransformationExtraArgs(lambda params: (), look)), gradient(net)
+    state, spoilt = tx.init(net), np.full(4, np.nan, np.float32)
+    for out, active in ((None, {}), (spoilt, {"out": False}), (spoilt, {"out": jnp.array(False)}), (grads["out"], {})):
+        given = grads | {"out": out}
+        tx.update(given, state, net, grad=given, grad_fn=lambda net, given=given: given, active=active)
+    np.testing.assert_array_equal(seen, [*np.zeros((9, 4)), *[grads["out"]] * 3])
+
+
+def test_a_frozen_row_takes_its_own_clock_with_it():
+    net, grads = _net(), tp.partition(_net())[0]
+    state = CLIPPED.init(net)
+    at = lambda state: [int(_row(state, f"layers.{i}.w")[0]) for i in range(3)]
+    for turn in (0, 0, 1):
+        _, state = update(grads, state, net, active={"layers.*": False, f"layers.{turn}": True})
+    assert at(state) == [2, 1, 0]
+    held = optim.set_trainable(CLIPPED, state, net, ["layers.1", "layers.2", "out"])
+    assert_same(optim.set_trainable(CLIPPED, held, net), state)
+    key, where = PLACE("layers.0.w")[1], optim.set_trainable(CLIPPED, state, net, "layers.[12]")
+    assert [list(map(int, run[1].states[key][0].count)) for run in (*where.runs, *where.held)] == [[1, 0], [2]]
+    _, held = update(grads, held, net, active={"layers.2": jnp.array(False)})
+    back = optim.set_trainable(CLIPPED, held, net)
+    assert len(back.runs) == 2
+    updates, last = update(grads, back, net, active={"layers.1": jnp.array(False)})
+    assert "layers.1.w" not in _moved(updates)
+    counts = {i: [int(c) for c in run[1].states[key][0].count] for i, run in enumerate(last.runs)}
+    assert sorted(counts.values()) == [[2, 1], [3]]
+
+
+AS_ONE, AS_LEAVES = (form(rows(optax.adamw(0.1))) for form in (optim.stacked, optim.trainable))
+some = st.sets(st.sampled_from("abcd"))
+
+
+@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(some.filter(bool), some, some, st.booleans()), max_size=6))
+def test_any_history_is_that_of_gradients_that_are_missing_leaf_by_leaf(stages):
+    with jax.numpy_dtype_promotion("standard"):
+        model = {"a": ramp(2, 3), "b": ramp(3), "c": ramp(2, 3, start=2), "d": ramp(2, 3, start=4)}
+        got, ours = model, AS_ONE.init(model)
+        want, theirs = model, AS_LEAVES.init(model)
+        for trained, waiting, missing, is_traced in stages:
+            ours = optim.set_trainable(AS_ONE, ours, model, sorted(trained))
+            theirs = optim.set_trainable(AS_LEAVES, theirs, model, sorted(trained))
+            flag = jnp.array(False) if is_traced else False
+            gradient = lambda net, without: {k: None if k in without else jnp.cos(3 * x) for k, x in net.items()}
+            active = dict.fromkeys(trained & waiting, flag)
+            with warnings.catch_warnings(action="ignore"):  # that no gradient has come yet
+                got, ours = optim.step(AS_ONE, gradient(got, missing), ours, got, active=active)
+                want, theirs = optim.step(AS_LEAVES, gradient(want, missing | waiting), theirs, want)
+            assert sorted(map(int, ours.counts)) == sorted(map(int, theirs.counts))
+        assert_close(got, want, 1e-6)
+
+
+def test_each_model_of_an_ensemble_has_flags_of_its_own():
+    nets = jax.tree.map(lambda leaf: jax.device_put(np.stack([leaf, np.asarray(leaf) + 1])), _net())
+    flags = np.array([[True, False, True], [False, False, True]])
+
+    def run(net, flags):
+        state = CLIPPED.init(net)
+        for _ in range(2):
+            active = {f"layers.{i}": flags[i] for i in range(3)}
+            net, state = optim.step(CLIPPED, tp.grad(_loss)(net), state, net, active=active)
+        return net, state
+
+    both_ways = jax.jit(lambda *args: (jax.vmap(run)(*args), jax.lax.map(lambda each: run(*each), args)))
+    assert_close(*both_ways(nets, flags), 1e-6)
+
+
+def test_more_layers_take_no_more_masks():
+    tx = optim.stacked(rows(optax.sgd(0.1, momentum=0.9)))
+
+    def masks(layers):
+        net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
+
+        def one(net, state, flags):
+            return tx.update(net, state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
+
+        text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
+        return text.count("stablehlo.select") + text.count("call @_where")
+
+    assert masks(9) == masks(3) > 0

@@ -1,0 +1,237 @@
+"""The boundary of `optim`: one transformation over models, what its state is, what it costs, what it refuses."""
+
+import copy
+import functools
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from .. import zoo
+from ..zoo import ZOO, Specimen, assert_same
+from .test_optim import LINE_SEARCH, MOMENTUM, forms, specimens, two
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules promote
+
+
+def test_one_transformation_over_models():
+    one, model = optim.trainable(optax.sgd(0.1)), {"w": jnp.ones(2), "v": jnp.ones(1)}
+    for form in (optim.trainable, optim.flat, optim.stacked):
+        with pytest.raises(ValueError, match=r"write one optim\.trainable"):
+            form(one)
+    for within in (
+        optax.chain(optim.clip_by_global_norm(1.0), one),
+        optim.groups({"w": one}, default=optax.sgd(1.0)),
+        optax.inject_hyperparams(lambda rate: optim.flat(optax.sgd(rate)))(0.1),
+    ):
+        with pytest.raises(ValueError, match=r"write one optim\.trainable"):
+            optim.trainable(within).init(model)
+
+
+def test_two_in_a_chain_are_refused():
+    # Complex gradients would be conjugated twice and ascend, and those of ties added up twice.
+    model = {"w": jnp.zeros(2, jnp.complex64)}
+    one = optim.trainable(optax.sgd(0.1))
+    tx = optax.chain(optim.clip_by_global_norm(1.0), one, optim.trainable(optax.sgd(0.1)))
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=r"updates of another transformation over models.*write one"):
+            update(model, tx.init(model), model)
+    apart = optax.chain(one, optax.scale(1.0), one)
+    with pytest.raises(ValueError, match=r"expected the state of one transformation over models, .* got 2"):
+        optim.step(apart, model, apart.init(model), model)
+
+
+def test_updates_may_be_gradients_where_nothing_could_go_wrong():
+    # An outer optimiser over the steps of an inner one; nothing is tied, nothing complex.
+    model, tx = two(), optim.trainable(optax.sgd(0.5))
+    state = tx.init(model)
+    again, _ = tx.update(tx.update(model, state, model)[0], state, model)
+    np.testing.assert_array_equal(again["a"], 0.25)
+    tied = {"a": model["a"], "b": model["a"]}
+    hands_on = optim.trainable(optax.identity())
+    chain = optax.chain(hands_on, tx)
+    with pytest.raises(ValueError, match=r"updates of another transformation over models"):
+        chain.update(tied, chain.init(tied), tied)
+    for _ in range(2):  # gradients that a rule hands on are no updates of another
+        assert hands_on.update(model, hands_on.init(model), model)[0]["a"] is model["a"]
+
+
+def test_what_trains_is_what_the_state_says():
+    model, state = two(), optim.trainable(optax.sgd(1.0), "a").init(two())
+    assert state.layout.paths == ("a",)
+    updates, _ = optim.trainable(optax.sgd(1.0), "b").update(model, state, model)
+    assert updates["b"] is None
+    np.testing.assert_array_equal(updates["a"], -1)
+
+
+@forms
+def test_dtypes_never_drift(form):
+    with zoo.enable_x64(True):
+        model = {"half": jnp.ones(3, "float16"), "low": jnp.ones(3, "bfloat16"), "single": jnp.ones(2, jnp.float32)}
+        tx = form(optax.chain(optax.clip(10.0), optax.adamw(optax.constant_schedule(1e-3))))
+        state = tx.init(model)
+        grads = jax.tree.map(lambda x: np.ones(x.shape), model)  # wider than any leaf
+        shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+        after = jax.eval_shape(lambda model, state: optim.step(tx, grads, state, model), model, state)
+        assert shapes(after) == shapes((model, state))
+
+
+TRANSFORMATIONS = {
+    "trainable": lambda: optim.trainable(optax.chain(optim.clip_by_global_norm(0.5), optax.adam(0.1))),
+    "flat": lambda: optim.flat(optax.contrib.schedule_free_sgd(0.1)),
+    "groups": lambda: optim.trainable(
+        optim.groups({"b": optax.inject_hyperparams(optax.sgd)(0.1)}, default=optax.MultiSteps(optax.adam(0.1), 3))
+    ),
+    "line search": lambda: optim.trainable(optim.groups({"a": LINE_SEARCH}, default=optax.sgd(0.1))),
+    "stacked": lambda: optim.stacked(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.lamb(0.1)))),
+    "stacked groups": lambda: optim.stacked(optim.groups({"b": LINE_SEARCH}, default=optim.per_leaf(optax.lamb(0.1)))),
+}
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
+def test_one_trace_donation_and_checkpoints_by_pickle_and_by_orbax(make, tmp_path):
+    traces = []
+    loss = lambda model: jnp.sum((model["a"] - 3) ** 2) + jnp.sum(model["b"] ** 2)
+    tx, model = make(), two()
+    state = tx.init(model)
+    leaves = [leaf for leaf in jax.tree.leaves((model, state)) if isinstance(leaf, jax.Array) and leaf.size]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)  # no buffer twice
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(model, state):
+        traces.append(1)
+        value, grads = tp.value_and_grad(loss)(model)
+        return optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
+
+    for _ in range(10):
+        model, state = step(model, state)
+    assert loss(model) < loss(two())
+    restored = [pickle.loads(pickle.dumps(state))]
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored.append(checkpointer.restore(tmp_path / "state", tx.init(two())))
+    for each in restored:
+        assert_same(each, state, identity=False)
+    steps = [step(tp.copy(model), tp.copy(each))[0] for each in (state, *restored)]
+    for each in steps[1:]:
+        assert_same(each, steps[0], identity=False)
+    assert len(traces) == 1
+
+
+def test_costs_what_optax_costs_by_hand():
+    model = eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0))
+    params, rest = tp.partition(model)
+    x, rule = np.ones((8, 16), np.float32), optax.adamw(0.1)
+    tx = optim.trainable(rule, rest.layout)
+    loss = lambda model: jnp.sum(jax.vmap(model)(x) ** 2)
+
+    def ours(params, state):
+        model = tp.combine(params, rest)
+        updates, state = tx.update(tp.grad(loss, rest.layout)(model), state, model)
+        return tp.partition(optim.apply_updates(model, updates), rest.layout)[0], state
+
+    def by_hand(params, state):
+        grads = jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    got, want = zoo.cost(ours, params, tx.init(model)), zoo.cost(by_hand, params, rule.init(params))
+    for each in ("flops", "bytes accessed"):
+        assert got[each] <= 1.005 * want[each]
+
+
+def test_the_norm_does_not_bring_the_backward_pass_of_what_is_frozen_back():
+    model = eqx.nn.MLP(64, 64, 256, 6, key=jax.random.key(0))
+    params, rest = tp.partition(model)  # jax.grad of everything; XLA drops what nobody needs
+    x = np.ones((128, 64), np.float32)
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)), "layers.6")
+
+    def step(params, state):
+        grads = jax.grad(lambda params: jnp.mean(jax.vmap(tp.combine(params, rest))(x) ** 2))(params)
+        model, state = optim.step(tx, grads, state, tp.combine(params, rest))
+        return tp.partition(model)[0], state
+
+    assert 90e6 < zoo.flops(step, params, tx.init(model)) < 100e6  # 97 MFLOP; with the whole backward pass 275
+
+
+def test_errors_of_update(without_type_checks):
+    model, tx = {"w": jnp.ones(2), "b": jnp.ones(1)}, optim.trainable(optax.sgd(0.1))
+    state, plain = tx.init(model), optax.sgd(0.1)
+    for arguments, error, match in (
+        ((model, state), ValueError, r"expected the model as the third argument.*tx.update\(grads, state, model\)"),
+        (({"ww": jnp.ones(2)}, state, model), ValueError, r"entry at 'ww', where the model has no leaf.*'w'"),
+        (({"w": jnp.ones(3)}, state, model), ValueError, r"at 'w', got float32\["),
+        ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "the model does not fit the layout"),
+        ((model, plain.init(model), model), TypeError, "expected the state that init or the last update returned, got"),
+        *(((bad, state, model), TypeError, r"expected a tree of gradients as of tp\.grad") for bad in (None, True, 3)),
+    ):
+        with pytest.raises(error, match=match):
+            tx.update(*arguments)
+    match = r"expected the state of one transformation over models, .* got 0; .* stands outermost"
+    with pytest.raises(ValueError, match=match):
+        optim.step(plain, model, plain.init(model), model)
+    with pytest.raises(ValueError, match=match):  # Optax itself fails at the `None` of what is frozen
+        optim.step(plain, {"w": model["w"], "b": None}, plain.init(model), model)
+    with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
+        optim.trainable(optax.adam)
+    with pytest.raises(TypeError, match="expected a real update at 'w'"):
+        optim.apply_updates(model, {"w": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(ValueError, match="entry at 'x', where the model has no leaf"):
+        optim.apply_updates(model, {"x": jnp.ones(2)})
+    search, by = optim.trainable(optax.lbfgs()), {"w": jnp.zeros(2, jnp.complex64)}
+    with pytest.raises(TypeError, match="'w' is complex64; keep its real and imaginary parts as two real parameters"):
+        search.update(by, search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
+
+
+def test_rules_of_another_kind_are_refused_by_name():
+    for rule, match in (
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "optax.lookahead takes a pair of models.*by hand"),
+        (optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), "a gradient for each example.*by hand"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            optim.trainable(optax.chain(rule)).init(two())
+
+
+def test_a_rule_that_changes_its_state_is_refused():
+    model = two()
+    for change, match in ((lambda s: (s,), "structure of its state"), (lambda s: s[:1], "shape of its state at")):
+        rule = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda u, s, p=None, c=change: (u, c(s)))
+        tx = optim.trainable(rule)
+        with pytest.raises(ValueError, match=match):
+            tx.update(model, tx.init(model), model)
+
+
+@forms
+@pytest.mark.parametrize("name", ["nothing trained", "all frozen"])
+def test_nothing_trained_warns_and_changes_nothing(form, name):
+    model = ZOO[name].make()
+    tx = form(MOMENTUM, ZOO[name].layout(model))
+    with pytest.warns(UserWarning, match="nothing is trained"):
+        state = tx.init(model)
+    same, after = optim.step(tx, jax.tree.map(lambda _: None, model), state, model)
+    assert_same((same, after), (model, state))
+
+
+@specimens
+def test_apply_updates_keeps_what_has_no_update(specimen: Specimen):
+    model = specimen.make()
+    same = optim.apply_updates(model, tp.project(model, {}, specimen.layout(model)))
+    assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(model), strict=True))
+
+
+def test_injected_hyperparameters_around_and_copies():
+    model, plain = two(), optim.trainable(optax.sgd(0.1))
+    tx = optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)), hyperparam_dtype=jnp.float32)(0.1)
+    want = optim.step(plain, model, plain.init(model), model)[0]
+    for each in (tx, *(copy.deepcopy(form(optax.sgd(0.1))) for form in (optim.trainable, optim.flat, optim.stacked))):
+        assert_same(optim.step(each, model, each.init(model), model)[0], want)
+    assert tx.init(model).inner_state.layout == tp.layout(model)

@@ -1,0 +1,169 @@
+"""Clipping by the global norm: plain Optax, within optim.trainable and alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import treeparams as tp
+from treeparams import optim
+
+from .. import zoo
+from ..zoo import ZOO, assert_close, assert_same
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+shard_map = getattr(jax, "shard_map", None) or __import__("jax.experimental.shard_map", fromlist=["x"]).shard_map
+
+
+def clipped(grads, max_norm=1.0, state=None):
+    tx = optim.clip_by_global_norm(max_norm)
+    return tx.update(grads, tx.init(grads) if state is None else state)
+
+
+compiled = jax.jit(clipped)  # with a limit that is traced
+
+
+@pytest.mark.parametrize("name", ["complex", "bf16 with f32", "same array twice", "empty leaves", "mlp"])
+def test_clips_the_gradient_of_tp_grad(name):
+    model = ZOO[name].make()
+    grads = zoo.gradient_of_loss(ZOO[name].layout(model))(model)
+    norm = tp.global_norm(grads)
+    below, state = compiled(grads, 0.1)
+    assert_close(state.norm, norm, 1e-6)
+    assert_close(below, jax.tree.map(lambda x: jnp.asarray(x * (0.1 / norm), x.dtype), grads), 1e-2)
+    assert int(state.clipped) == 1
+    within, state = compiled(grads, 1e6)
+    assert_same(within, grads)  # bit for bit
+    assert int(state.clipped) == 0
+
+
+def test_the_norm_of_ties_and_of_narrow_gradients():
+    shared = jnp.ones(2)
+    model, halves = {"a": shared, "b": shared}, {"a": jnp.array([1.0, 2.0]), "b": jnp.array([1.0, 2.0])}
+    within = optim.trainable(optim.clip_by_global_norm(1.0))
+    _, state = within.update(halves, within.init(model), model)
+    np.testing.assert_allclose(optim.clip_state(state).norm, np.sqrt(20.0), rtol=1e-6)  # not sqrt(10)
+    for dtype, value, norm in ((jnp.bfloat16, 1.0, 31.6228), (jnp.float16, 300.0, 9486.83)):
+        below, state = compiled({"w": np.full(1000, value, dtype)})
+        np.testing.assert_allclose(state.norm, norm, rtol=1e-4)
+        np.testing.assert_allclose(below["w"].astype(jnp.float32), 1 / np.sqrt(1000), rtol=1e-2)
+        assert below["w"].dtype == dtype
+    below, _ = compiled({"w": np.ones(2, jnp.float8_e4m3fn)}, 0.5)
+    assert below["w"].dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(below["w"].astype(jnp.float32), 0.35, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_traced_limit(dtype):
+    tx = optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=1.0)
+    model = {"w": jnp.full(4, 2.0, dtype)}
+    update = jax.jit(tx.update)
+    below, state = update(model, tx.init(model))
+    assert below["w"].dtype == dtype
+    np.testing.assert_allclose(below["w"].astype(jnp.float32), 0.5, rtol=1e-2)
+    for limit in (100.0, np.inf):
+        assert_same(update(model, optim.adjust(state, max_norm=limit))[0], model)
+    by_array = jax.jit(lambda grads: clipped(grads, jnp.array(1.0))[0])
+    np.testing.assert_allclose(by_array(model)["w"].astype(jnp.float32), 0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen(bad):
+    fine = {"a": jnp.ones(2), "b": jnp.ones(1)}
+    below, state = clipped(fine | {"a": jnp.array([1.0, bad])})
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(below))
+    assert not np.isfinite(state.norm)
+    assert (int(state.clipped), int(state.nonfinite)) == (0, 1)
+    below, state = clipped(fine, state=state)
+    assert (int(state.clipped), int(state.nonfinite)) == (1, 1)
+    assert float(tp.global_norm(below)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("limit", [np.inf, 1e39])
+def test_an_infinite_limit_clips_nothing(limit):
+    model = [jnp.array([1.0, 4.0]), jnp.array([2.0, 0.0], "bfloat16"), jnp.array([2.0, 0.0], "complex64")]
+    same, state = clipped(model, limit)
+    assert_same(same, model)
+    assert (float(state.norm), int(state.clipped)) == (5.0, 0)
+    slope = jax.jit(jax.grad(lambda x: clipped({"a": x}, limit)[0]["a"].sum()))(jnp.zeros(2))
+    np.testing.assert_array_equal(slope, 1.0)
+
+
+def test_apply_if_finite_holds_all_other_state():
+    model = {"a": jnp.ones(2)}
+    tx = optim.trainable(optax.apply_if_finite(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1)), 5))
+    update = jax.jit(tx.update)
+    _, state = update(model, tx.init(model), model)
+    updates, after = update({"a": jnp.array([jnp.inf, 1.0])}, state, model)
+    np.testing.assert_array_equal(updates["a"], 0)
+    assert_same(after.runs[0].inner_state, state.runs[0].inner_state)
+
+
+def test_clipping_again_changes_nothing():
+    once, state = compiled({"a": np.arange(1, 9, dtype=np.float32), "b": np.full((3, 3), -0.1, np.float32)}, 0.7)
+    again, _ = jax.lax.scan(lambda grads, _: (clipped(grads, 0.7, state)[0], None), once, length=10_000)
+    assert_close(again, once, 1e-6)
+    zero = {"a": jnp.zeros(2)}
+    same, state = clipped(zero)
+    assert_same(same, zero)
+    assert (float(state.norm), int(state.clipped)) == (0.0, 0)
+
+
+def test_within_a_frozen_leaf_is_out_and_before_the_model_it_clips_what_it_is_given():
+    model = zoo.Norm(jnp.ones(1), jnp.ones(1))
+    grads = zoo.Norm(jnp.full(1, 3.0), jnp.full(1, 100.0))
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, _ = tx.update(grads, tx.init(model), model)
+    np.testing.assert_allclose(updates.scale, -1.0, rtol=1e-6)
+    assert updates.mean is None
+    before = optax.chain(optim.clip_by_global_norm(1.0), optim.trainable(optax.sgd(1.0)))
+    updates, state = before.update(grads, before.init(model), model)
+    np.testing.assert_allclose(updates.scale, -3 / np.sqrt(10009), rtol=1e-6)
+    np.testing.assert_allclose(optim.clip_state(state).norm, np.sqrt(10009), rtol=1e-6)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e25])
+def test_across_devices(spread):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    grads = {"w": jnp.arange(1.0, 9.0) * spread}
+    tx = optim.clip_by_global_norm(1.0, axis_name="data")
+
+    def local(grads):
+        clipped, state = tx.update(grads, tx.init(grads), grads)
+        return clipped, state.norm
+
+    spec = PartitionSpec("data")
+    below, norm = jax.jit(shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec())))(grads)
+    np.testing.assert_allclose(norm, np.sqrt(204.0) * spread, rtol=1e-6)
+    np.testing.assert_allclose(below["w"], np.arange(1.0, 9.0) / np.sqrt(204.0), rtol=1e-6)
+
+
+def test_the_state_of_several_histories_and_of_none():
+    model, tx = {"a": jnp.ones(1), "b": jnp.ones(1)}, optim.trainable(optim.clip_by_global_norm(0.5), "a")
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    _, state = jax.jit(tx.update)(model, state, model)
+    clip = optim.clip_state(state)
+    assert (float(clip.norm), int(clip.clipped)) == (pytest.approx(np.sqrt(2)), 2)
+    state = optim.set_trainable(tx, tx.init(model), model, "a")
+    for choice, steps in (("a", 3), ("b", 1), (None, 1)):
+        state = optim.set_trainable(tx, state, model, choice)
+        for _ in range(steps):
+            _, state = tx.update(model, state, model)
+    assert int(optim.clip_state(state).clipped) == 4
+    with pytest.raises(ValueError, match=r"there is no optim.clip_by_global_norm in this state"):
+        optim.clip_state(optax.adam(0.1).init(model))
+
+
+def test_errors_of_clip(without_type_checks):
+    for bad, error, match in (
+        (optax.constant_schedule(1.0), TypeError, "max_norm is a number; for a schedule write"),
+        (-1, ValueError, "max_norm must be positive, got -1"),
+        (float("nan"), ValueError, "max_norm must be positive, got nan"),
+        ("1", TypeError, "max_norm is a number, got"),
+        (None, TypeError, "max_norm is a number, got"),
+    ):
+        with pytest.raises(error, match=match):
+            optim.clip_by_global_norm(bad)

@@ -1,0 +1,299 @@
+"""groups, report and adjust: a transformation for each part of a model, and the rates of each."""
+
+import pickle
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import assert_close, assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+sgd = optax.inject_hyperparams(optax.sgd)
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+
+
+def _model():
+    return {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2)), "v": jnp.ones(1)}, "n": jnp.array(3)}
+
+
+def groups(rules, default=None, trainable=None, form=optim.trainable):
+    return form(optim.groups(rules, default), trainable)
+
+
+def rates(tx, model, state=None, grads=None):
+    """The rates of plain gradient descent, by path: the updates where all gradients are one."""
+    grads = jax.tree.map(np.ones_like, tp.partition(model)[0]) if grads is None else grads
+    updates, _ = tx.update(grads, tx.init(model) if state is None else state, model)
+    return {path: -float(leaf.ravel()[0]) for path, leaf in tp.trainables(updates).items()}
+
+
+@forms
+def test_any_where_is_a_key_and_the_first_match_wins(form):
+    model = {"b": _model()["b"], "c": [eqx.nn.Linear(2, 1, key=jax.random.key(0))], "d": {"x": ramp(1), "y": ramp(1)}}
+    keys = ("b.w", re.compile("b"), eqx.nn.Linear, lambda model: model["d"]["x"], ("d.y", "b.v"))
+    tx = groups({key: optax.sgd(float(i)) for i, key in enumerate(keys, 1)}, form=form)
+    want = {"b.v": 2, "b.w": 1, "c.0.weight": 3, "c.0.bias": 3, "d.x": 4, "d.y": 5}
+    assert rates(tx, model) == want
+    state = tx.init(model)
+    assert_same(pickle.loads(pickle.dumps(state)), state)  # the keys do not pickle, their names do
+
+
+def test_equals_optax_partition_wherever_it_stands():
+    model, momentum = _model(), optax.sgd(0.1, momentum=0.9)
+    clip = optax.chain(optim.clip_by_global_norm(1.0), optax.scale(-1.0))  # its norm is that of the group
+    rules = optim.groups({"b": momentum}, default=clip)
+    around = [rules, optax.chain(optax.identity(), rules), optax.inject_hyperparams(lambda: rules)()]
+    labels = lambda params: {"a": "clip", "b": {"w": "momentum", "v": "momentum"}, "n": None}
+    plain = optax.multi_transform({"momentum": momentum, "clip": clip}, labels)
+
+    @jax.jit
+    def run(model):
+        results = []
+        for tx in (*map(optim.trainable, (plain, *around)), *map(optim.stacked, around)):
+            _, state = tx.update(model, tx.init(model), model)
+            results.append(tx.update(model, state, model)[0])
+        return results
+
+    want, *others = run(model)
+    for got in others:
+        assert_same(got, want, identity=False)
+    np.testing.assert_allclose(want["a"], -np.sqrt(0.5), rtol=1e-6)
+
+
+@forms
+def test_labels_are_those_of_the_parameters(form):
+    class Calls(eqx.Module):
+        w: jax.Array
+        v: jax.Array
+
+        def __call__(self, x):
+            raise AssertionError("a model of labels that can be called is not called")
+
+    model = Calls(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
+    narrow = tp.leaves(lambda path, leaf: leaf.dtype == jnp.bfloat16)
+    wide = Calls(jnp.ones(2), jnp.ones(2))  # and not those of gradients, which may be wider
+    tx = groups({narrow: optax.sgd(1.0)}, optax.sgd(100.0), form=form)
+    assert rates(tx, model, grads=wide) == {"w": 1, "v": 100}
+
+
+def test_none_is_not_zero_in_groups():
+    tx, model = groups({"a": optax.adam(0.1), "**": optax.adam(0.1)}), _model()
+    update = jax.jit(tx.update)
+    _, state = update(tp.partition(model)[0], tx.init(model), model)
+    updates, after = update({"b": {"w": jnp.ones((2, 2))}}, state, model)
+    assert (updates["a"], updates["b"]["v"]) == (None, None)
+    before, after = (each.runs[0].inner_states["**"].inner_state[0] for each in (state, after))
+    assert_same(after.mu["b"]["v"], before.mu["b"]["v"])
+    assert int(after.count) == int(before.count) + 1
+
+
+def _plus_nothing(x):
+    return 1.0 * x
+
+
+@forms
+def test_a_tie_goes_where_its_own_path_goes(form):
+    shared = jnp.ones(2)
+    model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
+    tx = groups({"embed": optax.sgd(1.0), "**": optax.sgd(2.0)}, None, ("embed", "head"), form)
+    assert rates(tx, model) == {"embed": 1.0}
+    assert rates(tx, model, optim.set_trainable(tx, tx.init(model), model)) == {"embed": 1.0, "body": 2.0}
+    parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
+    tied = tp.layout(parted, ties={"head": ("embed", _plus_nothing)})
+    for where, known in (("head", None), (("head", "body"), None), ("head", tied)):  # each glob is checked
+        tx = groups({where: optax.sgd(1.0)}, optax.sgd(1.0), known, form)
+        with pytest.raises(
+            ValueError, match=r"'head' selects only 'head', which is tied to 'embed'; .* write that one"
+        ):
+            tx.init(model if known is None else tp.tie(parted, tied))
+
+
+@forms
+@pytest.mark.parametrize("where", ["body", tp.leaves(lambda path, leaf: path == "body"), lambda m: m["body"]])
+def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
+    model = {"embed": jnp.ones(2), "body": jnp.ones(1)}
+    tx = groups({where: optax.sgd(0.5)}, optax.sgd(1.0), "embed", form)
+    assert optim.report(tx, model).groups == {"embed": "default"}
+    state = optim.set_trainable(tx, tx.init(model), model)
+    assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
+
+
+@forms
+def test_muon_for_matrices_of_a_language_model_with_a_tied_head(form):
+    embed = {"weight": ramp(12, 8)}
+    model = {
+        "embed": embed,
+        "body": [{"w": ramp(8, 8), "b": ramp(8)}],
+        "head": {"weight": embed["weight"], "b": ramp(12)},
+    }
+    adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
+    matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
+    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=form)
+    assert optim.report(tx, model).groups == {
+        "body.0.b": "default",
+        "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",
+        "embed.weight": "embed",  # and so is the head's, which is this array
+        "head.b": "default",
+    }
+
+    @jax.jit
+    def run():
+        updates, _ = tx.update(model, tx.init(model), model)
+        alone = [rule.update(x, rule.init(x), x)[0] for rule, x in ((muon, ramp(8, 8)), (adam, ramp(8)))]
+        return [updates["body"][0]["w"], updates["body"][0]["b"]], alone
+
+    assert_close(*run(), 1e-3)
+    grads = tp.project(model, {"head": {"weight": ramp(12, 8)}}, missing="zeros")
+    after, _ = optim.step(tx, grads, tx.init(model), model)
+    assert after["head"]["weight"] is after["embed"]["weight"]
+
+
+@forms
+def test_errors_of_groups(form, without_type_checks):
+    one = optax.sgd(1.0)
+    for rules, default, error, match in (
+        ({"b.w": one}, None, ValueError, r"trained, but in no group: 'a', 'b.v'. The groups are b.w; .*default="),
+        ({"bb": one, "**": one}, None, ValueError, "'bb' selects nothing; nearest: 'b'"),
+        ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
+        ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups read alike"),
+        ({"default": one}, one, ValueError, "two groups read alike"),
+        ({"**": 0.1}, None, TypeError, "expected an Optax transformation, got"),
+        ([one], None, TypeError, r"expected a dictionary \{where: transformation\}, got"),
+    ):
+        for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
+            with pytest.raises(error, match=match):
+                use(groups(rules, default, form=form))
+
+
+def test_report(without_type_checks):
+    model = {**_model(), "frozen": jnp.ones((3, 4), jnp.bfloat16)}
+    inner = optim.groups({"b.v": optax.sgd(1.0), "**": optax.adam(1.0)})
+    rules = optax.chain(optim.clip_by_global_norm(1.0), optim.groups({"a": optax.sgd(1.0), "b": inner}))
+    report = optim.report(optim.trainable(rules, ("a", "b")), model)
+    assert report.groups == {"a": "a", "b.v": "b / b.v", "b.w": "b / **"}
+    assert str(report).splitlines() == [
+        "path    shape  dtype     group",
+        "a       2      float32   a",
+        "b.v     1      float32   b / b.v",
+        "b.w     2,2    float32   b / **",
+        "frozen  3,4    bfloat16  frozen",
+    ]
+    flat = optim.flat(sgd(0.1))
+    assert str(optim.report(flat, {"a": jnp.ones(2)})).splitlines()[1:] == ["a     2      float32  trained"]
+    with pytest.raises(TypeError, match=r"expected optim.trainable\(...\), .*, plain Optax, which knows no model"):
+        optim.report(optax.adam(0.1), model)
+    with pytest.raises(TypeError, match="expected the state of this transformation, got dict"):
+        optim.report(flat, {"a": jnp.ones(1)}, {})
+
+
+@forms
+def test_adjust_one_group_and_all(form):
+    tx, model = groups({"a": sgd(0.1), "**": sgd(0.25, momentum=0.0)}, form=form), _model()
+    state = optim.adjust(tx.init(model), "a", learning_rate=1.0)
+    assert rates(tx, model, state) == {"a": 1.0, "b.w": 0.25, "b.v": 0.25}
+    state = optim.adjust(state, learning_rate=3.0)
+    assert rates(tx, model, state) == {"a": 3.0, "b.w": 3.0, "b.v": 3.0}
+    state = optim.adjust(state, momentum=0.5)  # only one of them knows it
+    _, state = tx.update(jax.tree.map(np.ones_like, tp.partition(model)[0]), state, model)
+    assert rates(tx, model, state) == {"a": 3.0, "b.w": 4.5, "b.v": 4.5}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(9.0), sgd(0.1)))
+    model = {"w": jnp.ones(2, dtype)}
+    step = jax.jit(tx.update)
+    state = tx.init(model)
+    for rate in (0.1, 1, np.float64(0.2), jnp.float32(0.3), jnp.bfloat16(0.3)):
+        _, state = step(model, optim.adjust(state, learning_rate=rate), model)
+    assert step._cache_size() == 1
+    traced = jax.jit(lambda rate: tx.update(model, optim.adjust(state, learning_rate=rate), model)[0]["w"])
+    np.testing.assert_allclose(traced(0.5).astype(jnp.float32), -0.5)
+    plain = jax.jit(lambda rate: sgd(0.1).update(model, optim.adjust(sgd(0.1).init(model), learning_rate=rate))[0]["w"])
+    np.testing.assert_allclose(plain(0.5).astype(jnp.float32), -0.5)
+
+
+def test_adjust_reaches_what_is_held_and_no_parameter_of_that_name():
+    model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5))
+    _, state = tx.update(model, tx.init(model), model)
+    waits = optim.set_trainable(tx, state, model, "w")
+    adjusted = optim.adjust(waits, learning_rate=0.5)
+    for after, before in zip((*adjusted.runs, *adjusted.held), (*waits.runs, *waits.held), strict=True):
+        assert float(after.hyperparams["learning_rate"]) == 0.5
+        assert_same(after.inner_state, before.inner_state)
+    fresh = optim.set_trainable(tx, state, model, reset=True)
+    assert_same(fresh.runs[0].inner_state, tx.init(model).runs[0].inner_state)
+
+
+@forms
+def test_nested_hyperparameters_survive_a_change_of_what_trains(form):
+    outer = optax.inject_hyperparams(lambda scale: optax.chain(sgd(0.1), optax.scale(scale)))
+    tx, model = form(outer(1.0), "a"), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    state = optim.adjust(tx.init(model), scale=2.0, learning_rate=0.5)
+    assert rates(tx, model, optim.set_trainable(tx, state, model)) == {"a": 1.0, "b": 1.0}
+
+
+def test_an_adjusted_state_can_be_donated():
+    rate, tx, model = jnp.float32(0.5), groups({"a": sgd(0.1)}, sgd(0.1)), {"a": jnp.ones(1), "b": jnp.ones(1)}
+    step = jax.jit(tx.update, donate_argnums=1)
+    for _ in range(2):  # the same number for two groups, and again for a later state
+        step(model, optim.adjust(tx.init(model), learning_rate=rate), model)
+    assert not rate.is_deleted()
+
+
+def test_errors_of_adjust(without_type_checks):
+    tx = groups({"a": sgd(0.1), "**": optax.adam(0.1)}).init(_model())
+    rate = "learning_rate"
+    ints, scheduled = (optim.trainable(sgd(x)).init(_model()) for x in (1, optax.linear_schedule(1.0, 0.0, 10)))
+    for state, group, given, error, match in (
+        (tx, None, {"rate": 1.0}, ValueError, r"no hyperparameter 'rate' in the state; there are 'learning_rate'.*inj"),
+        (tx, "**", {rate: 0.1}, ValueError, r"'learning_rate' in the state of group '\*\*'; there are none"),
+        (tx, "c", {rate: 0.1}, ValueError, r"no group 'c' in the state; there are '\*\*', 'a'"),
+        (scheduled, None, {rate: 0.1}, ValueError, "'learning_rate' follows a schedule"),
+        (tx, None, {rate: jnp.ones(2)}, ValueError, r"expected learning_rate of shape \(\), got shape \(2,\)"),
+        (tx, None, {rate: None}, TypeError, "expected a number for learning_rate, got None"),
+        (tx, None, {rate: [0.1]}, TypeError, "expected a number for learning_rate, got list"),
+        (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which does not hold 1j"),
+        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which does not hold 0.5; write the number"),
+    ):
+        with pytest.raises(error, match=match):
+            optim.adjust(state, group, **given)
+    assert rates(optim.trainable(sgd(1)), _model(), optim.adjust(ints, learning_rate=2))["a"] == 2.0
+
+
+def test_over_stacks_by_the_names_of_their_groups():
+    model = {"embed": ramp(6, 4), "layers": [{"w": ramp(4, 4, start=i), "b": ramp(4, start=i)} for i in range(3)]}
+    wheres = {"embed": "embed", "matrices": tp.leaves(lambda path, leaf: leaf.ndim == 2), "rest": "**"}
+    stacks, restructure = tp.stack(model, groups=wheres)
+    of = {"embed": optax.sgd(1.0), "matrices": optax.lamb(0.1), "rest": optax.adam(0.1)}
+    rules = {"embed": of["embed"], "matrices": optim.per_leaf(of["matrices"])}
+    misnamed = optim.groups({"embed": rules["embed"], "matrix": rules["matrices"]}, default=of["rest"])
+    plain = optim.groups({wheres[name]: rule for name, rule in of.items()})
+    with pytest.raises(ValueError, match="among embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
+        misnamed.init(stacks)
+    with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
+    assert_same(*(rule.update(stacks, rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
+
+    @jax.jit
+    def run(stacks):
+        state, both = tx.init(stacks), plain.init(model)
+        for _ in range(2):
+            updates, state = tx.update(stacks, state, stacks)
+            want, both = plain.update(model, both, model)
+        return restructure(updates), want
+
+    assert_close(*run(stacks), 1e-6)
+    assert_same(pickle.loads(pickle.dumps(tx.init(stacks))), tx.init(stacks))
+    for wrong, given in ((tp.stack(model)[0], "none"), (tp.stack(model, groups={"all": "**"})[0], "'all'")):
+        match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.groups"
+        with pytest.raises(ValueError, match=match):
+            tx.init(wrong)

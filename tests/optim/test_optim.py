@@ -1,0 +1,395 @@
+"""Optax over whole models: the laws of `optim.trainable`, over the zoo and around and within Optax's own wrappers."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from .. import zoo
+from ..zoo import ZOO, Specimen, assert_close, assert_same
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+CLIPPED = optax.chain(optim.clip_by_global_norm(0.5), MOMENTUM)
+BY_LEAF = optim.per_leaf(MOMENTUM)
+BY_ROW = optax.chain(optim.clip_by_global_norm(0.5), BY_LEAF)
+LINE_SEARCH = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10))
+trained = {name: each for name, each in ZOO.items() if name not in ("nothing trained", "all frozen")}
+specimens = pytest.mark.parametrize("specimen", trained.values(), ids=trained.keys())
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+
+
+class Declared(eqx.Module):
+    """A tie that the class knows."""
+
+    encoder: jax.Array
+    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+
+
+TIED = {name: each for name, each in trained.items() if each.layout(each.make()).ties}
+TIED["declared"] = Specimen(lambda: Declared(zoo.ramp(2, 3), zoo.ramp(2, 3).T))
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's rules promote
+
+
+@functools.cache
+def made(form, rule, trainable=None):
+    """`flat` tries each of its transformations at the first `init`."""
+    return form(rule, trainable)
+
+
+def assert_near(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(a, b, 1e-2 if b.dtype in (jnp.bfloat16, jnp.float16) else 1e-5)
+
+
+def two():
+    return {name: jax.device_put(np.ones(2, np.float32)) for name in "ab"}
+
+
+# One of each kind is stepped outside of jit, too: there every operation is a program of its own.
+EAGERLY = (
+    "ints and bools",
+    "complex",
+    "bf16 with f32",
+    "functions and static fields",
+    "transposed tie",
+    "numpy leaves",
+)
+
+
+@pytest.mark.parametrize("name", trained)
+def test_equals_optax_on_the_canonical_tree_in_each_form_and_eagerly(name):
+    specimen = trained[name]
+    model = specimen.make()
+    layout = specimen.layout(model)
+    params, rest = tp.partition(model, layout)
+    known = layout if specimen.options else None
+    txs = [made(form, CLIPPED, known) for form in (optim.trainable, optim.flat)] + [made(optim.stacked, BY_ROW, known)]
+
+    def assert_kept(kept):
+        kept = zip(jax.tree.leaves(rest), jax.tree.leaves(kept), strict=True)
+        assert all(new is old for old, new in kept)  # what is frozen: the very same objects
+
+    def by_us(tx, carry, _):
+        current = tp.combine(carry[0], rest)
+        grads = tp.grad(zoo.loss, layout)(current)
+        current, state = optim.step(tx, grads, carry[1], current)
+        after, kept = tp.partition(current, layout)
+        assert_kept(kept)
+        return (after, state), grads
+
+    def by_hand(carry, _):
+        grads = tp.grad(zoo.loss, layout)(tp.combine(carry[0], rest))
+        grads = jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, grads)
+        updates, state = CLIPPED.update(grads, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    @jax.jit
+    def run(params):
+        starts = [(functools.partial(by_us, tx), (params, tx.init(model))) for tx in txs]
+        starts.append((by_hand, (params, CLIPPED.init(params))))
+        ends, (grads, *_) = zip(*(jax.lax.scan(step, start, length=2) for step, start in starts), strict=True)
+        return ends, grads
+
+    ((ours, state), (flat, _), (stacked, _), (plain, of_plain)), grads = run(params)
+    assert_near((ours, jax.tree.leaves(state.runs), flat, stacked), (plain, jax.tree.leaves(of_plain), plain, plain))
+    if name not in EAGERLY:
+        return
+    eager, state = model, txs[0].init(model)
+    for i in range(2):
+        now = jax.tree.map(lambda x, i=i: jax.device_put(np.asarray(x)[i]), grads)
+        eager, state = optim.step(txs[0], now, state, eager)
+    after, kept = tp.partition(eager, layout)
+    assert_near(after, ours)
+    assert_kept(kept)
+
+
+@forms
+def test_over_an_ensemble_by_vmap(form):
+    models = {"w": zoo.ramp(3, 2), "b": zoo.ramp(3, 1), "n": jnp.arange(3)}
+    tx = made(form, MOMENTUM)
+
+    @jax.jit
+    def train(model):
+        state = tx.init(model)
+        for _ in range(2):
+            model, state = optim.step(tx, tp.grad(zoo.loss)(model), state, model)
+        return model, state
+
+    together, one_by_one = jax.jit(lambda models: (jax.vmap(train)(models), jax.lax.map(train, models)))(models)
+    assert_close(together, one_by_one)
+
+
+WRAPPERS = {  # of a transformation and of its maker from a rate
+    "inject_hyperparams": lambda tx, make: optax.inject_hyperparams(make)(optax.linear_schedule(0.1, 0.01, 5)),
+    "MultiSteps": lambda tx, make: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx, make: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx, make: optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "partition": lambda tx, make: optax.multi_transform(
+        {"a": optax.sgd(0.2), "b": tx}, lambda params: jax.tree.map(lambda x: "ab"[x.ndim > 1], params)
+    ),
+    "line search": lambda tx, make: optax.chain(tx, optax.scale_by_backtracking_linesearch(10)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_around_wrappers_of_optax_on_the_model_and_within_them_on_the_parameters(name):
+    wrap = WRAPPERS[name]
+    model = {"w": zoo.ramp(2, 2), "b": zoo.ramp(2), "frozen": zoo.ramp(3), "act": jnp.tanh, "n": 3}
+    params, rest = tp.partition(model, ("w", "b"))
+    make = functools.partial(optax.sgd, momentum=0.9)
+    around = lambda form: wrap(made(form, MOMENTUM), lambda rate: form(make(rate)))
+    plainly = wrap(MOMENTUM, make)
+
+    def run(tx, at, loss):
+        tx = optax.with_extra_args_support(tx)
+        state = tx.init(at)
+        for _ in range(3):
+            value, grads = tp.value_and_grad(loss)(at)
+            extra = {"value": value, "grad": grads, "value_fn": loss} if name == "line search" else {}
+            updates, state = tx.update(grads, state, at, **extra)
+            at = eqx.apply_updates(at, updates)
+        return at, state
+
+    @jax.jit
+    def all_ways(params):
+        on_params = lambda params: zoo.loss(tp.combine(params, rest))
+        after, state = run(optim.trainable(plainly, ("w", "b")), tp.combine(params, rest), zoo.loss)
+        forms = () if name in ("masked", "partition") else (optim.trainable, optim.flat, optim.stacked)
+        others = [run(around(form), params, on_params)[0] for form in forms]
+        return [tp.partition(after, ("w", "b"))[0], *others], state.runs[0], run(plainly, params, on_params)
+
+    afters, run_state, (want, plain) = all_ways(params)
+    for after in afters:
+        assert_close(after, want)
+    assert_close(run_state, plain)
+    if name in ("masked", "partition"):
+        with pytest.raises(ValueError, match=r"a mask, or optax\.partition, stands around a transformation"):
+            around(optim.trainable).init(params)
+
+
+def test_lbfgs_with_its_line_search_and_further_arguments_of_the_loss():
+    loss = lambda model, x: jnp.sum((model["w"] * x - 1) ** 2)
+    model, tx, x = {"w": jnp.zeros(2)}, optim.trainable(optax.lbfgs()), jnp.array([1.0, 2.0])
+
+    @jax.jit
+    def train(model, state):
+        def step(_, carry):
+            value, grads = optax.value_and_grad_from_state(loss)(carry[0], x, state=carry[1])
+            return optim.step(tx, grads, carry[1], carry[0], value=value, grad=grads, value_fn=loss, x=x)
+
+        return jax.lax.fori_loop(0, 10, step, (model, state))
+
+    np.testing.assert_allclose(train(model, tx.init(model))[0]["w"], [1.0, 0.5], rtol=1e-3)
+
+
+@forms
+def test_a_run_is_plain_optax(form):
+    model, rule = two(), optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
+    tx = form(rule)
+    state = tx.init(model)
+    sevens = optax.tree_utils.tree_map_params(rule, lambda x: np.full_like(x, 7), state.runs[0])
+    assert all((leaf == 7).all() for leaf in jax.tree.leaves((sevens[1][0].mu, sevens[1][0].nu)))
+    assert int(optax.tree_utils.tree_get(state, "clipped")) == 0
+    with pytest.raises(TypeError, match=r"the transformation within optim.trainable and state.runs\[0\]"):
+        optax.tree_utils.tree_map_params(tx, lambda x: x, state)
+
+
+three, five, seven = (np.full(2, x, np.float32) for x in (3.0, 5.0, 7.0))
+
+
+@forms
+def test_a_tie_stays_one_array_and_gets_the_sum(form):
+    t, copy, other = (jnp.array([1.0, 2.0]) for _ in range(3))
+    model, tx = {"t": [t, (t,)], "copy": [copy, other]}, made(form, BY_LEAF if form is optim.stacked else MOMENTUM)
+    cases = [(three, 10 + seven), (three, None), (None, five + 2)]
+    grads = [{"t": [first, (second,)], "copy": [None, five]} for first, second in cases]
+    state = tx.init(model)
+    by_jit = jax.jit(lambda grads, *args: [optim.step(tx, each, *args)[0] for each in grads])(grads, state, model)
+    for each, tie, traced in zip(grads, ([-1.0, 0.0], [0.7, 1.7], [0.3, 1.3]), by_jit, strict=True):
+        after, _ = optim.step(tx, each, state, model)
+        assert after["t"][0] is after["t"][1][0]
+        np.testing.assert_allclose(after["t"][0], tie, atol=1e-6)
+        np.testing.assert_allclose(after["copy"][1], [0.5, 1.5], rtol=1e-6)
+        assert_same(traced, after, identity=False)  # knows the tie from the state
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+@pytest.mark.parametrize("specimen", TIED.values(), ids=TIED.keys())
+def test_the_places_of_a_tie_hold_equal_values_after_any_step(specimen: Specimen, form):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    tx = form(optax.chain(optim.clip_by_global_norm(0.5), optim.per_leaf(optax.adamw(0.1))), layout)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def step(tx, apply, carry, _):
+        model, state = eqx.combine(carry[0], static), carry[1]
+        grads = tp.jit(tp.grad(zoo.loss, state.layout))(model)
+        if apply is None:
+            model, state = optim.step(tx, grads, state, model)
+        else:
+            updates, state = tx.update(grads, state, model)
+            model = apply(model, updates)
+        return (eqx.filter(model, eqx.is_array), state), None
+
+    @jax.jit
+    def run(arrays):
+        start = arrays, tx.init(eqx.combine(arrays, static))
+        ways = (None, optim.apply_updates, eqx.apply_updates)
+        return [jax.lax.scan(functools.partial(step, tx, way), start, length=3)[0][0] for way in ways]
+
+    few = made(form, BY_ROW, layout)  # of few operations, as each is a program of its own
+    (eager, _), _ = step(few, None, (arrays, few.init(model)), None)
+    for each in (eager, *run(arrays)):
+        after = eqx.combine(each, static)
+        assert_same(jax.tree.leaves(tp.tie(after, layout)), jax.tree.leaves(after), identity=False)
+        first = layout.paths[0]
+        assert not np.array_equal(tp.trainables(after, layout)[first], tp.trainables(model, layout)[first])
+
+
+def test_init_refuses_an_alias_of_another_value():
+    codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.zeros((3, 2))}
+    layout = tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)})
+    for form in (optim.trainable, optim.flat, optim.stacked):
+        tx = form(optax.sgd(0.1), layout)
+        match = r"'decoder' is tied to 'encoder', but has another .*tp.tie\(model, layout\)"
+        with pytest.raises(ValueError, match=match):
+            tx.init(codec)
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(lambda tx=tx: tx.init(codec))  # of a concrete model within a trace, too
+        tx.init(tp.tie(codec, layout))
+        jax.eval_shape(tx.init, codec)  # of a trace there is nothing to see
+    known = tp.layout(two(), ties={"b": "a"})
+    assert optim.trainable(optax.sgd(0.1), known).init(two()).layout.ties == {"a": ("b",)}
+    with pytest.warns(UserWarning, match=r"ties 'b' to 'a'; without it they are trained apart.*\(tx, known\)"):
+        optim.trainable(optax.sgd(0.1)).init(two())
+    optim.trainable(optax.sgd(0.1)).init(two())  # once
+    shared = jnp.ones(2)
+    tp.layout({"a": shared, "c": jnp.ones(2)}, ties={"a": "c"})
+    optim.trainable(optax.sgd(0.1)).init({"a": shared, "c": shared})  # tied, and named the other way round
+    optim.trainable(optax.sgd(0.1)).init({"a": jnp.ones(3), "c": jnp.ones(3)})  # other models
+    frozen = {"a": jnp.ones(2), "b": jnp.zeros(2), "c": jnp.ones(1)}  # of what is frozen the aliases stay as they are
+    optim.trainable(optax.sgd(0.1), tp.layout(frozen, "c", ties={"b": "a"})).init(frozen)
+
+
+def test_gradients_of_every_maker_are_the_same_step():
+    pair = lambda: {"w": zoo.ramp(2), "b": zoo.ramp(1)}
+    model = {"first": pair(), "last": [pair()], "steps": jnp.array(3), "flag": True}
+    tx = optim.trainable(MOMENTUM, "last")
+    state = tx.init(model)
+    grads = tp.grad(zoo.loss)(model)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    want, _ = tx.update(tp.jit(tp.grad(zoo.loss, "last"))(model), state, model)
+    for form in (
+        eqx.filter_jit(eqx.filter_grad(zoo.loss))(model),
+        jax.grad(lambda arrays: zoo.loss(eqx.combine(arrays, static)), allow_int=True)(arrays),  # float0 for integers
+        grads | {"first": optax.MaskedNode()},
+        {"last": {0: grads["last"][0]}},  # by path
+    ):
+        got, _ = tx.update(form, state, model)
+        assert_close(got, want)
+    assert (got["first"]["w"], got["steps"]) == (None, None)
+
+
+@pytest.mark.parametrize("missing", [None, optax.MaskedNode(), np.zeros(2, jax.dtypes.float0)])
+def test_none_is_not_zero(missing):
+    model, tx = two(), made(optim.trainable, MOMENTUM)
+    _, state = tx.update(model, tx.init(model), model)
+    updates, after = tx.update({"a": np.zeros(2, np.float32), "b": missing}, state, model)
+    before, trace = state.runs[0][0].trace, after.runs[0][0].trace
+    np.testing.assert_allclose((before["b"], trace["a"]), [[1, 1], [0.9, 0.9]], rtol=1e-6)
+    assert_same(trace["b"], before["b"])
+    assert updates["b"] is None
+    assert optim.apply_updates(model, updates)["b"] is model["b"]
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    updates, unmoved = tx.update({"a": None, "b": missing}, after, model)
+    assert jax.tree.leaves(updates) == []
+    assert_same(unmoved, after)
+
+
+@pytest.mark.parametrize("rule", [optax.adamw(0.1), optax.adafactor(0.1), CLIPPED])
+def test_a_missing_branch_is_as_if_the_leaf_were_not_there(rule):
+    both = {"a": jnp.array([[3.0, 4.0], [1.0, 2.0]]), "b": jnp.array([2.0])}
+    alone, tx = {"a": both["a"]}, optim.trainable(rule)
+
+    @jax.jit
+    def run(state, single):
+        for _ in range(2):
+            updates, state = tx.update(alone, state, both)
+            want, single = tx.update(alone, single, alone)
+        return updates["a"], want["a"]  # a norm runs over what has a gradient
+
+    assert_close(*run(tx.init(both), tx.init(alone)), 1e-6)
+
+
+def test_a_state_that_is_not_kept_leaf_by_leaf_is_refused_for_some_leaves_only():
+    for rule, match in (
+        (optax.flatten(MOMENTUM), r'not kept leaf by leaf.*missing="zeros"'),
+        (optax.scale_by_lbfgs(memory_size=1), r'L-BFGS remembers.*missing="zeros".*reset=True'),
+    ):
+        tx, model = optim.trainable(rule), two()
+        state = tx.init(model)
+        with pytest.raises(ValueError, match=match):
+            tx.update({"a": jnp.ones(2)}, state, model)
+        whole = tp.project(model, {"a": jnp.ones(2)}, missing="zeros")
+        jax.eval_shape(tx.update, whole, state, model)
+
+
+@forms
+def test_gradients_wider_than_their_leaf_keep_single_precision_up_to_the_rule(form):
+    seen = []
+    look = optax.GradientTransformation(
+        lambda p: (), lambda u, s, p=None: (seen.append(jax.tree.leaves(u)[0].dtype) or u, s)
+    )
+    tx = form(optax.chain(look, optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    grads = {"w": np.full(2, 1e5, np.float32)}  # no number of half precision
+    for dtype in ("float16", "bfloat16", "float64"):  # of NumPy; without x64 single precision
+        model = {"w": np.ones(2, dtype)}
+        after = jax.jit(lambda model=model: optim.step(tx, grads, tx.init(model), model)[0])()
+        np.testing.assert_allclose(np.asarray(after["w"], np.float32), 1 - np.sqrt(0.5), rtol=1e-2)
+        jax.eval_shape(lambda model: tx.update(model, tx.init(model), model), model)
+        assert [jnp.float32, after["w"].dtype] == seen[-2:] == [jnp.float32, jax.dtypes.canonicalize_dtype(dtype)]
+
+
+def test_functions_among_the_extra_arguments_are_called_with_models():
+    model = {"w": jax.device_put(np.zeros(2, np.float32)), "f": jnp.tanh, "n": 3, "v": zoo.ramp(1)}
+    loss = lambda m: jnp.sum((m["f"](m["w"]) - 0.5) ** 2) + m["n"] * jnp.sum(m["v"] ** 2)
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2, opaque_mode=True)
+    value, grads = tp.jit(tp.value_and_grad(loss))(model)
+    ways = (
+        (optim.trainable(sam, "w"), {"grad_fn": lambda m, _: eqx.filter_grad(loss)(m)}),
+        (optim.trainable(optax.contrib.hutchinson_estimator_diag_hessian(), "w"), {"obj_fn": loss}),
+        (optim.flat(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
+        (optim.stacked(LINE_SEARCH, "w"), {"value": value, "grad": grads, "value_fn": loss}),
+    )
+    run = lambda: [optim.step(tx, grads, tx.init(model), model, **extra)[0] for tx, extra in ways]
+    for after in tp.jit(run)():
+        np.testing.assert_array_equal(after["v"], model["v"])
+        assert (np.asarray(after["w"]) != 0).all()
+
+
+@forms
+def test_complex_parameters_descend(form):
+    target = jnp.array([1 + 2j, -1 - 1j], jnp.complex64)
+    loss = lambda model: jnp.sum(jnp.abs(model["w"] - target) ** 2)
+    model, tx = {"w": jnp.zeros(2, jnp.complex64)}, form(optax.sgd(0.1))
+    step = lambda _, carry: optim.step(tx, jax.grad(loss)(carry[0]), carry[1], carry[0])
+    model, _ = jax.lax.fori_loop(0, 40, step, (model, tx.init(model)))
+    assert loss(model) < 1e-4
+
+
+def test_a_complex_rate_beside_real_leaves_is_refused():
+    model = {"a": jnp.ones(2, jnp.complex64), "b": jnp.ones(2)}
+    match = r"the hyperparameters of real ones complex too; .*hyperparam_dtype=jnp.float32"
+    with pytest.raises(ValueError, match=match):
+        optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1)).init(model)
+    tx = optim.trainable(optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)(0.1))
+    after, _ = optim.step(tx, model, tx.init(model), model)
+    np.testing.assert_allclose(after["b"], 0.9, rtol=1e-6)

@@ -1,0 +1,307 @@
+"""A rule over each leaf by itself: over stacks equal to Optax over the leaves, and refused where it couples them."""
+
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treeparams as tp
+from treeparams import optim
+from treeparams._forms.form import Stacks
+
+from ..zoo import assert_close, assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+SHAPES = {"float32[8,6]": (3, 8, 6), "float32[5]": (2, 5), "float32[]": (2,)}
+
+
+def _stacks(*without):
+    rng = np.random.default_rng(0)
+    arrays = {k: jax.device_put(rng.normal(size=s).astype(np.float32)) for k, s in SHAPES.items()}
+    return Stacks({key: array for key, array in arrays.items() if key not in without})
+
+
+def _leaves(stacks):
+    return {key: list(stack) for key, stack in stacks.items()}
+
+
+def _loss(tree):
+    return sum(jnp.sum(jnp.sin(3 * leaf) + leaf**2) for leaf in jax.tree.leaves(tree))
+
+
+def _run(tx, params, steps=3):
+    """The parameters after each of some steps, in one program."""
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(_loss)(params)
+        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=value)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
+
+
+_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+_labels = lambda params: jax.tree.map(lambda x: "vector" if x.ndim < 2 else "matrix", params)
+RULES = {
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1, trust_coefficient=0.1),
+    "muon": optax.contrib.muon(0.1),
+    "novograd": optax.novograd(0.1),
+    "adamw": optax.adamw(0.1),
+    "adamax": optax.adamax(0.1),
+    "lion": optax.lion(0.1),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
+    "MultiSteps": optax.MultiSteps(optax.novograd(0.1), 2),
+    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "sm3": optax.sm3(0.1),
+    "a mask by rank": optax.adamw(0.1, weight_decay=0.5, mask=_matrices),
+    "labels by rank": optax.partition({"vector": optax.sgd(0.1), "matrix": optax.novograd(0.1)}, _labels),
+    "a schedule": optax.lamb(optax.linear_schedule(0.1, 0.01, 3)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.1, 0.01, 3)),
+    "reduce_on_plateau": optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_equals_optax_over_the_leaves(name):
+    stacks = _stacks("float32[]") if name == "sm3" else _stacks()  # which takes no scalars in Optax, either
+    rule = RULES[name]
+    plain = rule.gradient_transformation() if isinstance(rule, optax.MultiSteps) else rule
+    got, want = jax.jit(lambda stacks: (_run(optim.per_leaf(rule), stacks), _run(plain, _leaves(stacks))))(stacks)
+    for key, stack in got.items():
+        rows = np.stack(want[key], 1)
+        assert np.max(np.abs(rows[-1] - stacks[key])) > 1e-3
+        np.testing.assert_allclose(stack, rows, rtol=1e-6, atol=1e-6)
+
+
+# -- What it refuses ---------------------------------------------------------------------------------------------------
+
+_mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
+REFUSED = {
+    "a model": (lambda: optim.trainable(optax.sgd(0.1)), "one transformation over models stands outermost"),
+    "a model within": (lambda: optax.chain(optim.flat(optax.sgd(0.1))), "one transformation over models stands out"),
+    "groups": (
+        lambda: optim.groups({"**": optax.sgd(0.1)}),
+        r"groups go by path.*write optim.groups\({'layers.0': opt",
+    ),
+    "a mask": (lambda: optax.adamw(0.1, mask=_mask), r"init fails there \(.*mask=lambda params: jax.tree.map\("),
+    "labels": (
+        lambda: optax.partition({True: optax.sgd(0.1), False: optax.adam(0.1)}, _mask),
+        "give them as functions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_goes_by_a_model(name):
+    make, match = REFUSED[name]
+    with pytest.raises(ValueError, match=match):
+        optim.per_leaf(make()).init(_stacks())
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_refuses_wrong_arguments():
+    for at_once in (0, 1.5, True):
+        with pytest.raises(ValueError, match="at_once must be a whole number of rows, at least 1, got"):
+            optim.per_leaf(optax.sgd(0.1), at_once=at_once)
+    with pytest.raises(TypeError, match="expected an Optax transformation, got function; call it"):
+        optim.per_leaf(optax.sgd)
+    tx = optim.per_leaf(optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(TypeError, match="expected the state that init or the last update returned, got tuple"):
+        tx.update(_stacks(), (), _stacks())
+    with pytest.raises(ValueError, match=r"another structure than the state.*with None where there is no gradient"):
+        tx.update({"a": jnp.ones(2)}, tx.init(_stacks()))
+
+
+def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
+    heated = lambda grads, state, params=None, *, heat: (jax.tree.map(lambda g: heat(g), grads), state)
+    tx = optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), heated))
+    stacks = _stacks()
+    state = tx.init(stacks)
+    with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*Extra arguments go to each row"):
+        tx.update(stacks, state)
+    with pytest.raises(ValueError, match="the update of one leaf depends on another"):
+        optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: (), _hot)).update(stacks, state, heat=2.0)
+    heat = lambda row: row / jnp.max(jnp.abs(row))
+    updates, _ = jax.jit(lambda stacks: tx.update(stacks, state, heat=heat))(stacks)
+    largest = lambda stack: np.max(np.abs(stack), tuple(range(1, stack.ndim)), keepdims=True)
+    assert_close(updates, Stacks({key: np.asarray(stack) / largest(stack) for key, stack in stacks.items()}))
+
+
+def _hot(grads, state, params=None, *, heat):
+    total = heat * sum(map(jnp.sum, jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: g * total, grads), state
+
+
+def test_a_rule_is_looked_at_once():
+    calls = []
+    rule = optax.GradientTransformation(lambda params: (), lambda grads, *_: calls.append(1) or (grads, ()))
+    tx = optim.per_leaf(rule)
+    state = tx.init(_stacks())
+    tx.init(_stacks("float32[]"))
+    tx.update(_stacks(), state)
+    assert len(calls) == 1 + len(SHAPES)
+    tx.init(_stacks() | {"matrix": jnp.ones((20, 20))})  # larger than what it was tried with
+    assert len(calls) == 2 + len(SHAPES)
+
+
+# -- What is a stack, and what is not there ----------------------------------------------------------------------------
+
+
+def test_a_stack_is_known_by_what_it_stands_in():
+    tree = {
+        "stacks": Stacks({"float32[2,3]": ramp(4, 2, 3)}),
+        "nested": [Stacks({"float32[2]": ramp(3, 2, dtype=jnp.bfloat16)})],
+        "other": ramp(4, 2, 3),
+        "float32[2,3]": ramp(4, 2, 3),  # whatever it is called
+    }
+    tx = optim.per_leaf(optax.scale_by_schedule(lambda count: 1.0))
+    shapes = jax.tree.map(jnp.shape, tx.init(tree).states)
+    count = optax.ScaleByScheduleState
+    assert shapes["nested"] == [{"float32[2]": count((3,))}]
+    assert shapes["stacks"] == {"float32[2,3]": count((4,))}
+    assert shapes["other"] == shapes["float32[2,3]"] == count(())
+
+
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
+def test_what_has_no_gradient_waits(nothing):
+    stacks = _stacks()
+    tx = optim.per_leaf(optax.lamb(0.1))
+
+    @jax.jit
+    def run(stacks):
+        _, state = tx.update(stacks, tx.init(stacks), stacks)
+        updates, after = tx.update(stacks | {"float32[5]": nothing}, state, stacks)
+        assert updates["float32[5]"] is nothing
+        return state, (updates, after), tx.update(stacks, state, stacks)
+
+    state, (updates, after), (want, both) = run(stacks)
+    assert_same(updates, want | {"float32[5]": nothing})
+    assert_same(after.states, both.states | {"float32[5]": state.states["float32[5]"]})
+    without = tx.init(stacks | {"float32[5]": nothing})
+    assert_same(without.states["float32[5]"], nothing)
+    with pytest.raises(ValueError, match=r"a gradient for \['float32\[5\]'\], for which init had no parameter"):
+        tx.update(stacks, without, stacks)
+    assert tx.update(None, state, stacks) == (None, state)
+
+
+def test_without_parameters_and_with_rows_in_turns():
+    stacks, rule = _stacks(), optax.chain(optax.clip_by_block_rms(0.1), optax.trace(0.9))
+    txs = [optim.per_leaf(rule), *(optim.per_leaf(rule, at_once=at_once) for at_once in (1, np.int64(2), 9))]
+    want, *others = jax.jit(lambda stacks: [tx.update(stacks, tx.init(stacks)) for tx in txs])(stacks)
+    for got in others:
+        assert_close(got, want, 1e-6)
+
+
+def test_the_state_passes_scan_donation_and_pickle():
+    stacks = _stacks()
+    tx = optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(RULES["inject_hyperparams"]))
+    state = jax.jit(tx.init)(stacks)
+    step = jax.jit(lambda grads, state, params: tx.update(grads, state, params), donate_argnums=(0, 1))
+    grads = _stacks()
+    updates, after = step(grads, pickle.loads(pickle.dumps(state)), stacks)
+    assert_close((updates, after), jax.jit(tx.update)(stacks, state, stacks), 1e-6)
+    step(updates, after, stacks)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_the_state_of_rows_lies_where_they_do(kind):
+    if kind == AxisType.Explicit and not hasattr(jax, "set_mesh"):
+        pytest.skip("jax.vmap does not work along explicit axes in JAX 0.6")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    stack, tx = ramp(8, 4, 6), optim.per_leaf(RULES["adafactor"])
+    stacks = Stacks({"float32[4,6]": jax.device_put(stack, NamedSharding(mesh, P("x")))})
+    with getattr(jax, "set_mesh", lambda mesh: mesh)(mesh):
+        state = tx.init(stacks)
+        (updates, after), traced = jax.jit(tx.update)(stacks, state, stacks), jax.jit(tx.init)(stacks)
+        if kind == AxisType.Explicit:  # by type, within a trace too
+            assert_same(jax.jit(tx.update)(stacks, traced, stacks), (updates, after))
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), leaf.ndim)
+    whole = Stacks({"float32[4,6]": stack})
+    assert_close((updates, after), jax.jit(lambda whole: tx.update(whole, tx.init(whole), whole))(whole), 1e-6)
+
+
+def test_muon_over_a_stack_costs_what_it_costs_leaf_by_leaf():
+    stack, rule = Stacks({"float32[16,16]": ramp(20, 16, 16)}), optax.contrib.muon(0.1)
+
+    def operations(tx, params):
+        counted = jax.jit(tx.update).lower(params, tx.init(params), params).cost_analysis()
+        return counted["flops"]
+
+    assert 1e5 < operations(optim.per_leaf(rule), stack) <= 1.01 * operations(rule, _leaves(stack))
+
+
+# -- Within optim.trainable --------------------------------------------------------------------------------------------
+
+
+def test_within_trainable_equals_the_rule_leaf_by_leaf():
+    mlp = eqx.filter_eval_shape(eqx.nn.MLP, 3, 2, 4, 2, key=jax.random.key(0))
+    mlp = jax.tree.map(lambda leaf: ramp(*leaf.shape) if hasattr(leaf, "shape") else leaf, mlp)
+    grads = tp.jit(tp.grad(lambda mlp: jnp.sum(mlp(jnp.ones(3)) ** 2)))(mlp)
+    params, rest = tp.partition(mlp)
+
+    def after(rule, *steps):
+        def run(params):
+            tx, model = optim.trainable(rule), tp.combine(params, rest)
+            state = tx.init(model)
+            for each in steps:
+                model, state = optim.step(tx, each, state, model)
+            return tp.partition(model)[0], state
+
+        return jax.jit(run)(params)
+
+    partial = eqx.tree_at(lambda grads: grads.layers[0], grads, None)
+    got, state = after(optim.per_leaf(optax.lamb(0.1)), grads, partial, grads)
+    assert_close(got.layers[1:], after(optax.lamb(0.1), grads, grads, grads)[0].layers[1:], 1e-6)
+    # Optax counts for all leaves together; this leaf has taken two steps, and nothing of it knows of a third.
+    assert_close(got.layers[0], after(optax.lamb(0.1), grads, grads)[0].layers[0], 1e-6)
+    assert [int(layer.weight[0].count) for layer in state.runs[0].states.layers] == [2, 3, 3]
+
+
+def test_hyperparameters_of_all_rows_and_of_leaves_that_are_thawed():
+    model = {"a": ramp(2), "b": ramp(3), "stacks": Stacks({"float32[2]": ramp(4, 2)})}
+    rule = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(optax.scale)(3.0))
+    tx = optim.trainable(optim.per_leaf(rule), "a")
+    state = optim.set_trainable(tx, optim.adjust(tx.init(model), learning_rate=0.25), model, "**")
+    assert len(state.runs) == 2
+    update = jax.jit(tx.update)
+    want = jax.tree.map(lambda leaf: np.float32(-0.75) * np.asarray(leaf), model)
+    assert_close(update(model, state, model)[0], want, 1e-6)
+    state = optim.adjust(state, step_size=jnp.float32(1.0))
+    fresh = state.runs[1].states["stacks"]["float32[2]"]
+    assert_same(fresh[0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32))
+    assert_same(fresh[1].hyperparams["step_size"], np.ones(4, np.float32))
+    last = optim.set_trainable(tx, state, model, "stacks", reset=True)  # its rates are those of "a" before it
+    assert_same(
+        last.runs[0].states["stacks"]["float32[2]"][0].hyperparams["learning_rate"], np.full(4, 0.25, np.float32)
+    )
+    back = optim.set_trainable(tx, last, model, "b", reset=True)
+    assert_same(back.runs[0].states["b"][0].hyperparams["learning_rate"], jnp.float32(0.25))
+    assert_same(jax.jit(lambda state: optim.adjust(state, learning_rate=0.25))(last), last)
+    rows = optim.adjust(last, learning_rate=jnp.arange(4.0))
+    row = np.asarray(update(model, rows, model)[0]["stacks"]["float32[2]"])[2]
+    assert_close(row, -2 * np.asarray(model["stacks"]["float32[2]"])[2])
+    with pytest.raises(ValueError, match=r"expected learning_rate of shape \(4,\), got shape \(2,\)"):
+        optim.adjust(last, learning_rate=jnp.ones(2))
+
+
+def test_a_group_without_leaves_has_no_hyperparameters_yet():
+    model = {"a": ramp(2), "b": ramp(3)}
+    per_leaf = lambda rate: optim.per_leaf(optax.inject_hyperparams(optax.sgd)(rate))
+    tx = optim.trainable(optim.groups({"a": per_leaf(0.5)}, default=per_leaf(0.25)), "a")
+    state = optim.set_trainable(tx, optim.adjust(tx.init(model), "a", learning_rate=2.0), model)
+    want = {name: np.float32(-rate) * np.asarray(model[name]) for name, rate in (("a", 2.0), ("b", 0.25))}
+    assert_close(jax.jit(tx.update)(model, state, model)[0], want)

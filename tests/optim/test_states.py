@@ -1,0 +1,302 @@
+"""States of rules as copies of a form: which array is of which parameter, and all that follows from it."""
+
+import gc
+import weakref
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+from treeparams._forms.makers import stacks_of, tree_of, vector_of
+from treeparams._forms.owners import divide
+
+from ..zoo import assert_close, assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def _pair():
+    return {"a": jnp.array([3.0, 4.0]), "b": jnp.array([30.0, 40.0])}
+
+
+# -- Dividing ----------------------------------------------------------------------------------------------------------
+
+MODEL = {"deep": [ramp(2, 3), ramp(2, 3)], "w": ramp(3), "s": ramp()}
+LAYOUT = tp.layout(MODEL)
+
+
+def _owners(rule, form):
+    """The paths, place and axis of each array, by its own path; those that all share have none."""
+    state = jax.eval_shape(rule.init, form.shapes())
+    division = divide(rule.init, form, state)
+    assert not division.problem
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return dict(zip(names, division.owners, strict=True))
+
+
+def test_in_a_tree_an_array_is_of_one_parameter():
+    found = _owners(optax.adam(0.1), tree_of(LAYOUT))
+    owners = found["[0].nu['deep'][1]"]
+    assert (owners.paths, owners.place, owners.axis) == (("deep.1",), (("0", "nu"), ()), None)
+    assert [path for path, each in found.items() if each is None] == ["[0].count"]
+
+
+def test_in_a_vector_all_parameters_follow_one_another():
+    owners = _owners(optax.adam(0.1), vector_of(LAYOUT))["[0].mu"]
+    assert (owners.paths, owners.place, owners.axis) == (LAYOUT.paths, (("0", "mu"), ()), 0)
+    assert owners.starts == (0, 6, 12, 13, 16)
+
+
+def test_in_stacks_an_array_has_a_row_for_each():
+    found = _owners(optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)), stacks_of(LAYOUT))
+    owners = next(each for path, each in found.items() if "v_row" in path and "[2,3]" in path)
+    assert (owners.paths, owners.axis, owners.has_rows) == (("deep.0", "deep.1"), 0, True)
+    assert None not in found.values()  # counts too
+
+
+def test_a_state_that_lists_its_arrays_is_divided():
+    listed = optax.GradientTransformation(
+        lambda params: [(jnp.zeros_like(leaf), jnp.zeros(())) for leaf in jax.tree.leaves(params)], None
+    )
+    form = tree_of(LAYOUT)
+    division = divide(listed.init, form, jax.eval_shape(listed.init, form.shapes()))
+    assert [owners.paths for owners in division.owners[::2]] == [(path,) for path in LAYOUT.paths]
+    assert {owners.place for owners in division.owners[::2]} == {((), ("0",))}
+
+
+def test_parameters_freeze_and_thaw_where_the_state_is_a_list():
+    def update(grads, state, params=None):
+        leaves, treedef = jax.tree.flatten(grads)
+        sums = [old + leaf for old, leaf in zip(state, leaves, strict=True)]
+        return treedef.unflatten([-each for each in sums]), sums
+
+    tx = optim.trainable(
+        optax.GradientTransformation(lambda p: [jnp.zeros_like(x) for x in jax.tree.leaves(p)], update)
+    )
+    model = _pair() | {"c": jnp.ones((2, 2))}
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model, ("b", "c"))
+    _, state = tx.update(model, state, model)
+    updates, _ = tx.update(model, optim.set_trainable(tx, state, model), model)
+    assert_same(updates, {"a": -2 * model["a"], "b": -3 * model["b"], "c": -3 * model["c"]})
+
+
+ONE_OF_ALL = optax.flatten(optax.adam(0.1))
+
+
+@pytest.mark.parametrize(
+    "divides",
+    [
+        lambda tx, state, model: optim.set_trainable(tx, state, model, "a"),
+        lambda tx, state, model: tx.update({"a": model["a"]}, state, model),
+    ],
+)
+def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_have_to_be(divides):
+    tx, model = optim.trainable(ONE_OF_ALL), _pair()
+    updates, state = tx.update(model, tx.init(model), model)
+    assert_close(updates, optax.adam(0.1).update(model, optax.adam(0.1).init(model), model)[0])
+    with pytest.raises(ValueError, match=r"is not kept leaf by leaf, so it cannot go on with some of the leaves: give"):
+        divides(tx, state, model)
+
+
+def test_nothing_that_models_hold_lives_as_long_as_the_transformation():
+    class Net(eqx.Module):
+        w: jax.Array
+        f: object = eqx.field(static=True)
+
+    def make():
+        captured = np.ones(3)
+        return Net(jnp.ones((2, 2)), lambda x: x + captured), weakref.ref(captured)
+
+    tx = optim.stacked(optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.lamb(0.1))))
+    model, captured = make()
+    tx.update(tp.partition(model)[0], tx.init(model), model)
+    del model
+    gc.collect()
+    assert captured() is None
+
+
+# -- Rows that wait ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [30.0, np.nan, np.inf])
+@pytest.mark.parametrize("flag", [False, jnp.array(False)], ids=["known", "traced"])
+def test_rows_that_wait_count_in_no_norm(value, flag):
+    rule = optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0), optim.per_leaf(optax.sgd(1.0)))
+    model = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([value, 40.0])}
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 1.0])}
+    tx = optim.stacked(rule)
+    updates, _ = tx.update(grads, tx.init(model), model, active={"b": flag})
+    np.testing.assert_allclose(updates["a"], [-0.6, -0.8], rtol=1e-6)
+    assert not np.any(updates["b"])
+    updates, _ = tx.update({"a": grads["a"]}, tx.init(model), model)
+    np.testing.assert_allclose(updates["a"], [-0.6, -0.8], rtol=1e-6)
+    assert updates["b"] is None
+
+
+def test_moments_of_rows_that_wait_count_in_no_norm():
+    model = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    grads = {"a": jnp.ones(2), "b": 3 * jnp.ones(2)}
+    tx = optim.stacked(optax.chain(optim.per_leaf(optax.scale_by_adam()), optax.clip_by_global_norm(1.0)))
+    _, state = tx.update(grads, tx.init(model), model)
+    updates, after = tx.update(grads, state, model, active={"b": False})
+    np.testing.assert_allclose(updates["a"], 2 * [np.sqrt(0.5)], rtol=1e-5)
+    mine = lambda state: jax.tree.map(lambda rows: rows[1], state.runs[0][0].states)
+    assert_same(mine(after), mine(state))
+
+
+def test_a_loss_among_the_arguments_sees_what_waits_as_it_is():
+    seen = []
+    model = _pair()
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3))
+    tx = optim.stacked(search)
+
+    def loss(model):
+        seen.append(model["b"])
+        return jnp.sum(model["a"] ** 2) + jnp.sum(model["b"] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(model)
+    jax.eval_shape(lambda: tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss))
+    with pytest.raises(ValueError, match="keeps what is not kept row by row"):
+        tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss, active={"b": False})
+
+
+# -- Extra arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_extra_arguments_reach_what_is_within_multisteps():
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda grads, state, params=None, *, scale=1.0, **_: (jax.tree.map(lambda g: -scale * g, grads), state),
+    )
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    for tx in (
+        optim.trainable(optax.MultiSteps(scaled, 1)),
+        optim.trainable(optim.per_leaf(optax.MultiSteps(scaled, 1))),
+    ):
+        updates, _ = tx.update(model, tx.init(model), model, scale=0.1)
+        assert_close(updates, jax.tree.map(lambda leaf: -0.1 * leaf, model))
+    tx = optim.trainable(optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 1))
+    updates, _ = tx.update(model, tx.init(model), model, value=jnp.float32(1.0))
+    assert_close(updates, jax.tree.map(jnp.negative, model))
+
+
+def test_active_reaches_stacks_within_multisteps():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optax.MultiSteps(optim.stacked(optax.sgd(1.0)), 1)
+    after, _ = optim.step(tx, model, tx.init(model), model, active={"b": False})
+    assert_same(after, {"a": jnp.zeros(2), "b": jnp.ones(2)})
+
+
+# -- Two boundaries, other states --------------------------------------------------------------------------------------
+
+
+def test_two_boundaries_in_one_combination_are_refused_by_themselves():
+    model = {"a": jnp.ones(2, jnp.complex64)}
+    one = optim.trainable(optax.sgd(0.1))
+    for chain in (optax.chain(one, optax.scale(1.0), one), optax.chain(optax.chain(one, optax.scale(1.0)), one)):
+        with pytest.raises(
+            ValueError,
+            match="updates of another transformation over models; one transformation over models stands outermost",
+        ):
+            chain.update(model, chain.init(model), model)
+    alone = optax.chain(optax.scale(1.0), one)
+    assert_close(alone.update(model, alone.init(model), model)[0], {"a": jnp.full(2, -0.1 + 0j, jnp.complex64)})
+
+
+def test_masks_and_partitions_stand_within():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared}
+    one = optim.trainable(optax.sgd(0.1))
+    for outside in (
+        optax.partition({"x": one, "y": one}, {"a": "x", "b": "y"}),
+        optax.masked(one, {"a": True, "b": False}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a mask, or optax\.partition, stands around a transformation over models"
+        ):
+            outside.init(model)
+
+
+def test_the_state_of_another_rule_is_refused():
+    model = _pair()
+    adam, sgd, flat = optim.trainable(optax.adam(0.1)), optim.trainable(optax.sgd(0.1)), optim.flat(optax.adam(0.1))
+    for tx, other in ((sgd, adam), (adam, sgd), (adam, flat), (flat, adam)):
+        with pytest.raises(ValueError, match="the state was made by another transformation than this one"):
+            tx.update(model, other.init(model), model)
+
+
+def test_gradients_of_another_number_of_rows_are_refused():
+    stacks, more = (tp.stack([jnp.ones(2) + i for i in range(count)])[0] for count in (3, 4))
+    tx = optim.per_leaf(optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"a gradient for \['float32\[2\]'\] of 4 rows, where init had 3"):
+        tx.update(more, tx.init(stacks), more)
+
+
+# -- Freezing and thawing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_history_has_its_own_count_in_what_is_coupled_after(compiled):
+    model, grads = {"a": jnp.zeros(2), "b": jnp.zeros(2)}, {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optim.trainable(optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)), "a")
+    update = jax.jit(tx.update) if compiled else tx.update
+    _, state = update({"a": grads["a"]}, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    for _ in range(2):
+        updates, state = update(grads, state, model)
+        assert_close(updates, {"a": jnp.full(2, 0.5), "b": jnp.full(2, 0.5)}, 1e-4)  # Adam of ones is one, twice two
+    assert [int(run[0].count) for run in state.runs] == [3, 2]
+
+
+def test_a_vector_warns_of_gradients_by_another_layout():
+    model = _pair()
+    tx = optim.flat(optax.sgd(0.1), "a")
+    state = tx.init(model)
+    old = state.layout
+    state = optim.set_trainable(tx, state, model)
+    with pytest.warns(UserWarning, match="b trains, and no gradient has come for it since"):
+        tx.update(tp.grad(lambda m: jnp.sum(m["a"]), old)(model), state, model)
+
+
+def test_a_group_that_was_empty_begins_with_the_rate_that_was_set():
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    sgd = optax.inject_hyperparams(optax.sgd)
+    tx = optim.trainable(optim.groups({"a": optim.per_leaf(sgd(0.1))}, default=optim.per_leaf(sgd(0.1))), "a")
+    state = optim.adjust(tx.init(model), learning_rate=0.5)
+    state = optim.set_trainable(tx, state, model)
+    assert_close(tx.update(model, state, model)[0], {"a": jnp.full(1, -0.5), "b": jnp.full(1, -0.5)})
+
+
+def test_a_rule_that_is_made_anew_for_each_update_is_looked_at_once():
+    traced = []
+
+    def update(grads, state, params=None):
+        traced.append(1)
+        return jax.tree.map(jnp.negative, grads), state
+
+    plain = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = optax.inject_hyperparams(lambda rate: optim.per_leaf(optax.chain(plain, optax.scale(rate))))(0.1)
+    model = _pair()
+    state = tx.init(model)
+    before = len(traced)
+    tx.update(model, state, model)
+    assert len(traced) - before == len(model)
+
+
+def test_a_group_whose_parameters_all_wait_goes_on_without_them():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    adam = optim.per_leaf(optax.adam(0.1))
+    tx = optim.trainable(optim.groups({"a": adam}, default=adam))
+    _, state = tx.update(model, tx.init(model), model)
+    frozen = optim.set_trainable(tx, state, model, "b")
+    updates, after = tx.update({"b": model["b"]}, frozen, model)
+    partial, _ = tx.update({"b": model["b"]}, state, model)
+    assert_same((updates["b"], updates["a"]), (partial["b"], partial["a"]))
+    again = optim.set_trainable(tx, after, model)
+    assert_same(again.runs[0].inner_states["default"], after.runs[0].inner_states["default"])

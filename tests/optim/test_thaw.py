@@ -1,0 +1,391 @@
+"""Freeze and thaw in training: nothing that was learned about a leaf is lost, and no leaf follows another's clock."""
+
+import functools
+import pickle
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import assert_close, assert_same, flops, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _steps(tx, state, model, steps, time=0):
+    """The model and the state after some steps, in one program."""
+    step = lambda i, carry: optim.step(tx, jax.tree.map(lambda x: jnp.sin(x + time + i), carry[0]), carry[1], carry[0])
+    return jax.lax.fori_loop(0, steps, step, (model, state))
+
+
+def _pair():
+    return {"a": jax.device_put(np.float32([1, 2])), "b": jax.device_put(np.float32([[3], [4]]))}
+
+
+def _ones(model):
+    return jax.tree.map(np.ones_like, model)
+
+
+RULES = {
+    "schedule": optax.adamw(optax.exponential_decay(0.1, 1, 0.9), weight_decay=0.5),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
+    "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 10)),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+@functools.cache
+def made(form, rule, trainable=None):
+    """`flat` tries each of its transformations at the first `init`."""
+    return form(rule, trainable)
+
+
+@forms
+@rules
+def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, rule):
+    model, tx = _pair(), made(form, rule)
+    model, state = _steps(tx, tx.init(model), model, 4)
+    back = state
+    for choice in ("a", "b", None, "a", None):  # without a step between nothing changes
+        back = optim.set_trainable(tx, back, model, choice)
+    assert_same(back, state)
+    state = optim.set_trainable(tx, state, model, "a")
+    before, held = model["b"], state.held
+    model, state = _steps(tx, state, model, 50, 9)
+    assert_same((model["b"], state.held), (before, held))
+    state = optim.set_trainable(tx, state, model)
+    model, state = _steps(tx, state, model, 4)
+    alone, plain = {"b": _pair()["b"]}, made(optim.trainable, rule)  # a model that has the other leaf alone
+    alone, single = _steps(plain, plain.init(alone), alone, 4)
+    alone, _ = _steps(plain, single, alone, 4)
+    np.testing.assert_allclose(model["b"], alone["b"], rtol=1e-6)
+    assert [int(count) for count in state.counts] == [58, 8]
+    assert (len(state.runs), state.held) == (2, ())
+
+
+@forms
+def test_what_is_held_and_what_starts_fresh(form):
+    model, tx = _pair(), form(optax.adam(0.1), "a")
+    model, state = _steps(tx, tx.init(model), model, 3)
+    both = optim.set_trainable(tx, state, model)
+    updates, later = jax.jit(tx.update)(_ones(model), both, model)
+    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-5)  # a first step, and not three times the rate
+    frozen = optim.set_trainable(tx, later, model, "b")
+    assert [leaf.size for leaf in jax.tree.leaves(frozen.held)] == [1, 2, 2]
+    assert [int(count) for count in frozen.counts] == [1, 4]
+    assert_same(frozen.held[0], later.runs[0])
+
+
+@pytest.mark.parametrize("choice", ["low", "single"])
+def test_a_vector_of_mixed_dtypes_keeps_its_digits(choice):
+    model = {"low": jnp.full(3, 1 / 3, jnp.bfloat16), "single": jnp.full(2, 1 / 3)}
+    tx = made(optim.flat, optax.sgd(0.1, momentum=0.9))
+    model, state = _steps(tx, tx.init(model), model, 3)
+    there = optim.set_trainable(tx, state, model, choice)
+    assert_same(optim.set_trainable(tx, there, model), state)
+    both = optim.set_trainable(tx, _steps(tx, there, model, 1)[1], model)
+    assert len(both.runs) == 2
+    for before in (there, both):
+        assert jax.eval_shape(tx.update, model, before, model)[1] == jax.eval_shape(lambda state: state, before)
+
+
+@forms
+def test_leaves_with_one_history_share_one_run(form):
+    model = {name: jnp.ones(2) for name in "abcd"}
+    tx = form(optax.sgd(0.1, momentum=0.9), ("a", "b"))
+    step = jax.jit(tx.update, donate_argnums=1)  # what a change returns may be donated
+    _, state = step(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)  # c and d begin together
+    assert [len(run) for run in state.roles.running] == [2, 2]
+    _, state = step(model, state, model)
+    state = optim.set_trainable(tx, state, model, ("a", "c"))
+    assert [len(run) for run in state.roles.running] == [1, 1]
+    assert [len(held) for held in state.roles.held] == [1, 1]
+    state = optim.set_trainable(tx, state, model)
+    assert [len(run) for run in state.roles.running] == [2, 2]
+
+
+def test_histories_that_took_other_steps_stay_apart():
+    model, tx = {"a": jnp.ones(1), "b": jnp.ones(1)}, optim.trainable(optax.sgd(1.0, momentum=0.5), "a")
+    update = lambda state, **grads: tx.update({name: np.float32([x]) for name, x in grads.items()}, state, model)
+    state = optim.set_trainable(tx, update(tx.init(model), a=1)[1], model, "b")
+    state = optim.set_trainable(tx, update(state, b=1)[1], model)
+    assert ([int(count) for count in state.counts], len(state.runs)) == ([1, 1], 2)
+    for _ in range(3):
+        _, state = update(state, a=1)
+    assert sorted(int(count) for count in state.counts) == [1, 4]
+    np.testing.assert_array_equal(update(state, b=2)[0]["b"], -2.5)
+    # Parts of one history that were trained in turn.
+    both = optim.trainable(optax.sgd(1.0, momentum=0.5))
+    _, state = both.update(model, both.init(model), model)
+    for choice in ("a", "b"):
+        _, state = both.update(model, optim.set_trainable(both, state, model, choice), model)
+    state = optim.set_trainable(both, state, model)
+    assert ([int(count) for count in state.counts], len(state.runs)) == ([2, 2], 2)
+
+
+@forms
+def test_rules_that_couple_leaves_see_all_histories(form):
+    model = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    tx = form(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0, momentum=0.5)), "a")
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    updates, state = jax.jit(tx.update)({"a": np.float32([3]), "b": np.float32([4])}, state, model)
+    assert [float(run[0].norm) for run in state.runs] == [5.0, 5.0]
+    np.testing.assert_allclose([updates["a"], updates["b"]], [[-0.6], [-0.8]], rtol=1e-6)
+
+
+FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+@hypothesis.settings(deadline=None, max_examples=10, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(st.sets(st.sampled_from("abc"), min_size=1), st.integers(0, 3)), max_size=5))
+def test_any_sequence_of_choices_is_each_leafs_own_run(form, stages):
+    # By hand: momentum and a rate that falls with the count, each leaf by itself.
+    with jax.numpy_dtype_promotion("standard"):
+        model = {"a": jnp.array([1.0]), "b": jnp.array([2.0]), "c": jnp.array([4.0])}
+        tx = made(form, FALLING, "a")
+        want, state = {name: [float(leaf[0]), 0.0, 0] for name, leaf in model.items()}, tx.init(model)
+        for names, steps in stages:
+            state = optim.set_trainable(tx, state, model, sorted(names))
+            for _ in range(steps):
+                model, state = optim.step(tx, jax.tree.map(lambda x: np.cos(3 * np.asarray(x)), model), state, model)
+            for name in names:
+                for _ in range(steps):
+                    leaf, trace, count = want[name]
+                    trace = np.cos(3 * leaf) + 0.5 * trace
+                    want[name] = leaf - (0.1 - 0.01 * count) * trace, trace, min(count + 1, 8)
+        for name, (leaf, *_) in want.items():
+            np.testing.assert_allclose(model[name], [leaf], rtol=1e-4)
+
+
+def test_frozen_leaves_cost_no_backward_no_optimiser_work_and_no_memory():
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 16, 16, 32, 4, key=jax.random.key(0))
+    model = jax.tree.map(lambda leaf: ramp(*leaf.shape) if hasattr(leaf, "shape") else leaf, model)
+    last = tp.layout(model, "layers.4")
+    x = np.ones((8, 16), np.float32)
+
+    def work(state):
+        params, rest = tp.partition(model, state.layout)
+
+        def step(params, rest, state):
+            model = tp.combine(params, rest)
+            grads = tp.grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2), state.layout)(model)
+            model, state = optim.step(tx, grads, state, model)
+            return tp.partition(model, state.layout)[0], state
+
+        return flops(step, params, rest, state)
+
+    tx = optim.trainable(optax.adam(0.1))
+    frozen = optim.set_trainable(tx, tx.init(model), model, last)
+    from_start = optim.trainable(optax.adam(0.1), last).init(model)
+    two = optim.set_trainable(tx, from_start, model)
+    assert len(two.runs) == 2
+    whole = work(tx.init(model))
+    assert work(two) < 1.01 * whole  # two histories as much as one
+    assert work(frozen) == work(from_start) < 0.5 * whole
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(model))) + 8  # the counts of a second history
+
+
+def test_a_rule_is_traced_once_for_all_histories_and_a_step_once_per_choice():
+    model = {name: jnp.ones(2) for name in "abcdef"}
+    calls = {"init": 0, "update": 0}
+    rule = optax.sgd(0.1, momentum=0.9)
+
+    def init(params):
+        calls["init"] += 1
+        return rule.init(params)
+
+    def update(updates, state, params=None):
+        calls["update"] += 1
+        return rule.update(updates, state, params)
+
+    tx = optim.trainable(optax.GradientTransformation(init, update), "a")
+    compiled = jax.jit(tx.update)
+    state = tx.init(model)
+    for names in ("ab", "abc", "abcd", "abcde"):
+        _, state = tx.update(model, state, model)
+        calls["init"] = 0
+        state = optim.set_trainable(tx, state, model, list(names))
+        assert calls["init"] <= 2  # the fresh leaf's, and the shapes of the first history, once
+    assert len(state.runs) == 5
+    calls["update"] = 0
+    updates, after = compiled(model, state, model)
+    assert calls["update"] == 1
+    assert_close(updates, tx.update(model, state, model)[0], 1e-6)
+    fewer = optim.set_trainable(tx, after, model, list("abc"))
+    for each in (fewer, optim.set_trainable(tx, fewer, model, list("abcde"))):  # the second choice is known
+        compiled(model, each, model)
+    assert compiled._cache_size() == 2
+
+
+@forms
+def test_in_the_state_of_a_wrapper(form):
+    tx, grads = form(optax.sgd(0.1, momentum=0.9)), _ones(_pair())
+    model, state = optim.step(tx, grads, tx.init(_pair()), _pair())
+    some = grads | {"b": None}  # apply_if_finite compares its structure with that of the updates
+    want, _ = optim.step(tx, some, optim.set_trainable(tx, state, model, "a"), model)
+    for wrapped in (
+        optax.named_chain(("all", tx)),
+        optax.apply_if_finite(tx, 3),
+        optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(1.0),
+    ):
+        _, around = optim.step(wrapped, grads, wrapped.init(_pair()), _pair())
+        around = optim.set_trainable(tx, around, model, "a")
+        assert_close(optim.step(wrapped, some, around, model)[0], want)
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+def test_groups(form):
+    model = _pair()
+    rules = {"a": optax.MultiSteps(optax.sgd(0.1), 2), "**": optax.inject_hyperparams(optax.sgd)(0.1)}
+    tx = form(optim.groups(rules))
+    model, state = _steps(tx, tx.init(model), model, 3)
+    state = optim.set_trainable(tx, state, model, "b")
+    state = optim.adjust(state, "**", learning_rate=0.5)
+    before = model["a"]
+    model, state = optim.step(tx, _ones(model), state, model)
+    assert model["a"] is before
+    state = optim.set_trainable(tx, state, model)
+    updates, state = jax.jit(tx.update)(_ones(model), state, model)
+    np.testing.assert_allclose(updates["b"], -0.5)
+    assert np.max(updates["a"]) < 0  # the second of its two calls
+
+
+def test_ties_are_those_of_the_state():
+    shared = jnp.ones(2)
+    model = {"a": shared, "b": shared, "c": jnp.ones(1)}
+    tx = optim.trainable(optax.sgd(0.1))
+    state = tx.init(model)
+    parted = {name: jnp.copy(leaf) for name, leaf in model.items()}  # the tie is lost here
+    state = optim.set_trainable(tx, state, parted, "c")
+    state = optim.set_trainable(tx, state, parted)
+    assert state.layout.ties == {"a": ("b",)}
+    with pytest.raises(
+        ValueError, match=r"same models and ties, such as state.layout.freeze.*; they differ:\n(.*\n)*'a' is tied to"
+    ):
+        optim.set_trainable(tx, state, parted, tp.layout(parted, "c"))
+    with pytest.raises(ValueError, match="'a' is trained and 'b' is frozen, but they are one array"):
+        optim.set_trainable(tx, state, model, "a")
+
+
+def test_thawing_what_a_class_declares_frozen():
+    class Model(eqx.Module):
+        weight: jax.Array
+        mean: jax.Array = tp.field(trainable=False)
+
+    model = Model(jnp.ones(1), jnp.ones(1))
+    tx = optim.trainable(optim.groups({"mean": optax.sgd(2.0)}, default=optax.sgd(1.0)), tp.layout(model, thaw="mean"))
+    updates, _ = tx.update(model, tx.init(model), model)
+    assert_same(optim.apply_updates(model, updates), Model(jnp.zeros(1), -jnp.ones(1)))
+    state = optim.set_trainable(tx, tx.init(model), model)  # as declared
+    with pytest.raises(ValueError, match="declared frozen"):
+        optim.set_trainable(tx, state, model, "mean")
+    assert optim.set_trainable(tx, state, model, state.layout.thaw("mean")).layout.paths == ("weight", "mean")
+
+
+@forms
+def test_lbfgs_refuses_the_change_unless_reset(form):
+    rule = optax.scale_by_lbfgs(memory_size=2)
+    model, tx = _pair(), made(form, rule)
+    state = tx.init(model)
+    assert_same(optim.set_trainable(tx, state, model), state)  # no change
+    first = form(rule, "a")
+    for own, choice in ((tx, "a"), (first, None)):
+        with pytest.raises(ValueError, match=r"L-BFGS remembers steps of all trained leaves.*reset=True"):
+            optim.set_trainable(own, own.init(model), model, choice)
+    _, state = jax.jit(tx.update)(model, state, model)
+    assert_same(optim.set_trainable(tx, state, model, "a", reset=True), first.init(model))
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.stacked])
+def test_fresh_leaves_have_fresh_hyperparameters_in_their_dtype(form):
+    model = {"low": jnp.ones(2, jnp.bfloat16), "single": jnp.ones(2)}
+    rule = optax.inject_hyperparams(optax.adam)(3e-4)
+    tx = form(rule, "low")
+    fresh = tx.init(model)
+    single = form(rule, "single").init(model)
+    state = optim.set_trainable(tx, fresh, model)
+    assert_same(state.runs[1], single.runs[0])  # b2 is 0.999; in bfloat16, 1
+    adjusted = optim.adjust(fresh, learning_rate=0.25)
+    state = optim.set_trainable(tx, adjusted, model)
+    assert [float(run.hyperparams["learning_rate"]) for run in state.runs] == [0.25, 0.25]
+    np.testing.assert_array_equal(state.runs[1].hyperparams["b2"], np.float32(0.999))
+    reset = optim.set_trainable(tx, adjusted, model, "single", reset=True)  # a reset keeps what was set, too
+    assert_same(reset, optim.adjust(single, learning_rate=0.25))
+
+
+def test_a_history_without_gradients_is_warned_of_once():
+    model = _pair()
+    tx = optim.trainable(optax.sgd(0.1), "a")
+    state = tx.init(model)
+    known = state.layout  # closed over by a step that does not ask the state
+    _, state = tx.update(model, state, model)
+    state = optim.set_trainable(tx, state, model)
+    grads = tp.project(model, _ones(model), known)
+    with pytest.warns(UserWarning, match=r"b trains, and no gradient has come for it since: .*state.layout"):
+        model, state = optim.step(tx, grads, state, model)
+    model, state = optim.step(tx, grads, state, model)  # a second warning would be an error
+    jax.jit(tx.update)(grads, state, model)
+    _, state = tx.update(model, state, model)
+    optim.step(tx, grads, state, model)  # it had one: partial gradients are allowed
+
+
+@forms
+def test_freezing_all_and_thawing_again(form):
+    model, tx = _pair(), form(optax.sgd(0.1, momentum=0.9))
+    _, state = tx.update(model, tx.init(model), model)
+    none = optim.set_trainable(tx, state, model, jax.tree.map(lambda _: False, model))
+    same, none = optim.step(tx, _ones(model), none, model)
+    assert_same(same, model)
+    assert_same(optim.set_trainable(tx, none, model), state)
+
+
+@forms
+def test_checkpoints_of_several_histories(form, tmp_path):
+    model, tx = _pair(), form(optax.sgd(0.1, momentum=0.9), "a")
+    _, state = tx.update(model, tx.init(model), model)
+    state = optim.set_trainable(tx, state, model)
+    kept = pickle.dumps(jax.eval_shape(lambda: state))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        assert_same(checkpointer.restore(tmp_path / "state", pickle.loads(kept)), state, identity=False)
+    assert_same(pickle.loads(pickle.dumps(state)), state, identity=False)
+
+
+def test_errors():
+    model, tx = _pair(), optim.trainable(optax.adam(0.1))
+    state, plain = tx.init(model), optax.sgd(0.1)
+    momentum = optim.trainable(optax.sgd(0.1, momentum=0.9)).init(model)
+    for arguments, error, match in (
+        (
+            (plain, plain.init(model), model, "a"),
+            TypeError,
+            r"plain Optax, which knows no model.*; of a wrapper around",
+        ),
+        ((state, model, "a"), TypeError, r"expected optim.trainable.*the transformation is first"),
+        ((tx, plain.init(model), model, "a"), ValueError, "made by another transformation: expected TrainableState"),
+        ((tx, momentum, model, "a"), ValueError, "made by another transformation than this one"),
+        ((tx, state, model, True), TypeError, "trainable=True names no leaves; write None"),
+        ((tx, state, model, False), TypeError, "trainable=False names no leaves; write None"),
+        ((tx, state, {"a": jnp.ones(3)}, "a"), ValueError, "the model does not fit the layout"),
+        ((tx, state, model, "x"), ValueError, "'x' selects nothing"),
+    ):
+        with pytest.raises(error, match=match):
+            optim.set_trainable(*arguments)
+    with pytest.raises(ValueError, match=r"between steps, outside of jax.jit"):
+        jax.jit(lambda state: optim.set_trainable(tx, state, model, "a"))(state)

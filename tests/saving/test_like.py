@@ -1,0 +1,210 @@
+"""load into a tree: its ties and the file's, all that does not fit at once, and where the arrays lie."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+import treeparams as tp
+from treeparams import saving
+from treeparams.saving import _file
+
+from ..zoo import assert_same, ramp
+from .test_saving import assert_bits, emptied, there_and_back
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Each test writes it anew."""
+    return tmp_path_factory.mktemp("saving") / "model.safetensors"
+
+
+# -- Ties --------------------------------------------------------------------------------------------------------------
+
+
+class Codec(eqx.Module):
+    encoder: jax.Array
+    decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+
+
+class Language(eqx.Module):
+    embed: jax.Array
+    head: jax.Array = tp.field(tied_to="embed")
+    other: jax.Array | None = None
+
+
+def test_a_tie_is_in_the_file_once(path):
+    shared, count, key = ramp(100, 100), jnp.arange(1000), jax.random.key(0)
+    model = {"embed": shared, "head": [shared, shared], "n": count, "m": count, "key": (key, key)}
+    got = there_and_back(path, model)
+    assert assert_bits(got, model) == 7
+    assert path.stat().st_size < shared.nbytes + count.nbytes + 2000
+    assert set(saving.names(path)) == {"embed", "m", "key.0"}
+    # A declared tie too, also through a transform, where its alias is what it is declared to be.
+    codec, language = Codec(shared, shared.T), Language(shared, tp.copy(shared))
+    for model in (codec, language):
+        got = there_and_back(path, model)
+        assert assert_same(got, model, identity=False) == 2
+        assert path.stat().st_size < shared.nbytes + 1000
+    assert got.embed is got.head
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_an_alias_that_does_not_agree_yet_is_stored_by_itself(path, make):
+    first, second = make(ramp(2, 3)), make(ramp(3, 2, start=7))
+    third = make(ramp(2, 3, start=9))
+    for model in (Codec(first, second), Language(first, third), Language(first, third, third), Codec(first, first.T)):
+        got = there_and_back(path, model, like=model)
+        assert_bits(got, model)
+
+
+@pytest.mark.parametrize("where", ["file", "tree"])
+def test_other_ties_are_refused_with_the_call_that_mends_it(path, where):
+    shared = ramp(2)
+    tied, apart = ({"a": shared, "deep": [leaf]} for leaf in (shared, tp.copy(shared)))
+    saved, like = (tied, apart) if where == "file" else (apart, tied)
+    saving.save(path, saved)
+    call = {"file": "tp.tie(model, 'deep.0', to='a')", "tree": "tp.untie(model, 'deep.0')"}[where]
+    with pytest.raises(ValueError, match=rf"'a'.* are one array in the {where} only: {re.escape(call)}$"):
+        saving.load(path, like)
+    assert_bits(saving.load(path, eval(call, {"tp": tp, "model": like})), saved)
+
+
+def test_what_is_no_parameter_may_be_shared_or_not(path):
+    """It is tied to nothing: whether it is one array in the file changes no meaning."""
+    for leaf in (jnp.arange(2), jax.random.key(0)):
+        shared, apart = (leaf, leaf), (leaf, tp.copy(leaf))
+        for saved, like in ((shared, apart), (apart, shared)):
+            assert_same(there_and_back(path, saved, like), saved, identity=False)
+
+
+def test_a_declared_tie_in_the_file_only(path):
+    saving.save(path, Codec(ramp(2, 3), ramp(2, 3).T))
+    like = {"encoder": ramp(2, 3), "decoder": ramp(3, 2)}
+    with pytest.raises(
+        ValueError, match=r"'decoder' is transpose.* of 'encoder' in the file, .* declare it, tp.field\("
+    ):
+        saving.load(path, like)
+
+
+# -- What does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, monkeypatch):
+    read = []
+    monkeypatch.setattr(_file, "read_bytes", lambda *args: read.append(args))
+    saving.save(path, {"layers": [{"weight": ramp(2), "bias": ramp(1)}], "n": jnp.arange(2), "old": ramp(1)})
+    like = {"layers": [{"weight": ramp(3), "bais": ramp(1)}], "n": ramp(2), "new": {"deep": ramp(1)}, "old": 0.5}
+    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} does not fit the tree:\n")) as error:
+        saving.load(path, like)
+    for line in (
+        "'layers.0.weight' is float32[3] in the tree, float32[2] in the file",
+        "'layers.0.bais' is in the tree and not in the file; nearest: 'layers.0.bias'",
+        "'layers.0.bias' is in the file and not in the tree; nearest: 'layers.0.bais'",
+        "'n' is float32[2] in the tree, int32[2] in the file",
+        "'new.deep' is in the tree and not in the file",
+        "the file also holds 'old', which the tree has not",
+    ):
+        assert line in str(error.value)
+    assert read == []
+
+
+def test_checksums_are_compared_before_anything_is_read(path, monkeypatch):
+    read, read_bytes = [], _file.read_bytes
+    monkeypatch.setattr(_file, "read_bytes", lambda *args: read.append(args) or read_bytes(*args))
+    tree = {"a": ramp(2), "z": ramp(3)}
+    saving.save(path, tree)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1  # of the array that is read last
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="'z' has another checksum than when it was saved"):
+        saving.load(path, tree)
+    assert read == []
+    got = saving.load(path, tree, checksum=False)
+    assert len(read) == 2
+    assert [(got[name] == tree[name]).tolist() for name in tree] == [[True, True], [True, True, False]]
+
+
+# -- Where arrays lie --------------------------------------------------------------------------------------------------
+
+
+def test_loaded_arrays_lie_where_those_of_like_do(path):
+    devices = jax.devices()[:4]
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    rows, whole, third = NamedSharding(mesh, P("x")), NamedSharding(mesh, P()), SingleDeviceSharding(devices[3])
+    tree = {
+        "rows": ramp(8, 3),
+        "whole": ramp(3),
+        "third": ramp(4),
+        "free": ramp(5),
+        "keys": jax.random.split(jax.random.key(5), 4),
+    }
+    saving.save(path, tree)
+    like = emptied(tree)
+    places = {"rows": rows, "whole": whole, "third": third, "keys": rows}
+    like |= {name: jax.device_put(like[name], place) for name, place in places.items()}
+    shapes = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places.get(n)) for n, leaf in tree.items()}
+    for each in (like, shapes):
+        got = saving.load(path, each)
+        assert assert_same(got, tree) == 5
+        assert {name: got[name].sharding for name in places} == places
+        assert (got["third"].committed, got["free"].committed) == (True, False)
+    # Sharded arrays are written whole, and go back onto one device.
+    saving.save(path, got)
+    assert_bits(saving.load(path, emptied(tree)), tree)
+    with jax.default_device(devices[2]):
+        free = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in tree.items() if name != "keys"}
+    saving.save(path, {name: tree[name] for name in free})
+    for leaf in saving.load(path, free).values():
+        assert (leaf.devices(), leaf.committed) == ({devices[2]}, False)
+
+
+def test_a_tie_over_several_devices(path):
+    place = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+    codec = Codec(jax.device_put(ramp(2, 4), place), jax.device_put(ramp(2, 4).T, place))
+    got = there_and_back(path, codec, like=codec)
+    assert assert_same(got, codec) == 2
+    assert (got.encoder.sharding, got.decoder.sharding) == (place, place)
+
+
+def test_loaded_arrays_hang_on_nothing(path):
+    tree = {"jax": ramp(300, 300), "numpy": np.arange(1000.0), "small": ramp(3)}
+    got = there_and_back(path, tree)
+    with open(path, "r+b") as file:
+        file.truncate(0)
+    assert assert_bits(got, tree) == 3
+    again = there_and_back(path, tree)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert assert_bits(again, tree) == 3
+    again["numpy"] += 1  # it may be written to
+    arrays = {name: got[name] for name in ("jax", "small")}
+    twice = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(arrays)
+    np.testing.assert_array_equal(twice["jax"], 2 * tree["jax"])
+    assert arrays["jax"].is_deleted()
+    np.testing.assert_array_equal(again["jax"], tree["jax"])
+
+
+def test_an_abstract_alias_has_to_fit_too(path):
+    shared = ramp(3, 2)
+    saving.save(path, {"embed": shared, "head": shared})
+    like = {"embed": jax.ShapeDtypeStruct((3, 2), jnp.float32), "head": jax.ShapeDtypeStruct((5, 2), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"'head' is bfloat16\[5,2\] in the tree, float32\[3,2\] in the file"):
+        saving.load(path, like)
+
+
+def test_a_part_of_a_file(path):
+    saving.save(path, {"model": {"w": ramp(2)}, "average": {"w": ramp(2)}})
+    with pytest.raises(ValueError, match="the file holds such a tree below 'average', 'model': load into"):
+        saving.load(path, {"w": ramp(2)})
+    with pytest.raises(ValueError, match="the file also holds 'average', which the tree has not; to take a part"):
+        saving.load(path, {"model": {"w": ramp(2)}})
+    with pytest.raises(
+        ValueError, match="the source holds such a model below 'average', 'model'; take one alone: names"
+    ):
+        saving.plan(path, {"w": ramp(2)})
+    with pytest.raises(TypeError, match="'' is a mapping and no pytree, so none of its arrays would be saved"):
+        saving.save(path, saving.names(path))

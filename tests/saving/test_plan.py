@@ -1,0 +1,346 @@
+"""saving.plan: what goes where from arrays by name into a model, said before anything is loaded."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treeparams import saving
+
+from ..zoo import assert_same, ramp
+
+
+def row(*shape, dtype=np.float32, start=0):
+    """Distinct values, in NumPy."""
+    return np.arange(start, start + np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+
+
+def shapes(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def renamed(names, rename, **options):
+    """`{new name: old names}`, found by values."""
+    arrays = {name: np.float32([i]) for i, name in enumerate(names)}
+    return {new: names[int(its[0])] for new, its in saving.names(arrays, rename=rename, **options).items()}
+
+
+# -- Names to names ----------------------------------------------------------------------------------------------------
+
+RENAMES = {
+    "the first that matches takes it": ({"a.*": "x.*", "**": "y.**"}, {"a.w": "x.w", "b": "y.b", "a.b.w": "y.a.b.w"}),
+    "others stay": ({"a": "x"}, {"a": "x", "a.b": "a.b", "ab": "ab", "b.a": "b.a"}),
+    "captures in order": ({"*.layer.*.**": "net.*.**.*"}, {"a.layer.b.c": "net.a.b.c", "a.layer.0.b.c": "net.a.0.b.c"}),
+    "a part of an entry": (
+        {"layer_*.w*": "layers.*.weight*"},
+        {"layer_10.w": "layers.10.weight", "layer_1.w1": "layers.1.weight1"},
+    ),
+    "stars for no entries": ({"**.w": "m.**.v"}, {"w": "m.v", "a.w": "m.a.v", "a.b.w": "m.a.b.v"}),
+    "the last of several": ({"a.**": "**"}, {"a.b.c": "b.c", "a": ""}),
+    "one character": ({"a?.w": "x.w"}, {"ab.w": "x.w", "a.w": "a.w", "abc.w": "abc.w"}),
+    "some characters": ({"[a-c]": "x", "[!a-c]": "y"}, {"b": "x", "d": "y", "bb": "bb"}),
+    "glob characters of a name": ({"w[0]": "x.[?]", "a[*]": "b", "?[?]": "c"}, {"w[0]": "x.[?]", "a*": "b", "d?": "c"}),
+    "a line break": ({"a.*": "*"}, {"a.b\nc": "b\nc"}),
+    "regular expressions": ({"a+(b)|$": "x", "^.*": "y.*"}, {"a+(b)|$": "x", "^.z": "y.z", "aab": "aab"}),
+    "empty entries": ({"**.b": "**.c"}, {"a..b": "a..c"}),
+    "two of any number": ({"a.**.**": "x.**.**"}, {"a.b.c": "x.b.c", "a": "x"}),
+    "a bare array": ({"": "w"}, {"": "w"}),
+    "to the root": ({"model.**": "**"}, {"model": "", "model.a": "a", "models": "models"}),
+    "a function": (lambda name: None if name == "a" else name.upper(), {"a": None, "b.c": "B.C"}),
+    "dropped": ({"a.**": None, ("b", "c"): None}, {"a.x": None, "a": None, "b": None, "c": None, "d": "d"}),
+    "a tuple of one": ({("a.*",): ("b.*",)}, {"a.x": "b.x"}),
+}
+
+
+@pytest.mark.parametrize(("rename", "want"), RENAMES.values(), ids=RENAMES.keys())
+def test_rename(rename, want):
+    assert renamed(list(want), rename) == {new: old for old, new in want.items() if new is not None}
+
+
+def _matches(pattern, entries):
+    """What the stars may stand for, slowly: every way to lay the entries of a pattern over those of a name."""
+    if not pattern:
+        return [] if entries else [()]
+    first, *rest = pattern
+    if first == "**":
+        cuts = range(len(entries) + 1)
+        return [(entries[:cut], *others) for cut in cuts for others in _matches(rest, entries[cut:])]
+    if not entries:
+        return []
+    return [(*own, *others) for own in _in_entry(first, entries[0]) for others in _matches(rest, entries[1:])]
+
+
+def _in_entry(pattern, text):
+    if not pattern:
+        return [] if text else [()]
+    if pattern[0] == "*":
+        cuts = range(len(text) + 1)
+        return [([text[:cut]], *others) for cut in cuts for others in _in_entry(pattern[1:], text[cut:])]
+    if not text:
+        return []
+    if pattern[0] == "[":
+        inside, rest = pattern[1:].split("]", 1)
+        fits = (text[0] in inside) != inside.startswith("!")
+    else:
+        rest, fits = pattern[1:], pattern[0] in ("?", text[0])
+    return _in_entry(rest, text[1:]) if fits else []
+
+
+_ENTRIES = st.text("ab0", min_size=1, max_size=2)
+_PATTERNS = st.sampled_from(["a", "b", "0", "ab", "*", "*", "a*", "*b", "*a*", "?", "?*", "[ab]", "[!a]*", "**", "**"])
+
+
+@hypothesis.given(
+    st.lists(_ENTRIES, min_size=1, max_size=5), st.lists(_PATTERNS, min_size=1, max_size=5), st.booleans()
+)
+@hypothesis.settings(deadline=None, max_examples=120, derandomize=True)
+def test_stars_stand_for_what_a_slow_matcher_finds(entries, pattern, spread):
+    stars = [star for entry in pattern for star in (["**"] if entry == "**" else ["*"] * entry.count("*"))]
+    right = [part for star in stars for part in (["-", star] if spread else [star])]
+    rename = {".".join(pattern): ".".join(["x", *right])}
+    found = _matches(pattern, entries)
+    if not found:
+        with pytest.raises(ValueError, match="matches no name"):
+            renamed([".".join(entries)], rename)
+        return
+    (new,) = renamed([".".join(entries)], rename)
+    fill = lambda captures: [part for each in captures for part in (["-", *each] if spread else each)]
+    assert new in {".".join(["x", *fill(captures)]) for captures in found}
+
+
+def test_stacks_are_in_numeric_order():
+    names = [f"h.{head}.layers.{n}.w" for head in "ba" for n in (10, 9, 0, 1)]
+    arrays = {name: np.array(i) for i, name in enumerate(names)}
+    stacked = saving.names(arrays, rename={"h.*.layers.*.w": "*.w"})
+    assert {name: its.tolist() for name, its in stacked.items()} == {"b.w": [2, 3, 1, 0], "a.w": [6, 7, 5, 4]}
+    layers = lambda: {n: {"w": np.array(0)} for n in (0, 1, 9, 10)}
+    model = {"h": {head: {"layers": layers()} for head in "ab"}}
+    unstack = saving.plan(stacked, model, rename={"*.w": "h.*.layers.*.w"})
+    assert {name: its.tolist() for name, its in saving.names(unstack(stacked)).items()} == arrays
+    rows = saving.names({"w": row(3)}, rename={"w": "l.*.w"})  # without a model all that there are
+    assert {name: float(its) for name, its in rows.items()} == {"l.0.w": 0, "l.1.w": 1, "l.2.w": 2}
+
+
+def test_which_star_stacks():
+    """That of the numbers, of several the last one; which rows there are, the paths of the model say."""
+    ours = {"net": [{"w": row(2), "b": {"c": row(3)}}, {}, {"w": row(2) + 5, "b": {"c": row(3) + 5}}]}
+    stack = saving.names(ours, rename={"net.*.**": "net.**"})
+    assert {name: its[:, 0].tolist() for name, its in stack.items()} == {"net.w": [0, 5], "net.b.c": [0, 5]}
+    unstack = saving.plan(stack, ours, rename={"net.**": "net.*.**"})
+    assert_same(unstack(stack), ours)
+    heads = {f"l.{n}.h.{m}.w": np.array(10 * n + m) for n in (0, 1) for m in (0, 1)}
+    assert saving.names(heads, rename={"l.*.h.*.w": "l.*.w"})["l.1.w"].tolist() == [10, 11]
+    by_word = saving.names({"h.0.mlp.up": row(2), "h.1.mlp.up": row(2)}, rename={"h.*.mlp.*": "layers.mlp.*"})
+    assert {name: its.shape for name, its in by_word.items()} == {"layers.mlp.up": (2, 2)}
+
+
+def test_layers_are_split_and_merged_each_by_itself():
+    sizes = [("w", (6, 2)), ("b", (6,))]
+    theirs = {f"layers.{n}.qkv.{what}": row(*size, start=100 * n) for n in range(3) for what, size in sizes}
+    ours = {"blocks": [{name: {"w": ramp(2, 2), "b": ramp(2)} for name in "qkv"} for _ in range(3)]}
+    left = "layers.*.qkv.*"
+    rights = tuple(f"blocks.*.{name}.*" for name in "qkv")
+    split = saving.plan(theirs, ours, rename={left: rights}, transform={left: lambda whole: jnp.split(whole, 3)})
+    made = split(theirs)
+    for n, block in enumerate(made["blocks"]):
+        for i, name in enumerate("qkv"):
+            np.testing.assert_array_equal(block[name]["w"], theirs[f"layers.{n}.qkv.w"][2 * i : 2 * i + 2])
+            np.testing.assert_array_equal(block[name]["b"], theirs[f"layers.{n}.qkv.b"][2 * i : 2 * i + 2])
+    merge = {"rename": {rights: left}, "transform": {rights: lambda *parts: jnp.concatenate(parts)}}
+    assert_same(saving.names(made, **merge), theirs)
+
+
+def test_where_one_of_those_that_go_together_is_not_there():
+    arrays = {"0.q": row(2), "0.k": row(2), "1.q": row(2)}
+    merge = {"rename": {("*.q", "*.k"): "*.qk"}, "transform": {("*.q", "*.k"): lambda *both: jnp.concatenate(both)}}
+    plan = saving.plan(arrays, [{"qk": ramp(4)}, {"qk": ramp(4)}], strict=False, **merge)
+    assert [each.names for each in plan.rows] == [("0.q", "0.k"), ()]
+    assert (plan.missing, plan.unused) == (("1.qk",), ("1.q",))
+
+
+def test_split_merge_stack_unstack_undo_each_other():
+    a, b = row(2, 3), row(4, 3, start=9)
+    join, part = (lambda *ab: jnp.concatenate(ab)), (lambda ab: (ab[:2], ab[2:]))
+    ways = [
+        ({"a": a, "b": b}, {"ab": row(6, 3)}, {("a", "b"): "ab"}, {"ab": ("a", "b")}, join, part),
+        ({"l": [a, -a, a + 7]}, {"l": row(3, 2, 3)}, {"l.*": "l"}, {"l": "l.*"}, None, None),
+    ]
+    for one, other, there, back, join, part in ways:
+        functions = [{next(iter(rename)): f} if f else None for rename, f in ((there, join), (back, part))]
+        joined = saving.plan(one, other, rename=there, transform=functions[0])
+        parted = saving.plan(joined, one, rename=back, transform=functions[1])
+        assert_same(parted(joined(one)), one)
+        again = saving.plan(parted, other, rename=there, transform=functions[0])
+        assert_same(again(parted(joined(one))), joined(one))
+
+
+_AB = {"a": row(2), "b": row(2)}
+_TO = {"x": ramp(2), "y": ramp(2)}
+ERRORS = {
+    "matches nothing": ({"c": "x"}, None, "rename has 'c', which matches no name; nearest: 'a', 'b'"),
+    "one of several matches nothing": (
+        {("a", "bb"): "x"},
+        None,
+        "rename has 'bb', which matches no name; nearest: 'b'",
+    ),
+    "shadowed": ({"*": "x.*", "b": "y"}, None, "rename has 'b', but entries before it take 'b'; put it first"),
+    "a drop that matches nothing": ({"c": None}, None, "rename has 'c', which matches no name"),
+    "more stars on the left": ({"*.*": "x"}, None, r"'\*.\*': the stars of the left side .* 'x' has -2 of them"),
+    "more on the right": ({"a": "x.*.*"}, None, r"'a': the stars .* has \+2 of them; one more on the left stacks"),
+    "stack of several patterns": ({("a*", "b*"): "x"}, None, "one more on the left stacks one pattern of arrays"),
+    "unequal on one side": ({("a", "b.*"): "x"}, None, "the patterns of one side have the same number of stars"),
+    "stack by any number": ({"**": "x"}, None, r"the star that stacks or unstacks is a '\*', and not"),
+    "stack by words": ({"*": "x"}, None, r"'\*': no '\*' of it stands for numbers alone, so nothing can be stacked"),
+    "one place": ({"?": "x"}, None, r"'\?': it takes 'a' and 'b', which would go to one place; write a '\*'"),
+    "one path": ({"a": "x", "b": "x"}, None, "'a' and 'b' both go to 'x'; drop one by None"),
+    "merge without function": (
+        {("a", "b"): "x"},
+        None,
+        "it merges arrays, and transform is to say how, .* jnp.concatenate",
+    ),
+    "split without function": ({"a": ("x", "y")}, None, "it splits arrays, and transform is to say how, .* jnp.split"),
+    "transform without match": (None, {"c": jnp.sin}, "transform has 'c', which matches no name; nearest: 'a', 'b'"),
+    "transform of no left side": (None, {("a", "b"): jnp.sin}, r"transform has \('a', 'b'\), which is no left side"),
+    "transform of a part": (
+        {("a", "b"): "x"},
+        {("a", "b"): jnp.add, "a": jnp.sin},
+        "'a', but that goes with others to 'x'",
+    ),
+    "function that fails": (
+        {"a": "x"},
+        {"a": lambda a: a @ jnp.ones((3, 3))},
+        r"<lambda> of 'a' \(float32\[2\]\) fails: Ty",
+    ),
+    "function of no array": ({"a": "x"}, {"a": lambda a: {"a": a}}, r"<lambda> of 'a' \(float32\[2\]\) fails"),
+    "empty range": ({"[z-a]": "x"}, None, "which matches no name"),
+}
+
+
+@pytest.mark.parametrize(("rename", "transform", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_errors(rename, transform, message):
+    with pytest.raises(ValueError, match=message):
+        saving.plan(_AB, _TO, rename=rename, transform=transform, strict=False)
+
+
+def test_a_name_that_matches_two_stacks():
+    with pytest.raises(ValueError, match=r"which matches 'l\.0', but that goes with others to 'x'; give the transform"):
+        saving.plan({"l.0": row(2), "l.1": row(2)}, _TO, rename={"l.*": "x"}, transform={"l.?": jnp.sin})
+
+
+WRONG_TYPES = {
+    "left": ({3: "x"}, None, "a left side of rename is a name, a pattern or a tuple of these, got 3"),
+    "right": ({"a": 3}, None, "a right side of rename is .*, or None, got 3"),
+    "none": ({"a": ()}, None, r"a right side of rename is .*, or None, got \(\)"),
+    "no text": ({("a", 1): "x"}, None, r"a left side of rename is .*, got \('a', 1\)"),
+    "function": (lambda name: 7, None, r"rename\('a'\) is to return a name, or None to drop it, got int"),
+    "transform": (None, {"a": "transpose"}, r"transform\['a'\] is a function of arrays, got str"),
+}
+
+
+@pytest.mark.parametrize(("rename", "transform", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
+@pytest.mark.usefixtures("without_type_checks")
+def test_wrong_types(rename, transform, message):
+    with pytest.raises(TypeError, match=message):
+        saving.plan(_AB, _TO, rename=rename, transform=transform)
+
+
+# -- The report --------------------------------------------------------------------------------------------------------
+
+
+def test_report():
+    model = {"low": ramp(3, dtype=jnp.bfloat16), "n": jnp.arange(2), "old": ramp(2), "turned": ramp(2, 3), "w": ramp(2)}
+    model["key"] = jax.random.key(0)
+    theirs = {"low": row(3), "n": row(2, dtype=np.int64), "turned": row(3, 2), "v": row(2, dtype=np.float64)}
+    theirs |= {"news": row(1), "key": jax.random.PRNGKey(3)}
+    with pytest.raises(ValueError, match="the source does not fit the model; strict=False takes what fits:\n") as error:
+        saving.plan(theirs, model, rename={"v": "w"})
+    plan = saving.plan(theirs, model, rename={"v": "w"}, strict=False)
+    assert plan.missing == ("old",)
+    assert plan.unused == ("news",)
+    disagrees = (
+        "'low' is bfloat16[3], and float32[3] comes from low; a cast is a transform, "
+        "lambda array: array.astype('bfloat16')",
+        "'turned' is float32[2,3], and float32[3,2] comes from turned; transform={...: jnp.transpose} turns it",
+        "'key' is key<fry>[], and uint32[2] comes from key",
+    )
+    assert sorted(plan.disagrees) == sorted(disagrees)
+    for line in ("'old' is missing: nothing comes to it; nearest: 'news'", "'news' is unused: ", *disagrees):
+        assert line in str(error.value)
+        assert line in str(plan)
+    assert repr(plan) == "Plan(6 arrays, 1 missing, 1 unused, 3 disagree)"
+    rows = {each.path: each for each in plan.rows}
+    assert list(rows) == sorted(model)
+    assert rows["w"] == ("w", ("v",), "", (2,), np.float32)  # float64 is float32 in JAX here
+    assert rows["n"] == ("n", ("n",), "", (2,), np.int32)
+    assert rows["old"] == ("old", (), "", (2,), np.float32)
+    assert rows["low"][1:4] == ((), "", (3,))
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["path", "from", "how", "is"]
+    cells = {line.split()[0]: line.split()[1:] for line in lines[1:7]}
+    assert (cells["old"], cells["low"]) == (["-", "missing", "float32[2]"], ["-", "disagrees", "bfloat16[3]"])
+    assert cells["w"] == ["v", "float32[2]"]
+    assert "2 of 6 arrays come from the source" in lines
+    made = plan(theirs)
+    assert_same(made, model | {"n": jnp.arange(2), "w": jnp.arange(2.0)})
+    assert made["old"] is model["old"]
+
+
+def test_arrays_without_values_need_something():
+    model = shapes({"a": ramp(2), "b": ramp(2), "c": ramp(3)})
+    plan = saving.plan({"a": row(2), "c": row(2)}, model, strict=False)
+    with pytest.raises(
+        ValueError, match="nothing comes to b, c, which has no value in the model either; make the model"
+    ):
+        plan({"a": row(2), "c": row(2)})
+    full = saving.plan({"a": row(2), "b": row(2), "c": row(3)}, model)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(full({"a": row(2), "b": row(2), "c": row(3)})))
+
+
+def test_a_function_that_gives_another_number_of_arrays():
+    two = {"rename": {"a": ("x", "y")}, "transform": {"a": lambda a: [a, a, a]}}
+    plan = saving.plan({"a": row(2)}, _TO, strict=False, **two)
+    assert plan.disagrees == ("a: <lambda> gives 3 arrays, and the paths are x, y",)
+    unstack = saving.plan({"a": row(3, 2)}, {"l": [ramp(2), ramp(2)]}, rename={"a": "l.*"}, strict=False)
+    assert unstack.disagrees == ("a: unstack gives 3 arrays, and the paths are l.0, l.1",)
+
+
+def test_part_of_a_split_that_goes_nowhere():
+    options = {"rename": {"a": ("x", "z")}, "transform": {"a": lambda a: jnp.split(a, 2)}}
+    with pytest.raises(ValueError, match="'z'"):
+        saving.plan({"a": row(4)}, {"x": ramp(2)}, **options)
+
+
+def test_how_is_the_name_of_what_is_done():
+    functions = {"a": jnp.sin, "b": functools.partial(jnp.multiply, 2.0)}
+    plan = saving.plan(_AB, {"a": ramp(2), "b": ramp(2)}, transform=functions)
+    assert [each.how for each in plan.rows] == ["sin", "multiply"]
+    np.testing.assert_allclose(plan(_AB)["b"], [0, 2])
+    by_pattern = saving.plan(_AB, _AB, transform={"b": jnp.cos, "*": jnp.sin})  # the first one
+    assert [each.how for each in by_pattern.rows] == ["sin", "cos"]
+    renamed_too = saving.plan(
+        {"t.w": row(3, 2)}, {"w": ramp(2, 3)}, rename={"t.*": "*"}, transform={"t.w": jnp.transpose}
+    )
+    np.testing.assert_array_equal(renamed_too({"t.w": row(3, 2)})["w"], row(3, 2).T)
+    layers = {"l.1": row(2), "l.0": row(2) + 5}  # all of them, in order
+    stacked = saving.plan(layers, {"l": ramp(2)}, rename={"l.*": "l"}, transform={"l.*": lambda a, b: a - b})
+    assert stacked.rows[0][1:3] == (("l.0", "l.1"), "<lambda>")
+    np.testing.assert_array_equal(stacked(layers)["l"], [5, 5])
+
+
+def test_what_stays_as_it_is_is_named_under_none():
+    model = {"a": ramp(2), "new": {"w": ramp(2), "b": ramp(1)}, "other": ramp(3)}
+    source = {"a": np.ones(2, np.float32)}
+    plan = saving.plan(source, model, rename={None: ("new.**", "other")})
+    assert (plan.missing, plan.unused, plan.disagrees) == ((), (), ())
+    assert [line.split()[2] for line in str(plan).splitlines() if " - " in line] == ["stays"] * 3
+    assert_same(plan(source), model | {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"'other' is missing"):
+        saving.plan(source, model, rename={None: "new.**"})
+    with pytest.raises(ValueError, match=r"rename, None: no array of the model is at 'knew'; nearest: 'new.w'"):
+        saving.plan(source, model, rename={None: "knew"})
+    with pytest.raises(ValueError, match=r"rename, None: nothing is to come to 'a', and 'a' does"):
+        saving.plan(source, model, rename={None: "**"})

@@ -1,0 +1,284 @@
+"""plan.average, and which functions may carry what is kept beside parameters: those that only move elements."""
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+from treeparams import saving
+
+from ..zoo import assert_same, ramp
+from .test_plan import row
+
+# -- Functions that move elements --------------------------------------------------------------------------------------
+
+
+def _shadows(arrays):
+    """The names of an average in which these are the shadows."""
+    return {f"shadow.{name}": its for name, its in arrays.items()} | {
+        "count": np.array(3),
+        "weight": np.array(0.5, "f"),
+    }
+
+
+def _moved(sources, targets, rename, transform, shadows):
+    """The shadows after a plan, by path."""
+    plan = saving.plan(sources, targets, rename=rename, transform=transform)
+    return plan.average(_shadows(shadows), tp.Ema(targets, 0.9)).shadow
+
+
+_NOISE = np.random.default_rng(7).normal(size=(19, 17)).astype(np.float32)
+# All but the last keep the shape, so that not each composition compiles programs of its own.
+_OPERATIONS = [
+    lambda xp, x: x.T,
+    lambda xp, x: xp.flip(x),
+    lambda xp, x: x[::-1],
+    lambda xp, x: xp.roll(x, 1),
+    lambda xp, x: xp.concatenate([x[1:], x[:1]]),
+    lambda xp, x: xp.concatenate(xp.split(x, 2, axis=1)).reshape(4, 4),
+    lambda xp, x: xp.stack([x[:, column] for column in (2, 0, 1, 3)]),
+    lambda xp, x: xp.moveaxis(x.reshape(2, 2, 4), 0, -1).reshape(4, 4),
+]
+_LAST = [lambda x: x, lambda x: x[1:], lambda x: x.reshape(-1)[::3], lambda x: x[None, :, 2]]
+
+
+@hypothesis.given(st.lists(st.sampled_from(_OPERATIONS), max_size=6), st.sampled_from(_LAST))
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
+def test_movers_move_averages_as_numpy_does(operations, last):
+    def apply(xp, x):
+        for operation in operations:
+            x = operation(xp, x)
+        return last(x)
+
+    want = apply(np, _NOISE[:4, :4])
+    target = {"w": np.ones(want.shape, np.float32)}
+    got = _moved({"w": row(4, 4)}, target, None, {"w": lambda x: apply(jnp, x)}, {"w": _NOISE[:4, :4]})
+    np.testing.assert_array_equal(got["w"], want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "complex64", "cast"])
+def test_movers_in_dtypes_that_hold_few_numbers(dtype):
+    """More elements than that; what is moved are the shadows, which are wider."""
+    before, after = ("float32", "bfloat16") if dtype == "cast" else (dtype, dtype)
+    shadow = _NOISE * np.complex64(1 + 2j) if dtype == "complex64" else _NOISE
+    target = {"w": np.ones((17, 18), jnp.dtype(after))}
+    function = lambda x: x[1:, ::-1].T.astype(after)
+    got = _moved({"w": np.ones((19, 17), jnp.dtype(before))}, target, None, {"w": function}, {"w": shadow})
+    np.testing.assert_array_equal(got["w"], shadow[1:, ::-1].T)
+
+
+def test_movers_of_several_arrays():
+    a, b = row(3, 2), row(2, 4, start=50)
+    join = lambda a, b: (jnp.concatenate([a.T.reshape(-1), b[0]]), b[1:, ::-1])
+    targets = {"flat": ramp(10), "left": ramp(1, 4)}
+    both = {("a", "b"): ("flat", "left")}
+    got = _moved({"a": a, "b": b}, targets, both, {("a", "b"): join}, {"a": a / 3, "b": b / 3})
+    np.testing.assert_array_equal(got["flat"], np.concatenate([(a / 3).T.reshape(-1), b[0] / 3]))
+    np.testing.assert_array_equal(got["left"], b[1:, ::-1] / 3)
+    stacked = _moved(
+        {"l": [a, b.reshape(4, 2)[:3]]}, {"l": ramp(2, 3, 2)}, {"l.*": "l"}, None, {"l.0": a / 7, "l.1": a / 9}
+    )
+    np.testing.assert_array_equal(stacked["l"], np.stack([a / 7, a / 9]))
+
+
+_ROWS = jnp.array([2, 0, 3, 1])
+
+
+@jax.jit
+def _permuted(x):
+    return x[_ROWS]
+
+
+MOVERS = {
+    "rows": lambda x: x[_ROWS],
+    "rows in a program of its own": _permuted,
+    "a mask": lambda x: x[np.array([True, False, True, True])],
+    "take": lambda x: jnp.take(x, jnp.array([3, 1]), axis=1),
+    "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(_ROWS)[:, None], axis=1),
+    "one row": lambda x: x[jnp.int32(2)],
+    "mapped": jax.vmap(lambda row: row[::-1]),
+    "computed places": lambda x: x[(_ROWS * 3 + 1) % 4, jnp.arange(4)],
+    "unzipped": lambda x: x.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4),
+    "named": lambda x: jax.checkpoint(jnp.rot90)(x),
+}
+
+
+@pytest.mark.parametrize("function", MOVERS.values(), ids=MOVERS.keys())
+def test_movers_that_say_by_arrays_where_elements_go(function):
+    values = _NOISE[:4, :4]
+    want = np.asarray(function(jnp.asarray(values)))
+    got = _moved({"w": row(4, 4)}, {"w": np.ones(want.shape, np.float32)}, None, {"w": function}, {"w": values})
+    np.testing.assert_array_equal(got["w"], want)
+
+
+NO_MOVERS = {
+    "places that depend on values": lambda x: x[jnp.argsort(x)],
+    "out of bounds": lambda x: jnp.take(x, jnp.array([0, 7])),
+    "scanned": lambda x: jax.lax.scan(lambda total, each: (total + each, total), 0.0, x)[1],
+    "scaling": lambda x: 2 * x,
+    "sign": jnp.negative,
+    "square of one": lambda x: (x * x)[:1],
+    "sum": lambda x: x + x[::-1],
+    "total": lambda x: jnp.sum(x, keepdims=True),
+    "mean of one": lambda x: x[:1] * 0.5 + x[1:2] * 0.5,
+    "sort": jnp.sort,
+    "shift": lambda x: x + 1,
+    "padding": lambda x: jnp.pad(x, 1),
+    "constant": jnp.ones_like,
+    "tiling": lambda x: jnp.tile(x, 2),
+    "twice": lambda x: jnp.concatenate([x, x[:1]]),
+    "absolute": jnp.abs,
+    "positive part": jax.nn.relu,
+    "rounding": jnp.round,
+    "clipping": lambda x: jnp.clip(x, -1, 1),
+    "index": lambda x: jnp.arange(x.size, dtype=x.dtype),
+    "whole numbers": lambda x: x.astype(jnp.int32).astype(x.dtype),
+}
+
+
+@pytest.mark.parametrize("function", NO_MOVERS.values(), ids=NO_MOVERS.keys())
+def test_what_is_no_mover_is_refused_for_averages_alone(function):
+    values = {"w": np.float32([-0.5, 3.25, 1.0])}
+    target = {"w": jnp.zeros(jax.eval_shape(function, values["w"]).shape)}
+    plan = saving.plan(values, target, transform={"w": function})
+    np.testing.assert_array_equal(plan(values)["w"], function(jnp.asarray(values["w"])))
+    message = r"moments and averages go where elements are moved, .* from \['w'\] to \['w'\], changes or repeats them"
+    for average in (lambda: plan.average(values), lambda: plan.average(_shadows(values), tp.Ema(target, 0.9))):
+        with pytest.raises(ValueError, match=message):
+            average()
+
+
+def test_more_that_is_no_mover():
+    pair = {"a": row(3), "b": row(3)}
+    for function in (jnp.add, lambda a, b: jnp.where(a > 1, a, b)):
+        plan = saving.plan(pair, {"c": ramp(3)}, rename={("a", "b"): "c"}, transform={("a", "b"): function})
+        with pytest.raises(ValueError, match="changes or repeats them"):
+            plan.average(pair)
+    values = {"z": np.complex64([1 + 2j, 3])}
+    for function in (jnp.conj, lambda z: z * 1j, lambda z: z.real.astype(z.dtype)):
+        with pytest.raises(ValueError, match="changes or repeats them"):
+            saving.plan(values, values, transform={"z": function}).average(values)
+    for harmless in (lambda z: z + 0, lambda z: z * 1, jnp.positive):
+        assert_same(saving.plan(values, values, transform={"z": harmless}).average(values), values)
+    ints = {"n": row(3, dtype=np.int32), "w": row(2)}  # integers are no parameters, and no average is taken of them
+    scaled = {"rename": {("n", "w"): "w"}, "transform": {("n", "w"): lambda n, w: w * n[:2]}}
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="changes or repeats them"):
+        saving.plan(ints, {"w": ramp(2)}, **scaled).average(ints)
+    assert saving.plan(ints, ints, transform={"n": lambda n: 2 * n}).average(ints)["n"].tolist() == [0, 2, 4]
+
+
+# -- Averages ----------------------------------------------------------------------------------------------------------
+
+
+class _Old(eqx.Module):
+    low: jax.Array
+    pair: list
+    scale: jax.Array = tp.field(trainable=False)
+    steps: jax.Array
+    keys: list
+
+
+class _New(eqx.Module):
+    one: jax.Array
+    three: jax.Array
+    two: jax.Array
+    steps: jax.Array
+    gain: jax.Array
+    keys: jax.Array
+    new: jax.Array
+    frozen: jax.Array = tp.field(trainable=False)
+
+
+def _old():
+    low, pair = ramp(4, dtype=jnp.bfloat16), [ramp(2), ramp(2) + 1, ramp(3)]
+    return _Old(low, pair, ramp(3), jnp.array(7), [jax.random.key(1), jax.random.key(2)])
+
+
+def _new():
+    low = ramp(2, dtype=jnp.bfloat16)
+    return _New(low, ramp(2, 2), low + 0, jnp.array(0), ramp(3), jax.random.split(jax.random.key(0)), ramp(1), ramp(3))
+
+
+RENAME = {"low": ("one", "two"), "pair.2": "frozen", "pair.*": "three", "scale": "gain", "keys.*": "keys"}
+
+
+def test_an_average_goes_along(tmp_path):
+    """Split, stacked, thawed, frozen; count and weight as they were."""
+    old, ema = _old(), tp.Ema(_old(), 0.5, debias=True)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    for factor in (2, 3):
+        ema = ema.update(jax.tree.map(lambda x, by=factor: x if is_key(x) else (x * by).astype(x.dtype), old))
+    saving.save(tmp_path / "run.safetensors", {"model": old, "average": ema})
+    plan = saving.plan(old, _new(), rename=RENAME, transform={"low": lambda low: (low[:2], low[2:])}, strict=False)
+    assert (plan.missing, plan.unused, plan.disagrees) == (("new",), (), ())
+    like = tp.Ema(_new(), 0.9, debias=True)
+    made = plan.average(ema, like)
+    assert jax.tree.structure(made) == jax.tree.structure(like)
+    assert not tp.diff(made, plan.average(saving.names(tmp_path / "run.safetensors", "average"), like))
+    assert (int(made.count), float(made.weight), made.decay) == (2, 0.75, 0.9)
+    shadow, before, average = made.shadow, ema.shadow, ema.average
+    np.testing.assert_array_equal(jnp.concatenate([shadow.one, shadow.two]), before.low)  # float32, as it was
+    np.testing.assert_array_equal(shadow.three, jnp.stack(before.pair[:2]))
+    np.testing.assert_array_equal(shadow.gain, average.scale)
+    np.testing.assert_array_equal(shadow.new, like.shadow.new)
+    np.testing.assert_array_equal(made.average.frozen, before.pair[2])
+    assert_same(jax.random.key_data(made.average.keys), jnp.stack([jax.random.key_data(key) for key in average.keys]))
+    assert int(made.average.steps) == 21
+    # Updated and moved is the same as moved and updated.
+    like = tp.Ema(_new(), 0.5, debias=True)
+    after, later = plan.average(ema.update(old), like), plan.average(ema, like).update(plan(old))
+    for name in ("one", "two", "three"):
+        np.testing.assert_array_equal(getattr(after.shadow, name), getattr(later.shadow, name))
+    assert_same((after.count, after.weight), (later.count, later.weight))
+
+
+def test_an_average_that_is_a_model(tmp_path):
+    old = {"a": row(2, 3), "n": row(2, dtype=np.int32)}
+    average = tp.ema(tp.copy(old), jax.tree.map(lambda x: x + 1, old), decay=0.5)
+    saving.save(tmp_path / "run.safetensors", {"model": old, "average": average})
+    model = {"b": ramp(3, 2), "n": jnp.arange(2)}
+    plan = saving.plan(old, model, rename={"a": "b"}, transform={"a": jnp.transpose})
+    want = {"b": jnp.asarray(old["a"].T + 0.5), "n": jnp.arange(2) + 1}
+    assert_same(plan.average(average), want)
+    assert_same(plan.average(saving.names(tmp_path / "run.safetensors", "average")), want)
+
+
+def test_ties_and_bare_arrays():
+    shared = ramp(2, 2)
+    tied, apart = {"embed": shared, "head": shared}, {"a": ramp(2, 2), "b": ramp(2, 2)}
+    ema = tp.Ema(tied, 0.5).update({"embed": shared + 1, "head": shared + 1})
+    plan = saving.plan(tp.layout(tied), apart, rename={"embed": "a", "head": "b"})
+    shadow = plan.average(ema, tp.Ema(apart, 0.5)).shadow
+    assert_same(shadow, dict.fromkeys("ab", ema.shadow["embed"]), identity=False)
+    bare = saving.plan(ramp(2), {"w": ramp(2)}, rename={"": "w"})
+    assert_same(bare.average(tp.Ema(ramp(2) + 3, 0.5), tp.Ema({"w": ramp(2)}, 0.5)).shadow, {"w": ramp(2) + 3})
+    frozen = tp.Ema(tied, 0.5, trainable=tp.layout(tied, freeze="**"))
+    assert_same(plan.average(frozen, tp.Ema(apart, 0.5)).shadow, {"a": shared, "b": shared}, identity=False)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_errors_of_averages():
+    model = {"w": ramp(2)}
+    plan, ema = saving.plan(model, model), tp.Ema(model, 0.5)
+    with pytest.raises(TypeError, match=r"expected a fresh average of the new model, like=tp.Ema\(.*\), got dict"):
+        plan.average(ema, model)
+    with pytest.raises(ValueError, match=r"expected a tp\.Ema, or the names of one, .*; got names such as w"):
+        plan.average(model, ema)
+    with pytest.raises(ValueError, match=r"the average has nothing of 'w'; nearest: 'shadow\.v'"):
+        plan.average(tp.Ema({"v": ramp(2)}, 0.5), ema)
+    with pytest.raises(ValueError, match=r"the average of 'w' is .*, and of the model's shape float32"):
+        plan.average(tp.Ema({"w": ramp(3)}, 0.5), ema)
+    with pytest.raises(TypeError, match=r"the source is a tp.Ema, so it needs a fresh one .*: like=tp.Ema\("):
+        plan.average(ema)
+
+
+def test_an_average_can_be_donated():
+    """Of a tied model as that of an untied one, it holds no array twice."""
+    shared = ramp(2)
+    tied, untied = {"a": shared, "b": shared}, {"a": ramp(2), "b": ramp(2)}
+    made = saving.plan(tied, untied).average(tp.Ema(tied, 0.5), like=tp.Ema(untied, 0.5))
+    assert len({id(leaf) for leaf in jax.tree.leaves(made.shadow)}) == 2

@@ -1,0 +1,286 @@
+"""plan.state over many rules, in all forms: what it makes is what regrouping by owners makes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim, saving
+from treeparams._forms.makers import vector_of
+from treeparams._forms.states import Copies, entries_of, regroup
+from treeparams._slots.layout import index_of
+from treeparams.optim._history import regrouped
+from treeparams.optim._rule import Rule
+from treeparams.optim._state import Roles, TrainableState, rule_of
+
+from ..zoo import assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+# -- States without a program ------------------------------------------------------------------------------------------
+
+
+def _fresh(rule, layout, start=0):
+    """A state of NumPy arrays, with numbers that are not those of another one, and no trial of the rule."""
+    like, at = rule.like(layout), index_of(layout).positions
+    leaves, treedef = jax.tree.flatten(like.state)
+    arrays = [np.asarray(np.arange(x.size).reshape(x.shape) + start + 50 * i, x.dtype) for i, x in enumerate(leaves)]
+    roles = Roles(layout, (at,), (), (0,), (like.division,))
+    return TrainableState((treedef.unflatten(arrays),), (), (np.array(int(start > 0), np.int32),), roles)
+
+
+def _copies(state, number=0):
+    shapes = {slot.path: slot.shape for slot in state.layout.slots}
+    return Copies(shapes, entries_of(state.runs[number]), state.roles.divisions[number])
+
+
+def _pieces(copies, names=lambda path: path):
+    """What each parameter has, alone, by place and name; and what is shared."""
+    alone = {(at, names(path)): copies.piece(at, path).alone(copies.shapes[path]) for at, path in copies.at}
+    return alone | {entries: copies.shared(entries) for entries in copies.common}
+
+
+def _assert_pieces(got, want):
+    assert got.keys() == want.keys()
+    for at, array in want.items():
+        np.testing.assert_array_equal(got[at], array)
+    return len(want)
+
+
+OLD = {"x": ramp(2, 3), "y": ramp(2, 3), "deep": {"z": ramp(3)}, "s": ramp()}
+NEW = {"x": ramp(2, 3), "y": ramp(2, 3), "w": ramp(3), "s": ramp()}
+MORE = {"begins": ramp(2, 3), "late": ramp(2)}
+RENAME = {"x": "y", "y": "x", "deep.z": "w"}
+OLD_LAYOUT, NEW_LAYOUT = tp.layout(OLD), tp.layout(NEW)
+NAMES = RENAME | {"s": "s"}
+
+FORMS = {"tree": optim.trainable, "vector": optim.flat, "stacks": optim.stacked}
+_matrices = functools.partial(jax.tree.map, lambda x: x.ndim == 2)
+_injected = optax.inject_hyperparams(optax.adam)(0.1)
+ELEMENTWISE = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 9)),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "adamax": optax.adamax(0.1),
+    "adamaxw": optax.adamaxw(0.1),
+    "nadam": optax.nadam(0.1),
+    "radam": optax.radam(0.1),
+    "amsgrad": optax.amsgrad(0.1),
+    "adabelief": optax.adabelief(0.1),
+    "adagrad": optax.adagrad(0.1),
+    "adadelta": optax.adadelta(0.1),
+    "adan": optax.adan(0.1),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1, centered=True, momentum=0.9),
+    "rprop": optax.rprop(0.1),
+    "yogi": optax.yogi(0.1),
+    "sign": optax.sign_sgd(0.1),
+    "fromage": optax.fromage(0.1),
+    "polyak": optax.polyak_sgd(0.1),
+    "optimistic": optax.optimistic_gradient_descent(0.1),
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1),
+    "chain": optax.chain(optim.clip_by_global_norm(1.0), optax.clip_by_global_norm(2.0), optax.adam(0.1)),
+    "injected": _injected,
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 3).gradient_transformation(),
+    "if finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
+    "ema": optax.chain(optax.ema(0.9), optax.trace(0.9)),
+    "cocob": optax.contrib.cocob(),
+    "prodigy": optax.contrib.prodigy(),
+    "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+}
+BY_SHAPE = {
+    "novograd": optax.novograd(0.1),
+    "sm3": optax.sm3(0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "muon": optax.contrib.muon(0.1),
+    "masked": optax.masked(optax.trace(0.9), _matrices),
+    "per leaf": optim.per_leaf(optax.adam(0.1)),
+    "injected per leaf": optim.per_leaf(_injected),
+    "factored per leaf": optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    "groups": optim.groups({("x", "y"): optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.9)),
+    "groups per leaf": optim.groups({("x", "y"): optim.per_leaf(_injected)}, default=optax.adam(0.1)),
+}
+RULES = ELEMENTWISE | BY_SHAPE
+# Over a vector these are refused, or one array of it is not divided.
+NOT_JOINED = {
+    "novograd",
+    "sm3",
+    "adafactor",
+    "muon",
+    "masked",
+    *(name for name in RULES if "leaf" in name or "groups" in name),
+}
+CASES = [(name, form) for name in RULES for form in FORMS if not (form == "vector" and name in NOT_JOINED)]
+CASES = [each for each in CASES if each not in [(name, "stacks") for name in ("novograd", "sm3", "adafactor", "muon")]]
+FEW = ["momentum", "adam", "rprop", "chain", "injected", "MultiSteps", "prodigy", "per leaf", "groups"]
+
+
+def _cases(cases):
+    return pytest.mark.parametrize(("name", "form"), cases, ids=map("-".join, cases))
+
+
+@functools.cache
+def _rule(name, form):
+    return rule_of(FORMS[form](RULES[name]))
+
+
+@functools.cache
+def _plans():
+    back = {right: left for left, right in RENAME.items()}
+    return saving.plan(OLD_LAYOUT, NEW, rename=RENAME), saving.plan(NEW_LAYOUT, OLD, rename=back)
+
+
+@_cases(CASES)
+def test_there_and_back(name, form):
+    rule, (there, back) = _rule(name, form), _plans()
+    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, NEW_LAYOUT)
+    carried = there.state(state, like)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    _assert_pieces(_pieces(_copies(carried)), _pieces(_copies(state), NAMES.__getitem__))
+    assert_same(back.state(carried, _fresh(rule, OLD_LAYOUT)), state)
+
+
+@_cases([each for each in CASES if each[0] in [*FEW, *BY_SHAPE]])
+def test_what_begins_is_fresh_and_the_rest_as_it_was(name, form):
+    rule, model = _rule(name, form), OLD | MORE
+    layout = tp.layout(model)
+    state, like = _fresh(rule, OLD_LAYOUT, 7), _fresh(rule, layout)
+    made = saving.plan(OLD, model, strict=False).state(state, like)
+    histories = rule.histories(made)
+    assert [each.layout.paths for each in histories] == [OLD_LAYOUT.paths, ("begins", "late")]
+    # Each has what it had, and the rule's own state of all is made of both, as after optim.set_trainable.
+    _assert_pieces(_pieces(_copies(made)), _pieces(_copies(state)))
+    got = regrouped(histories, rule.like(layout))
+    want = regroup([_copies(state), _copies(like)], rule.like(layout).copies)
+    assert_same(jax.tree.leaves(got), [jnp.asarray(array) for array in want], identity=False)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_from_form_to_form(name):
+    forms = [form for form in FORMS if (name, form) in CASES]
+    plan = saving.plan(OLD_LAYOUT, OLD)
+    start = state = _fresh(_rule(name, "tree"), OLD_LAYOUT, 7)
+    for form in [*forms[1:], *forms[::-1]]:
+        like = _fresh(_rule(name, form), OLD_LAYOUT)
+        want = regroup([_copies(state)], _copies(like))
+        state = plan.state(state, like)
+        assert jax.tree.structure(state) == jax.tree.structure(like)
+        assert_same(jax.tree.leaves(state.runs), [jnp.asarray(array) for array in want], identity=False)
+    assert_same(state, start)
+
+
+# -- What begins goes on in all ways -----------------------------------------------------------------------------------
+
+_PER_LEAF = optim.per_leaf(_injected)
+ON = {
+    "groups": (optim.trainable, optim.groups({"[xd]*": _injected}, default=_injected)),
+    "groups over stacks": (optim.stacked, optim.groups({"[xd]*": _PER_LEAF}, default=_PER_LEAF)),
+}
+
+
+@pytest.mark.parametrize(("form", "rule"), ON.values(), ids=ON.keys())
+def test_a_parameter_that_begins_is_as_one_that_is_thawed(form, rule, tmp_path):
+    """The rule never sees the state that is cut out for some of its parameters."""
+    tx, old = form(rule), {"x": ramp(2, 3), "y": ramp(2, 3)}
+    new = old | {"d": ramp(2, 3), "w": ramp(2, 3)}
+    update = jax.jit(tx.update, donate_argnums=1)
+    fresh = tx.init(new)
+    thawed = optim.set_trainable(tx, optim.set_trainable(tx, fresh, new, ("x", "y"), reset=True), new)
+    made = saving.plan(old, new, strict=False).state(tx.init(old), fresh)
+    assert made.roles.running == thawed.roles.running
+    states = [optim.adjust(each, learning_rate=0.5) for each in (made, thawed)]
+    found = [update(new, jax.tree.map(jnp.copy, each), new) for each in states]  # one is donated
+    assert_same(found[0][0], found[1][0])
+    some = {"y": new["y"], "d": new["d"]}
+    for change in (
+        lambda state: tx.update(some, state, new)[0],
+        lambda state: optim.set_trainable(tx, optim.set_trainable(tx, state, new, ("x", "y")), new).runs,
+        lambda state: optim.set_trainable(tx, state, new, ("y", "d"), reset=True).runs,
+        lambda state: str(optim.report(tx, new, state)),
+        lambda state: saving.plan(new, new).state(state, fresh).counts,
+    ):
+        assert_same(*(change(state) for _, state in found))
+    saving.save(tmp_path / "run.safetensors", {"state": found[0][1]})
+    for like in (made, thawed):  # that of the calls in an error, too
+        loaded = saving.load(tmp_path / "run.safetensors", {"state": like})["state"]
+        assert_same(tx.update(new, loaded, new)[0], tx.update(new, found[0][1], new)[0])
+
+
+# -- Wrong before ------------------------------------------------------------------------------------------------------
+
+
+def test_what_two_parameters_have_changes_places_with_them():
+    """SM3 keeps a list of vectors for each parameter, without its name."""
+    model, tx = {"x": ramp(2, 3), "y": ramp(2, 3)}, optim.trainable(optax.sm3(0.1))
+    filled = lambda x, y: {"x": [np.full(2, x, "f"), np.full(3, x, "f")], "y": [np.full(2, y, "f"), np.full(3, y, "f")]}
+    state = tx.init(model)
+    is_sm3 = lambda node: hasattr(node, "mu")
+    fill = lambda node: node._replace(mu=filled(1, 100)) if is_sm3(node) else node
+    state = dataclasses.replace(state, runs=jax.tree.map(fill, state.runs, is_leaf=is_sm3))
+    plan = saving.plan(model, model, rename={"x": "y", "y": "x"})
+    (made,) = [node for node in jax.tree.leaves(plan.state(state, tx.init(model)).runs, is_leaf=is_sm3) if is_sm3(node)]
+    assert_same(made.mu, filled(100, 1), identity=False)
+
+
+def test_positions_in_a_model_are_not_those_in_a_state():
+    """A list of parameters has a first one, and so has the chain that keeps a state for each."""
+    tx = optim.trainable(optim.per_leaf(optax.adam(0.1)))
+    for model in ([ramp(2), ramp(3)], [ramp(2), [ramp(3)]], (ramp(2),)):
+        owners = [each for each in tx.init(model).roles.divisions[0].owners if each is not None]
+        assert {each.place for each in owners} == {(("states",), ("0", name)) for name in ("count", "mu", "nu")}
+        assert tuple(dict.fromkeys(each.paths[0] for each in owners)) == tp.layout(model).paths
+
+
+@pytest.mark.parametrize("make", [lambda n: {"head": ramp(n, 3), "b": ramp(2)}, lambda n: [ramp(n, 3), ramp(7, 2)]])
+def test_a_padded_vector_is_not_opened_as_another_one(make, tmp_path):
+    """Of 10 classes or of 11 it is as long."""
+    path, runs = tmp_path / "run.safetensors", []
+    for classes in (10, 11):
+        layout = tp.layout(make(classes))
+        form = vector_of(layout, pad_to=128)
+        rule = Rule(optax.adam(0.1), lambda _, form=form: form, None)
+        vector, restructure = tp.ravel(make(classes), pad_to=128)
+        runs.append(({"vector": vector, "back": restructure}, {"vector": vector, "state": _fresh(rule, layout, 1)}))
+    for ours, theirs in zip(*runs, strict=True):
+        saving.save(path, ours)
+        assert_same(jax.tree.leaves(saving.load(path, ours)), jax.tree.leaves(ours))
+        with pytest.raises(ValueError, match=r"of shape \(11, 3\) in the tree, .*of shape \(10, 3\) in the file"):
+            saving.load(path, theirs)
+
+
+def test_a_vector_of_the_same_parameters_in_another_order_is_not_opened(tmp_path):
+    path = tmp_path / "run.safetensors"
+    one, other = (dataclasses.make_dataclass("Model", names) for names in (["a", "b"], ["b", "a"]))
+    for cls in (one, other):
+        jax.tree_util.register_dataclass(cls, [field.name for field in dataclasses.fields(cls)], [])
+    runs = [dict(zip(("vector", "back"), tp.ravel(cls(a=ramp(2), b=ramp(2) + 1)), strict=True)) for cls in (one, other)]
+    saving.save(path, runs[0])
+    with pytest.raises(ValueError, match=r"'back' opens, 'b' is \[0:2\] of shape \(2,\) in the tree, \[2:4\] of shape"):
+        saving.load(path, runs[1])
+
+
+# -- What is not divided -----------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_one_vector_of_all_is_refused_in_the_words_of_the_optimiser(tmp_path):
+    path, model, tx = (
+        tmp_path / "run.safetensors",
+        {"a": ramp(2), "b": ramp(3)},
+        optim.trainable(optax.flatten(RULES["adam"])),
+    )
+    state = _fresh(rule_of(tx), tp.layout(model), 3)
+    saving.save(path, {"state": state})
+    assert_same(saving.load(path, {"state": state})["state"], state)
+    for source in (state, saving.names(path, "state")):
+        with pytest.raises(ValueError, match="is not kept leaf by leaf, so it cannot go on with some of the leaves"):
+            saving.plan(model, model).state(source, _fresh(rule_of(tx), tp.layout(model)))

@@ -1,0 +1,294 @@
+"""plan.state: the moments of a model before, as those of the model after; training goes on."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim, saving
+
+from ..zoo import assert_close, assert_same, ramp
+from .test_plan import row
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _steps(tx, state, model, steps):
+    """The model and the state after some steps, each element by itself, so that it does not matter where it stands."""
+    step = lambda i, carry: optim.step(tx, jax.tree.map(lambda x: jnp.sin(x + i), carry[0]), carry[1], carry[0])
+    return jax.lax.fori_loop(0, steps, step, (model, state))
+
+
+_donated_steps = jax.jit(_steps, static_argnums=0, donate_argnums=1)
+
+
+@functools.cache
+def made(form, rule, *trainable):
+    """`flat` and `stacked` try each of their transformations at the first `init`."""
+    return form(rule, *trainable)
+
+
+def fresh(tx, model):
+    """What `tx.init(model)` returns, with zeros of NumPy: JAX compiles a program for each of its own."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, model))
+
+
+def taken(state, steps=2):
+    """The state with other numbers in all that runs, as if steps had been taken."""
+    floats = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    leaves, treedef = jax.tree.flatten(state.runs)
+    runs = [
+        row(*x.shape, dtype=x.dtype, start=9 * i) if floats(x) else np.asarray(x + steps, x.dtype)
+        for i, x in enumerate(leaves)
+    ]
+    counts = [np.asarray(count + steps * (i < len(state.runs)), np.int32) for i, count in enumerate(state.counts)]
+    return dataclasses.replace(state, runs=treedef.unflatten(runs), counts=tuple(counts))
+
+
+# -- Changes and rules -------------------------------------------------------------------------------------------------
+
+
+def _before():
+    model = {"k": ramp(2, 2), "kv": ramp(4, 2), "q": ramp(2, 2), "rows": [ramp(2) + i for i in range(3)]}
+    return {"net": model | {"table": ramp(3, 2)}, "z": ramp(2)}
+
+
+RENAMES = {"net.**": "model.**"}
+JOIN, _PART = (lambda *arrays: jnp.concatenate(arrays)), (lambda array: jnp.split(array, 2))
+CHANGES = {
+    ("net.q", "net.k"): "qk",
+    "net.kv": ("k2", "v2"),
+    "net.rows.*": "rows",
+    "net.table": "table.*",
+}
+BACK = {right: left for left, right in CHANGES.items()}
+FUNCTIONS = {("net.q", "net.k"): JOIN, "net.kv": _PART}
+BACK_FUNCTIONS = {"qk": _PART, ("k2", "v2"): JOIN}
+
+
+def _after():
+    model = {"k2": ramp(2, 2), "v2": ramp(2, 2), "qk": ramp(4, 2), "rows": ramp(3, 2)}
+    return model | {"table": [ramp(2) for _ in range(3)], "z": ramp(2)}
+
+
+RULE = optax.adam(0.1)
+_ADAMW = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.01)
+ELEMENTWISE = {
+    "clip": (optim.trainable, optax.chain(optim.clip_by_global_norm(1.0), _ADAMW)),
+    "MultiSteps": (optim.trainable, optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation()),
+    "per leaf": (optim.trainable, optim.per_leaf(optax.adam(0.1))),
+    "vector": (optim.flat, _ADAMW),
+    "stacks": (optim.stacked, optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))),
+    "stacks per leaf": (optim.stacked, optim.per_leaf(optax.adam(0.1))),
+}
+_MATRICES = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+OTHERS = {
+    "adafactor": (optim.trainable, optax.adafactor(0.1, min_dim_size_to_factor=2)),
+    "masked": (optim.trainable, optax.chain(optax.masked(optax.trace(0.9), _MATRICES), optax.adam(0.1))),
+    "groups": (optim.trainable, optim.groups({"**.rows": optax.sgd(0.1, momentum=0.9)}, default=optax.adam(0.1))),
+}
+elementwise = pytest.mark.parametrize(("form", "rule"), ELEMENTWISE.values(), ids=ELEMENTWISE.keys())
+all_rules = pytest.mark.parametrize(("form", "rule"), (ELEMENTWISE | OTHERS).values(), ids=ELEMENTWISE | OTHERS)
+
+
+@all_rules
+def test_renamed_it_is_what_it_was(form, rule, tmp_path):
+    tx, old, new = made(form, rule), _before(), {"model": _before()["net"], "z": ramp(2)}
+    state, like = taken(fresh(tx, old)), fresh(tx, new)
+    saving.save(tmp_path / "run.safetensors", {"model": old, "optimiser": state})
+    plan = saving.plan(tp.layout(old), new, rename=RENAMES)
+    carried = plan.state(state, like)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    assert assert_same(jax.tree.leaves(carried), jax.tree.leaves(state)) > 9  # in one order
+    from_file = plan.state(saving.names(tmp_path / "run.safetensors", "optimiser"), like)
+    assert not tp.diff(from_file, carried)
+    assert_same(from_file, carried)
+
+
+FORMS = [(RULE, optim.flat), (RULE, optim.stacked), (_ADAMW, optim.flat)]
+
+
+@pytest.mark.parametrize(("rule", "form"), [*FORMS, (optim.per_leaf(optax.adam(0.1)), optim.stacked)])
+def test_from_form_to_form(rule, form):
+    model = {"a": ramp(2, 2), "b": ramp(3), "c": ramp(2, 2)}
+    plan, tree = saving.plan(model, model), taken(fresh(made(optim.trainable, rule), model))
+    like = fresh(made(form, rule), model)
+    other = plan.state(tree, like)
+    assert jax.tree.structure(other) == jax.tree.structure(like)
+    assert [leaf.shape for leaf in jax.tree.leaves(other)] == [leaf.shape for leaf in jax.tree.leaves(like)]
+    assert_same(plan.state(other, tree), tree, identity=False)
+    if rule is RULE:
+        moments, there = tree.runs[0][0].mu, other.runs[0][0].mu
+        rows = np.stack([moments["a"], moments["c"]])
+        joined = np.concatenate([its.ravel() for its in moments.values()])
+        np.testing.assert_array_equal(*((there, joined) if form is optim.flat else (there["float32[2,2]"], rows)))
+
+
+@elementwise
+def test_there_and_back_it_is_what_it_was(form, rule):
+    tx, old, new = made(form, rule), _before(), _after()
+    state, like = taken(fresh(tx, old)), fresh(tx, new)
+    there = saving.plan(old, new, rename=CHANGES, transform=FUNCTIONS)
+    back = saving.plan(new, old, rename=BACK, transform=BACK_FUNCTIONS)
+    carried = there.state(state, like)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    assert_same(back.state(carried, fresh(tx, old)), state, identity=False)
+    assert_same(back(there(old)), old)
+
+
+@pytest.mark.parametrize("name", ["clip", "stacks per leaf"])
+def test_it_goes_on(name, tmp_path):
+    """Bit for bit after renames, up to rounding after others, from a file too."""
+    tx, old = made(*ELEMENTWISE[name]), _before()
+    old, state = _steps(tx, tx.init(old), old, 4)
+    saving.save(tmp_path / "run.safetensors", {"model": old, "optimiser": state})
+    renamed = saving.plan(old, {"model": _before()["net"], "z": ramp(2)}, rename=RENAMES)
+    changed = saving.plan(old, _after(), rename=CHANGES, transform=FUNCTIONS)
+    later, later_state = _steps(tx, state, old, 3)
+    for plan, source in ((renamed, saving.names(tmp_path / "run.safetensors", "optimiser")), (changed, state)):
+        new = plan(old)
+        carried = plan.state(source, like=tx.init(new))
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(carried))
+        new, carried = _donated_steps(tx, carried, new, 3)
+        assert [int(count) for count in carried.counts] == [7]
+        if plan is changed:
+            assert_close(new, plan(later), 1e-6)
+        else:
+            assert_same(new, plan(later))
+            assert_same(jax.tree.leaves(carried), jax.tree.leaves(later_state))
+
+
+# -- Paths that look like those of a state -----------------------------------------------------------------------------
+
+PLAIN = {
+    "adam": (optim.trainable, optax.adam(0.1)),
+    "schedule": (optim.trainable, optax.sgd(optax.constant_schedule(0.1))),
+    "per leaf": (optim.trainable, optim.per_leaf(optax.adam(0.1))),
+    "injected": (optim.trainable, _ADAMW),
+    "vector": (optim.flat, optax.sgd(0.1, momentum=0.9)),
+    "stacks": (optim.stacked, optax.adam(0.1)),
+}
+LOOK_ALIKES = {
+    "one position": ([ramp(2, 2)], ["adam", "vector"]),
+    "positions": ([ramp(2, 2), ramp(3), {"0": ramp(1)}], ["per leaf", "stacks"]),
+    "adam": ({"mu": ramp(2), "nu": {"mu": ramp(2, 2)}, "count": ramp(3)}, ["adam", "vector"]),
+    "a count": ({"count": ramp(3)}, ["schedule", "injected"]),
+    "a number": ({"count": ramp()}, ["schedule"]),
+    "a trace": ({"trace": ramp(2, 2)}, ["vector"]),
+    "states": (
+        {"states": {"count": ramp(2)}, "inner_state": {"0": ramp(3)}, "runs": [ramp(2)]},
+        ["per leaf"],
+    ),
+    "keys of stacks": ({"float32[2]": ramp(2), "float32[3]": [ramp(3), ramp(2)]}, ["adam", "stacks"]),
+    "bare": (ramp(2, 2), ["adam", "per leaf", "vector"]),
+    "one element": (ramp(1), ["vector"]),
+}
+
+
+@pytest.mark.parametrize(("model", "rules"), LOOK_ALIKES.values(), ids=LOOK_ALIKES.keys())
+def test_paths_that_look_like_states(model, rules):
+    inside = {"net": tp.copy(model)}
+    there = saving.plan(tp.layout(model), inside, rename={"**": "net.**"})
+    back = saving.plan(tp.layout(inside), model, rename={"net.**": "**"})
+    for name in rules:
+        tx = made(*PLAIN[name])
+        state, like = taken(fresh(tx, model)), fresh(tx, inside)
+        carried = there.state(state, like)
+        assert jax.tree.structure(carried) == jax.tree.structure(like)
+        assert assert_same(jax.tree.leaves(carried), jax.tree.leaves(state)) > 0  # in one order
+        assert_same(back.state(carried, fresh(tx, model)), state)
+
+
+# -- Histories ---------------------------------------------------------------------------------------------------------
+
+MODEL = {"a": ramp(2), "b": ramp(2), "c": ramp(3)}
+
+
+def history(form, *choices, steps=2):
+    """A state after steps in which now this, now that was trained."""
+    tx = made(form, RULE)
+    state = fresh(made(form, RULE, choices[0]), MODEL)
+    for choice in choices:
+        state = taken(optim.set_trainable(tx, state, MODEL, choice), steps)
+    return state
+
+
+@pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (optim.trainable, 0), (optim.stacked, 0)])
+def test_a_plan_that_changes_nothing_is_as_thawing(form, steps):
+    tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
+    for choices in ((None, ("a", "b"), "c"), ("c", "a", ("a", "b"))):
+        state = history(form, *choices, steps=steps)
+        for wanted in (None, ("a", "c")):
+            thawed = optim.set_trainable(tx, state, MODEL, wanted)
+            carried = plan.state(state, fresh(made(form, RULE, wanted), MODEL))
+            assert carried.roles.running == thawed.roles.running
+            assert_same((carried.runs, carried.counts), (thawed.runs, thawed.counts[: len(thawed.runs)]))
+            assert carried.held == ()
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+def test_what_has_no_source_begins_a_history_of_its_own(form):
+    tx, new = made(form, RULE), {"a": ramp(2), "inserted": {"b": ramp(2), "w": ramp(2, 2)}, "z": ramp(2)}
+    plan = saving.plan(MODEL, new, rename={"b": "z", "c": None}, strict=False)
+    carried = plan.state(taken(fresh(tx, MODEL), 4), fresh(tx, new))
+    like = optim.set_trainable(tx, optim.set_trainable(tx, fresh(tx, new), new, ("a", "z"), reset=True), new)
+    assert jax.tree.structure(carried) == jax.tree.structure(like)
+    assert [int(count) for count in carried.counts] == [4, 0]
+    assert_same(carried.runs[1], like.runs[1])
+    thawed = optim.set_trainable(tx, optim.set_trainable(tx, carried, new, "inserted.w"), new)
+    assert_same(thawed, carried)
+    # One that is frozen, and thawed later.
+    waits = plan.state(taken(fresh(tx, MODEL), 4), fresh(made(form, RULE, "a"), new))
+    assert (waits.layout.paths, len(optim.set_trainable(tx, waits, new).runs)) == (("a",), 2)
+    if form is optim.trainable:
+        after, later = _steps(tx, carried, new, 1)
+        np.testing.assert_allclose(jnp.abs(after["inserted"]["w"] - new["inserted"]["w"]), 0.1, rtol=1e-4)
+        assert [int(count) for count in later.counts] == [5, 1]
+
+
+def test_rates_that_were_set_go_along():
+    tx = made(optim.trainable, _ADAMW)
+    state = optim.adjust(tx.init(MODEL), learning_rate=0.5)
+    plan = saving.plan(MODEL, {"x": ramp(2), "b": ramp(2), "new": ramp(1)}, rename={"a": "x", "c": None}, strict=False)
+    carried = plan.state(state, tx.init({"x": ramp(2), "b": ramp(2), "new": ramp(1)}))
+    assert [float(run.hyperparams["learning_rate"]) for run in carried.runs] == [0.5, 0.5]
+
+
+def test_nothing_comes_or_nothing_trains():
+    tx = made(optim.trainable, RULE)
+    state, other = taken(fresh(tx, MODEL)), {"other": ramp(2)}
+    nothing = saving.plan(MODEL, other, strict=False)
+    assert_same(nothing.state(state, fresh(tx, other)).runs, fresh(tx, other).runs)
+    with pytest.warns(UserWarning, match="nothing is trained"):
+        empty = tx.init({"n": jnp.arange(2)})
+    assert_same(saving.plan(MODEL, {"n": jnp.arange(2)}, strict=False).state(state, empty), empty)
+    frozen = fresh(made(optim.trainable, RULE, ("a", "c")), MODEL)
+    assert saving.plan(MODEL, MODEL).state(state, frozen).layout.paths == ("a", "c")
+
+
+def test_ties_go_by_the_names_that_the_state_has():
+    shared, tx = ramp(2, 2), made(optim.trainable, RULE)
+    tied, other = {"embed": shared, "head": shared}, {"lm": ramp(2, 2), "wte": ramp(2, 2)}
+    state = taken(tx.init(tied))
+    as_tied = dict.fromkeys(("out", "wte"), ramp(2, 2))
+    moved = saving.plan(tp.layout(tied), as_tied, rename={"embed": "wte", "head": "out"})
+    assert_same(jax.tree.leaves(moved.state(state, tx.init(as_tied))), jax.tree.leaves(state))
+    untied = saving.plan(tp.layout(tied), other, rename={"embed": "wte", "head": "lm"})
+    made_of_one = untied.state(state, fresh(tx, other)).runs[0][0]
+    for moments, old in ((made_of_one.mu, state.runs[0][0].mu), (made_of_one.nu, state.runs[0][0].nu)):
+        assert_same(list(moments.values()), [old["embed"]] * 2, identity=False)
+
+
+def test_a_plan_of_a_plan():
+    tx, old, new = made(optim.trainable, RULE), {"a": ramp(2, 2)}, {"c": ramp(2, 2)}
+    first = saving.plan(old, {"b": ramp(2, 2)}, rename={"a": "b"})
+    second = saving.plan(first, new, rename={"b": "c"}, transform={"b": jnp.transpose})
+    state = taken(fresh(tx, old))
+    carried = second.state(first.state(state, fresh(tx, first(old))), fresh(tx, new))
+    np.testing.assert_array_equal(carried.runs[0][0].mu["c"], state.runs[0][0].mu["a"].T)

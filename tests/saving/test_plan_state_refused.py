@@ -1,0 +1,124 @@
+"""plan.state: what it refuses, and what of states is not of the shape of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from treeparams import optim, saving
+
+from ..zoo import assert_same, ramp
+from .test_plan_state import JOIN, MODEL, OTHERS, RULE, fresh, history, made, taken
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def test_sources_of_different_histories():
+    merge = {"rename": {("a", "b"): "ab"}, "transform": {("a", "b"): JOIN}}
+    new = {"ab": ramp(4), "c": ramp(3)}
+    plan, like = saving.plan(MODEL, new, **merge), fresh(made(optim.trainable, RULE), new)
+    with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 4, 'b' 2 steps\), so there is no state"):
+        plan.state(history(optim.trainable, None, "a"), like)
+    with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 2, 'b' no steps\)"):
+        plan.state(history(optim.trainable, "a"), like)
+    # Frozen without a step in between, they have.
+    together = history(optim.trainable, None)
+    apart = optim.set_trainable(made(optim.trainable, RULE), together, MODEL, ("a", "c"))
+    assert_same(plan.state(apart, like), plan.state(together, like))
+
+
+def _state(rule=RULE, form=optim.trainable, model=MODEL):
+    return fresh(made(form, rule), model)
+
+
+def _groups(*paths):
+    return optim.groups({paths: optax.adam(0.1)}, default=optax.sgd(0.1, momentum=0.9))
+
+
+_MOMENTUM, _GROUPS = optax.sgd(0.1, momentum=0.9), _groups("a")
+_FACTORS = optax.adafactor(0.1), optax.adafactor(0.1, min_dim_size_to_factor=1)
+_MATRIX = {"w": ramp(2, 4)}
+REFUSED = {
+    "another rule": (
+        lambda: (_state(_MOMENTUM), _state()),
+        "the state has runs.0.0.trace.a, .* another transformation",
+    ),
+    "the other way round": (lambda: (_state(), _state(_MOMENTUM)), "the state has runs.0.0.count, .* has no place"),
+    "one that keeps less": (lambda: (_state(), _state(optax.sgd(0.1))), "another transformation"),
+    "one that keeps more": (lambda: (_state(), _state(optax.amsgrad(0.1))), "another transformation"),
+    "another group": (lambda: (_state(_GROUPS), _state(_groups("a", "b"))), "for which the fresh one has no place"),
+    "another model": (
+        lambda: (_state(model={"w": ramp(2)}), _state()),
+        "the state is of 'w', and the plan's source has",
+    ),
+    "no state": (lambda: (MODEL, _state()), "expected a state of optim.trainable, .*; got names such as a, b, c"),
+    "plain Optax": (lambda: (RULE.init(MODEL), _state()), "expected a state of optim.trainable, flat or stacked"),
+    "several": (lambda: (_state(), history(optim.trainable, None, "a")), "got one with several histories"),
+}
+
+
+@pytest.mark.parametrize(("states", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(states, message):
+    with pytest.raises(ValueError, match=message):
+        saving.plan(MODEL, MODEL).state(*states())
+
+
+def test_a_state_of_other_shapes():
+    states = [_state(rule, model=_MATRIX) for rule in _FACTORS]
+    with pytest.raises(ValueError, match="made by another transformation"):
+        saving.plan(_MATRIX, _MATRIX).state(*states)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+def test_like_is_a_fresh_state():
+    plan = saving.plan(MODEL, MODEL)
+    for like, got in ((MODEL, "dict"), (None, "NoneType"), (RULE.init(MODEL), "tuple")):
+        with pytest.raises(TypeError, match=rf"expected a fresh state of the new model, .*, got {got}"):
+            plan.state(_state(), like)
+
+
+def test_functions_that_do_more_than_move():
+    plan = saving.plan(MODEL, MODEL, transform={"c": lambda c: 2 * c})
+    np.testing.assert_array_equal(plan(MODEL)["c"], 2 * MODEL["c"])
+    with pytest.raises(ValueError, match=r"<lambda>, from \['c'\] to \['c'\], changes or repeats them; the parameters"):
+        plan.state(_state(), _state())
+
+
+@pytest.mark.parametrize("function", [jnp.transpose, jnp.flip])
+def test_what_is_not_of_the_parameters_shape_is_not_moved_with_it(function):
+    model, rule = {"w": ramp(3, 3)}, OTHERS["adafactor"][1]
+    plan = saving.plan(model, model, transform={"w": function})
+    with pytest.raises(ValueError, match=rf"'w' is made of \['w'\] by {function.__name__}, .* parameters' shapes"):
+        plan.state(_state(rule, model=model), _state(rule, model=model))
+
+
+def test_one_parameter_whose_state_has_other_shapes():
+    model, new, rule = {"w": ramp(3, 4)}, {"v": ramp(3, 4)}, OTHERS["adafactor"][1]
+    state = taken(_state(rule, model=model))
+    carried = saving.plan(model, new, rename={"w": "v"}).state(state, _state(rule, model=new))
+    assert_same(jax.tree.leaves(carried), jax.tree.leaves(state))
+
+
+def test_a_memory_of_all_parameters_together():
+    rule, new = optax.lbfgs(0.1, memory_size=2, linesearch=None), {"a": ramp(2), "b": ramp(2), "z": ramp(3)}
+    state = taken(_state(rule))
+    carried = saving.plan(MODEL, new, rename={"c": "z"}).state(state, _state(rule, model=new))
+    assert_same(jax.tree.leaves(carried), jax.tree.leaves(state))
+    fewer, more = {"a": ramp(2), "b": ramp(2)}, MODEL | {"d": ramp(1)}
+    for model, rename in ((fewer, {"c": None}), (more, None)):
+        plan = saving.plan(MODEL, model, rename=rename, strict=False)
+        with pytest.raises(ValueError, match="L-BFGS"):
+            plan.state(state, _state(rule, model=model))
+
+
+def test_states_without_values():
+    tx, model, more = made(optim.trainable, RULE), {"a": ramp(2)}, {"a": ramp(2), "b": ramp(2)}
+    plan, state = saving.plan(model, model), taken(_state(model=model))
+    with pytest.raises(ValueError, match=r"outside of jax\.jit"):
+        jax.jit(lambda state: plan.state(state, tx.init(model)))(state)
+    with pytest.raises(ValueError, match=r"no values"):
+        plan.state(jax.eval_shape(tx.init, model), state)
+    with pytest.raises(ValueError, match=r"no values|without values"):
+        saving.plan(model, more, strict=False).state(state, jax.eval_shape(tx.init, more))
+    assert_same(plan.state(state, jax.eval_shape(tx.init, model)), state)  # where nothing is needed of it

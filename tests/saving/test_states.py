@@ -1,0 +1,165 @@
+"""Optimisers and averages in a file: training goes on as if it had not stopped, in another process too."""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim, saving
+
+from ..zoo import assert_same, ramp
+from .test_saving import assert_bits
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+RULE = optax.sgd(optax.linear_schedule(0.1, 0.0, 20), momentum=0.9)
+TXS = {
+    "trainable": optim.trainable(RULE),
+    "flat": optim.flat(RULE),
+    "stacked": optim.stacked(RULE),
+}
+
+
+# -- Runs in all forms of the optimiser, in one program ---------------------------------------------------------------
+
+
+def begun(seed):
+    """A tied model, an optimiser, a key and an average, for each form of the optimiser."""
+    runs = {}
+    for name, tx in TXS.items():
+        shared = ramp(2, 3, start=seed)
+        model = {"embed": shared, "head": shared, "bias": ramp(3, start=seed), "n": jnp.asarray(np.int32(seed))}
+        runs[name] = {
+            "model": model,
+            "state": tx.init(model),
+            "average": tp.Ema(model, 0.5),
+            "key": jax.random.key(seed),
+        }
+    return runs
+
+
+@tp.jit
+def step(runs):
+    done = {}
+    for name, run in runs.items():
+        model, (key, now) = run["model"], jax.random.split(run["key"])
+        noise = jax.random.normal(now, (3,))
+        grads = {"embed": jnp.cos(model["embed"]) * noise[None], "bias": noise}
+        model, state = optim.step(TXS[name], grads, run["state"], model)
+        model |= {"n": model["n"] + 1}
+        done[name] = {"model": model, "state": state, "average": run["average"].update(model), "key": key}
+    return done
+
+
+def later(state):
+    """The state after a step, made without one."""
+    after = lambda leaf: jnp.asarray(np.asarray(leaf) + 1)
+    counts = [after(count) if run < len(state.runs) else count for run, count in enumerate(state.counts)]
+    return dataclasses.replace(state, runs=jax.tree.map(after, state.runs), counts=tuple(counts))
+
+
+def state_of_calls(calls, tx, model):
+    """The state that the calls in an error make."""
+    scope = {"jax": jax, "tx": tx, "model": model, "optim": optim}
+    exec(calls, scope)
+    return scope["state"]
+
+
+def go_on(folder):
+    """In another process: the runs as they were saved, one step, and saved again."""
+    runs = begun(5)
+    try:
+        runs = saving.load(f"{folder}/before", runs)
+    except ValueError as error:
+        found = re.findall(r"the state at '(\w+)\.state' .*\n((?:state = .*\n?)+)", str(error))
+        states = {form: state_of_calls(calls, TXS[form], runs[form]["model"]) for form, calls in found}
+        like = runs | {form: runs[form] | {"state": state} for form, state in states.items()}
+        runs = saving.load(f"{folder}/before", like)
+    saving.save(f"{folder}/after", step(runs))
+
+
+def test_training_goes_on_in_another_process_bit_for_bit(tmp_path):
+    runs = begun(3)
+    for form, tx in TXS.items():
+        run = runs[form]
+        state = later(later(run["state"]))
+        for trainable in ("bias", None):  # a part is frozen for a step, and thawed
+            state = later(optim.set_trainable(tx, state, run["model"], trainable))
+        runs[form] = run | {"state": state}
+    assert [[int(count) for count in run["state"].counts] for run in runs.values()] == [[4, 3]] * 3
+    saving.save(tmp_path / "before", runs)
+    call = f"from tests.saving.test_states import go_on; go_on({str(tmp_path)!r})"
+    root = pathlib.Path(__file__).parents[2]
+    child = subprocess.run([sys.executable, "-c", call], cwd=root, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    want = step(runs)
+    assert assert_bits(saving.load(tmp_path / "after", want), want) > 30
+
+
+# -- Histories ---------------------------------------------------------------------------------------------------------
+
+
+MODEL = {
+    "a": ramp(2),
+    "b": [ramp(2, 2), ramp(2, start=3)],
+    "*.c": ramp(),
+    "d": eqx.nn.Linear(2, 1, key=jax.random.key(0)),
+}
+MODEL["tied"] = MODEL["b"][1]
+SLOTS = tp.layout(MODEL).paths
+NONE = jax.tree.map(lambda _: False, MODEL)
+
+
+def with_ties(paths):
+    """A tie is trained as a whole."""
+    return sorted(paths | {"tied"}) if "b.1" in paths else sorted(paths)
+
+
+@hypothesis.settings(max_examples=4, deadline=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+@hypothesis.given(
+    first=st.sets(st.sampled_from(SLOTS), min_size=1),
+    then=st.lists(st.tuples(st.sets(st.sampled_from(SLOTS)), st.booleans()), max_size=4),
+)
+@hypothesis.example(first=set(SLOTS), then=[])
+@hypothesis.example(first={"a", "b.0", '"*.c"'}, then=[({'"*.c"'}, False), ({"a"}, True)])
+@hypothesis.example(first={"b.1", "d.weight"}, then=[({"b.1", "a", "b.0"}, False), ({"a", "d.weight"}, False)])
+@hypothesis.example(first={"a"}, then=[({"b.0"}, True), (set(SLOTS), False), (set(), False)])
+@hypothesis.example(first={"a", "b.1"}, then=[({"b.0", "a"}, True), ({"b.1", '"*.c"'}, True), ({"a"}, True)])
+def test_the_calls_in_the_error_make_a_state_that_fits(tmp_path_factory, first, then):
+    path, tx = tmp_path_factory.getbasetemp() / "states", TXS["stacked"]
+    state = optim.set_trainable(tx, tx.init(MODEL), MODEL, with_ties(first), reset=True)
+    for chosen, is_stepped in then:
+        state = later(state) if is_stepped else state
+        state = optim.set_trainable(tx, state, MODEL, with_ties(chosen) or NONE)
+    saving.save(path, {"state": state})
+    like = tx.init(MODEL)
+    try:
+        got = saving.load(path, {"state": like})["state"]
+    except ValueError as error:
+        like = state_of_calls(str(error).partition("A state like the saved one is made by\n")[2], tx, MODEL)
+        got = saving.load(path, {"state": like})["state"]
+    else:
+        assert like.roles == state.roles
+    # It is the same state, whatever the order of its histories, and in what follows too.
+    for change in (lambda state: state, lambda state: optim.set_trainable(tx, later(state), MODEL)):
+        ours, theirs = (by_history(change(each)) for each in (got, state))
+        assert ours.keys() == theirs.keys()
+        assert all(assert_same(ours[each], theirs[each]) for each in ours)
+
+
+def by_history(state):
+    """The leaves and the count of each history, by what it is of."""
+    roles = state.roles
+    histories = [*((True, *its) for its in roles.running), *((False, *its) for its in roles.held)]
+    leaves = [jax.tree.leaves(each) for each in (*state.runs, *state.held)]
+    return {its: [*own, count] for its, own, count in zip(histories, leaves, state.counts, strict=True)}

@@ -1,0 +1,320 @@
+"""Plans: rules over paths, and where parameters, states of rules, averages and models then lie."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+
+import treeparams as tp
+from treeparams import optim, sharding
+
+from ..zoo import assert_same, ramp
+
+MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EMBED = ramp(16, 4)
+MODEL = {
+    "embed": EMBED,
+    "f": jnp.tanh,
+    "head": EMBED,
+    "key": jax.random.key(0),
+    "layers": [{"b": ramp(3, start=i), "w": ramp(4, 4, start=i)} for i in range(4)],
+    "mean": ramp(5),
+    "name": "net",
+}
+LAYOUT = tp.layout(MODEL, freeze="mean")
+ALL_TRAINED = {name: node for name, node in MODEL.items() if name != "mean"}  # no plan of a model but needs its layout
+# Matrices in parts, and what is small whole.
+RULES = {"layers.*.b": "whole", "**": "split"}
+GROUPS = {"embed": "split", "layers.*.w": "owned", "**": "whole"}
+
+
+def plan_of(rules=RULES, model=LAYOUT, mesh=MESH, **options):
+    return sharding.plan(model, mesh, rules, **options)
+
+
+def specs_of(shardings):
+    """Which axes are split along what, without entries that say nothing at the end."""
+    entries = lambda spec: next((spec[:n] for n in range(len(spec), 0, -1) if spec[n - 1] is not None), ())
+    return jax.tree.map(lambda each: tuple(entries(tuple(each.spec))), shardings)
+
+
+# -- Rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rule_that_matches_and_how_a_plan_prints():
+    plan = plan_of({"layers.3": "whole", "layers.*.b": P(), tp.leaves(lambda path, leaf: leaf.ndim == 2): "split"})
+    assert repr(plan).splitlines() == [
+        "path        key            lies       bytes per device",
+        "embed       float32[16,4]  P('data')                64",
+        "layers.0.b  float32[3]     whole                    12",
+        "layers.0.w  float32[4,4]   P('data')                16",
+        "layers.1.b  float32[3]     whole                    12",
+        "layers.1.w  float32[4,4]   P('data')                16",
+        "layers.2.b  float32[3]     whole                    12",
+        "layers.2.w  float32[4,4]   P('data')                16",
+        "layers.3.b  float32[3]     whole                    12",
+        "layers.3.w  float32[4,4]   whole                    64",
+        "tree over ('data': 4): 560 bytes, 224 on each device",
+        "whole on each device: 5, the largest 'layers.3.w' of 64 bytes",
+    ]
+    assert list(plan.replicated.items()) == [("layers.3.w", 64), *((f"layers.{i}.b", 12) for i in range(4))]
+
+
+@pytest.mark.parametrize("form", ["tree", "stacks", "vector"])
+def test_no_value_is_read(form):
+    shapes = eqx.filter_eval_shape(lambda: ALL_TRAINED)
+    rules = {"**": "whole"} if form == "vector" else GROUPS if form == "stacks" else RULES
+    plans = [
+        plan_of(rules, shapes if ties is None else tp.layout(shapes, ties=ties), mesh, form=form)
+        for ties in (None, {"head": "embed"})
+        for mesh in (AbstractMesh((4,), ("data",)), MESH)
+    ]
+    assert repr(plans[0]) == repr(plans[1])
+    assert repr(plans[2]) == repr(plans[3])
+    assert "head" in repr(plans[0])
+    assert "head" not in repr(plans[2])
+    assert all(isinstance(each, jax.ShapeDtypeStruct) for each in jax.tree.leaves(plans[0].ravel(shapes)))
+    with pytest.raises(ValueError, match=r"the plan was made of shapes.*give the state of the step"):
+        plans[3].model(plans[3].ravel(ALL_TRAINED))
+
+
+def test_a_tie_lies_as_its_source():
+    for rules in ({"embed": "whole", **RULES}, {"embed": "whole", "head": "whole", **RULES}):
+        assert plan_of(rules).replicated["embed"] == 256
+    # The first that matches the source is taken, and a rule for all is no other word.
+    assert "embed" not in plan_of({"layers.*.b": "whole", "embed": "split", "**": "whole"}).replicated
+
+
+# -- Where it all lies -------------------------------------------------------------------------------------------------
+
+
+def test_specs_of_parameters_in_each_form():
+    tree = specs_of(plan_of({"embed": P(None, "data"), **RULES}).params)
+    assert tree["embed"] == (None, "data")
+    assert tree["layers"] == [{"b": (), "w": ("data",)}] * 4
+    assert tree["head"] is tree["mean"] is tree["f"] is None
+    assert specs_of(plan_of({"**": "split"}, form="vector").params) == ("data",)
+    stacks = specs_of(plan_of(GROUPS, form="stacks").params)
+    assert stacks == {
+        "split": {"float32[16,4]": (None, "data")},
+        "owned": {"float32[4,4]": ("data",)},
+        "whole": {"float32[3]": ()},
+    }
+    assert specs_of(plan_of({"**": "whole"}, form="stacks").params)["float32[4,4]"] == ()
+    of_many = AbstractMesh((3, 2, 2), ("a", "replica", "fsdp"))
+    hsdp = plan_of(GROUPS, mesh=of_many, form="stacks", axis=("fsdp",), batch_axis=("replica", "fsdp"))
+    assert specs_of(hsdp.params) == jax.tree.map(lambda word: "fsdp" if word == "data" else word, stacks)
+    assert specs_of(hsdp.batch) == (("replica", "fsdp"),)
+    both = plan_of(RULES, mesh=of_many, axis=("replica", "fsdp"))
+    assert specs_of(both.params)["embed"] == (("replica", "fsdp"),)
+    assert specs_of(both.batch) == (("replica", "fsdp"),)
+
+
+def test_a_vector_is_padded_so_that_its_length_does_not_depend_on_the_devices():
+    lengths = {
+        plan_of({"**": "split"}, mesh=AbstractMesh((n,), ("data",)), form="vector").shapes().shape
+        for n in (1, 2, 4, 8, 64, 128)
+    }
+    assert lengths == {(256,)}
+    plan = plan_of({"**": "split"}, mesh=AbstractMesh((3,), ("data",)), form="vector")
+    assert plan.shapes().shape == (384,)
+    assert (
+        repr(plan).splitlines()[-1]
+        == "vector, padded to 384 elements over ('data': 3): 1,536 bytes, 512 on each device"
+    )
+    along_model = plan_of({"**": P("model")}, mesh=AbstractMesh((1, 3), ("data", "model")), axis="data", form="vector")
+    assert along_model.shapes().shape[0] % 3 == 0
+
+
+ELEMENTWISE = {
+    "adam": (optax.adam(1e-3), lambda state: [state[0].mu, state[0].nu]),
+    "momentum": (optax.sgd(1e-3, 0.9), lambda state: [state[0].trace]),
+    "hyperparameters": (
+        optax.inject_hyperparams(optax.adam)(1e-3),
+        lambda state: [state.inner_state[0].mu, state.inner_state[0].nu],
+    ),
+    "several steps": (optax.MultiSteps(optax.sgd(1e-3), 3), lambda state: [state.acc_grads]),
+    "if finite": (
+        optax.apply_if_finite(optax.adam(1e-3), 3),
+        lambda state: [state.inner_state[0].mu, state.inner_state[0].nu],
+    ),
+    "clipped": (
+        optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        lambda state: [state[1][0].mu, state[1][0].nu],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_state_of_what_is_split_is_split(name, form):
+    tx, moments_of = ELEMENTWISE[name]
+    rules = {"**": "split"} if form == "vector" else GROUPS if form == "stacks" else RULES
+    plan = plan_of(rules, form=form)
+    state, moments = plan.state(tx), moments_of(plan.state(tx))
+    for each in moments:
+        assert specs_of(each) == specs_of(plan.params)
+    # All else, counts and hyperparameters, is whole.
+    split = sum(sharding.spec != P() for sharding in jax.tree.leaves(moments))
+    assert sum(any(sharding.spec) for sharding in jax.tree.leaves(state)) <= split
+    start = jax.eval_shape(tx.init, plan.shapes())
+    assert jax.tree.structure(state) == jax.tree.structure(start)
+
+
+def test_the_state_of_rules_of_parts():
+    per_leaf = optim.per_leaf(optax.adafactor(1e-3, min_dim_size_to_factor=2))
+    state = specs_of(plan_of({"layers": "owned", "embed": "whole"}, form="stacks").state(per_leaf))
+    factored = state.states["owned"]["float32[4,4]"][0]
+    assert factored.v_row == factored.v_col == factored.count == ("data",)
+    assert state.states["whole"]["float32[16,4]"][0].v_row == ()
+    # Of one model, some of it split within rows.
+    state = specs_of(plan_of(GROUPS, form="stacks").state(per_leaf))
+    assert state.states["owned"]["float32[4,4]"][0].v_row == ("data",)
+    of_split = state.states["split"]["float32[16,4]"][0]
+    assert (of_split.v_row, of_split.v_col) in [((None, "data"), ()), ((), (None, "data"))]
+    groups = optim.groups({"layers.**": optax.adam(1e-3), "embed": optax.sgd(0.1, 0.9)})
+    state = plan_of(RULES).state(groups).inner_states
+    assert specs_of(state["layers.**"].inner_state[0].mu["layers"]) == [{"b": (), "w": ("data",)}] * 4
+    assert specs_of(state["embed"].inner_state[0].trace["embed"]) == ("data",)
+
+
+def _pairs(params):
+    """As Shampoo keeps it: for each axis a matrix over all pairs along it."""
+    return {"pairs": jax.tree.map(lambda leaf: [jnp.zeros((size, size)) for size in leaf.shape], params)}
+
+
+def test_arrays_of_other_shapes_than_their_parameters():
+    sm3 = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(optax.sm3(0.1)))[0]
+    assert (sm3.mu["embed"], sm3.nu["embed"]) == ([(), ("data",)], (None, "data"))
+    assert sm3.mu["layers"] == [{"b": [()], "w": [("data",), ()]}] * 4
+    tx = optax.GradientTransformation(_pairs, lambda updates, state, params=None: (updates, state))
+    pairs = specs_of(plan_of({"embed": P(None, "data"), **RULES}).state(tx))["pairs"]
+    # One of a square, in which no axis of the mesh can stand twice, lies as a parameter of that shape does.
+    assert pairs["embed"] == [(), ("data",)]
+    assert pairs["layers"] == [{"b": [()], "w": [("data",), ("data",)]}] * 4
+    # In stacks the rows follow one another along the first axis.
+    rule = optim.per_leaf(optax.sm3(0.1))
+    stacks = specs_of(plan_of({"layers.*.w": P("data"), "embed": "split", "**": "whole"}, form="stacks").state(rule))
+    accumulators = stacks.states["P('data')"]["float32[4,4]"][0].mu
+    assert accumulators == [(None, "data"), ()]
+
+
+def test_keys_of_a_model_that_read_like_those_of_stacks():
+    model = {"float32[4]": ramp(8, 4), "float32[8,4]": ramp(8, 4)}
+    rule = optim.per_leaf(optax.adafactor(0.1, min_dim_size_to_factor=2))
+    for key, state in specs_of(plan_of({"**": "split"}, model).state(rule)).states.items():
+        assert (key in model, state[0].count, {state[0].v_row, state[0].v_col}) == (True, (), {("data",), ()})
+
+
+def test_a_state_that_is_not_kept_leaf_by_leaf():
+    rule = optax.flatten(optax.adam(0.1))
+    with pytest.raises(ValueError, match="not kept leaf by leaf"):
+        plan_of().state(rule)
+    assert specs_of(plan_of({"**": "whole"}).state(rule))[0].mu == ()  # where nothing is split, nothing is asked
+
+
+def test_a_rule_that_looks_at_shapes_and_has_parts():
+    """Adafactor factorises axes of at least 128."""
+    message = (
+        r"structure for longer parameters, at \[0\].*\['below'\]: it looks at the shapes of leaves.*\"owned\" with"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_of(model={"below": jnp.ones((100, 200))}, rules={"**": "split"}).state(optax.adafactor(1e-3))
+
+
+@pytest.mark.parametrize("wrap", [optim.trainable, optim.flat])
+def test_transformations_over_models_are_refused(wrap):
+    with pytest.raises(ValueError, match=r"expected plain Optax.*the plan's layout says what trains"):
+        plan_of().state(wrap(optax.adam(1e-3)))
+
+
+def test_an_average_lies_as_what_it_is_of():
+    plan = plan_of()
+    for average in (0.9, functools.partial(tp.Ema, decay=0.9, warmup=True)):
+        shardings = plan.average(average)
+        params = plan.ravel(MODEL)
+        ema = jax.device_put(tp.Ema(params, decay=0.9, warmup=callable(average)), shardings)
+        assert ema.average["embed"].addressable_shards[0].data.shape == (4, 4)
+        assert ema.average["layers"][0]["b"].is_fully_replicated
+
+
+# -- Values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "rules"), [("tree", RULES), ("vector", {"**": "split"}), ("stacks", GROUPS), ("stacks", {"**": "whole"})]
+)
+def test_there_and_back(form, rules):
+    plan = plan_of(rules, ALL_TRAINED, form=form)
+    params = plan.ravel(ALL_TRAINED)
+    jax.tree.map(
+        lambda leaf, to: np.testing.assert_equal(leaf.sharding.is_equivalent_to(to, leaf.ndim), True),
+        params,
+        plan.params,
+    )
+    back = plan.model(params)
+    assert_same(back, ALL_TRAINED)
+    assert back["f"] is jnp.tanh
+    within = jax.jit(lambda params: plan.ravel(plan.model(params)))(params)
+    jax.tree.map(np.testing.assert_array_equal, within, params)
+    assert jax.tree.structure(plan.shapes()) == jax.tree.structure(params)
+    with pytest.raises((ValueError, TypeError), match=r"expected (parameters as of init|.*vector|stacks)"):
+        plan.model(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"does not fit the layout.*\n'key' is"):
+        plan.ravel(ALL_TRAINED | {"key": ramp(4)})
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_stacks_rest_in_one_order_over_any_number_of_devices(n):
+    model = {"layers": [{"w": ramp(2, 2, start=i)} for i in range(8)]}
+    mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
+    stacks = plan_of({"**": "owned"}, model, mesh, form="stacks").ravel(model)
+    assert stacks["float32[2,2]"].addressable_shards[0].data.shape == (8 // n, 2, 2)
+    jax.tree.map(np.testing.assert_array_equal, stacks, tp.stack(model)[0])
+
+
+@pytest.mark.parametrize(("form", "rules"), [("tree", RULES), ("vector", {"**": "split"}), ("stacks", GROUPS)])
+def test_a_model_is_put(form, rules):
+    model = tp.copy(MODEL)
+    plan = plan_of(rules, form=form)
+    put = plan.put(model)
+    assert_same(put, model)
+    assert put["embed"] is put["head"]
+    assert put["f"] is jnp.tanh
+    parts = 1 if form == "vector" else 4
+    assert put["embed"].addressable_shards[0].data.shape == (16 // parts, 4)
+    assert put["mean"].is_fully_replicated
+    assert put["layers"][0]["w"].is_fully_replicated == (form != "tree")
+    # Its buffers are its own.
+    jax.jit(lambda arrays: jax.tree.map(jnp.negative, arrays), donate_argnums=0)({
+        "w": put["embed"],
+        "b": put["layers"][1]["b"],
+        "mean": put["mean"],
+    })
+    assert_same(model, MODEL)
+    with pytest.raises(ValueError, match="'mean' is float32"):
+        plan.put(MODEL | {"mean": ramp(4)})
+
+
+def test_what_lies_over_shapes_alone_is_not_put():
+    plan = plan_of(mesh=AbstractMesh((4,), ("data",)))
+    for place in (plan.put, plan.ravel):
+        with pytest.raises(ValueError, match=r"AbstractMesh.*jax\.make_mesh|abstract mesh.*jax\.make_mesh"):
+            place(MODEL)
+
+
+def test_over_axes_of_tensors():
+    plan = plan_of({"layers.*.w": P(None, "model"), "layers.*.b": "whole", "**": "split"}, mesh=TWO, axis="data")
+    assert "layers.0.w  float32[4,4]   P(None, 'model')                32" in repr(plan)
+    put = plan.put(MODEL)
+    assert put["layers"][0]["w"].addressable_shards[0].data.shape == (4, 2)
+    assert put["embed"].addressable_shards[0].data.shape == (8, 4)
+    assert list(plan.replicated) == [f"layers.{i}.b" for i in range(4)]
+    mu = plan.state(optax.adam(1e-3))[0].mu
+    assert specs_of(mu)["layers"] == [{"b": (), "w": (None, "model")}] * 4

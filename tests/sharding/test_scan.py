@@ -1,0 +1,234 @@
+"""Losses that take parameters in their form: layers in a scan, gathered one at a time, are those of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeparams as tp
+from treeparams import optim, sharding
+
+from ..nets import AUTO, EXPLICIT, mesh_of, two_axes
+from ..zoo import enable_x64
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+# Four weights of one shape in each layer, and more of that shape before and after the layers.
+WEIGHTS = ("key", "out", "query", "value")
+
+
+def attention(dtype=np.float64, layers=4):
+    draw = np.random.default_rng(0)
+    matrix = lambda *shape: jnp.asarray(draw.normal(size=shape) / 4, dtype)
+    layer = lambda: {"b": matrix(8), "f": jnp.tanh, "scale": matrix(3)} | {name: matrix(8, 8) for name in WEIGHTS}
+    first = matrix(8, 8)
+    return {
+        "a_first": first,
+        "layers": [layer() for _ in range(layers)],
+        "name": "attention",
+        "tail": [{"w": first, "c": matrix(6)}, *({"w": matrix(8, 8), "c": matrix(6)} for _ in range(3))],
+    }
+
+
+def layout_of(model):
+    return tp.layout(model, freeze="layers.*.scale")
+
+
+def layer_of(x, layer, shift):
+    scores = jax.nn.softmax((x @ layer["query"]) @ (x @ layer["key"]).T)
+    y = layer["f"](scores @ (x @ layer["value"]) + layer["b"][None] * shift)
+    return x + y @ layer["out"] * jnp.sum(layer["scale"])
+
+
+def tail_of(x, each):
+    return jnp.sum(jnp.tanh(x @ each["w"]) ** 2) * jnp.sum(jnp.sin(each["c"]))
+
+
+SHIFTS = np.linspace(0.5, 1.5, 4)
+
+
+def of_model(model, x, y, backwards=False):
+    """The mean over examples, each a sequence."""
+
+    def one(x):
+        x = x @ model["a_first"]
+        pairs = [*zip(model["layers"], SHIFTS, strict=True)]
+        for layer, shift in pairs[::-1] if backwards else pairs:
+            x = layer_of(x, layer, shift)
+        return x, sum(tail_of(x, each) for each in model["tail"])
+
+    found, tail = jax.vmap(one)(x)
+    return jnp.mean((found - y) ** 2) + 0.1 * jnp.mean(tail)
+
+
+def of_form(form, restructure, x, y, **options):
+    first, tail = restructure.part(form, "a_first"), restructure.repeated(form, "tail.*")
+
+    def turn(x, layer, shift):
+        return jax.vmap(layer_of, (0, None, None))(x, Hidden(layer), shift), jnp.mean(shift)
+
+    x, shifts = restructure.scan(turn, x @ first, form, "layers.*", xs=jnp.asarray(SHIFTS, x.dtype), **options)
+    assert shifts.shape == (4,)
+    of_one = lambda x: jnp.sum(jax.vmap(tail_of, (None, 0))(x, tail))
+    return jnp.mean((x - y) ** 2) + 0.1 * jnp.mean(jax.vmap(of_one)(x)) + 0 * jnp.sum(shifts)
+
+
+class Hidden(dict):
+    """A layer with a function in it, static to `jax.vmap`."""
+
+
+jax.tree_util.register_pytree_node(
+    Hidden,
+    lambda node: ([node[name] for name in node if name != "f"], tuple(name for name in node if name != "f")),
+    lambda names, children: Hidden(zip(names, children, strict=True), f=jnp.tanh),
+)
+
+X, Y = np.random.default_rng(1).normal(size=(2, 16, 3, 8))
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
+STEPS = 3
+
+
+@functools.cache
+def on_one_device(backwards=False):
+    params, rest = tp.partition(attention(), layout_of(attention()))
+    of = lambda params: of_model(tp.combine(params, rest), X, Y, backwards)
+
+    @jax.jit
+    def step(params, state):
+        value, gradient = jax.value_and_grad(of)(params)
+        updates, state = TX.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, values = TX.init(params), []
+    for _ in range(STEPS):
+        params, state, value = step(params, state)
+        values.append(value)
+    return params, values
+
+
+SMALL = {"layers.*.b": "whole", "tail.*.c": "whole"}
+OWNED, SPLIT, WHOLE = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}, {"**": "whole"}
+BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, "layers": "split", "**": P("data")}
+CASES = {
+    "owned, parameters": (OWNED, mesh_of(4), "parameters", {}, {}),
+    "owned, parameters, explicit": (OWNED, mesh_of(4, EXPLICIT), "parameters", {}, {"unroll": 2}),
+    "owned, parameters, 2 devices": (OWNED, mesh_of(2, EXPLICIT), "parameters", {}, {}),
+    "owned, parameters, 1 device": (OWNED, mesh_of(1), "parameters", {}, {}),
+    "owned, gradients": (OWNED, mesh_of(4, EXPLICIT), "gradients", {}, {}),
+    "owned, gradients, in pieces": (OWNED, mesh_of(2), "gradients", {}, {}),
+    "split, parameters, in pieces": (SPLIT, mesh_of(4), "parameters", {}, {}),
+    "owned, state": (OWNED, mesh_of(2), "state", {}, {}),
+    "split, parameters": (SPLIT, mesh_of(4, EXPLICIT), "parameters", {}, {}),
+    "split, parameters, reverse": (SPLIT, mesh_of(4), "parameters", {}, {"reverse": True}),
+    "split, gradients": (SPLIT, mesh_of(4), "gradients", {}, {"reverse": True}),
+    "whole, parameters": (WHOLE, mesh_of(4), "parameters", {}, {}),
+    "owned, two axes, parameters": (
+        OWNED,
+        two_axes(("replica", "fsdp")),
+        "parameters",
+        {"axis": "fsdp", "batch_axis": ("replica", "fsdp")},
+        {},
+    ),
+}
+if hasattr(jax, "shard_map"):  # XLA's partitioner of JAX 0.6 moves leaves of one shape that lie in different ways
+    CASES["many rules, parameters"] = (BY_SPEC, mesh_of(4), "parameters", {}, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_in_a_scan_are_those_of_one_device(name):
+    rules, mesh, split, axes, options = CASES[name]
+    microbatches = 2 if "pieces" in name else 1
+    with enable_x64(True):
+        model = attention()
+        plan = sharding.plan(layout_of(model), mesh, rules, form="stacks", **axes)
+        of = lambda *args: of_form(*args, **options)
+        init, step = sharding.step(of, TX, plan, split=split, loss_takes="form", microbatches=microbatches)
+        params, state = init(model)
+        want, values = on_one_device("reverse" in options)
+        for expected in values:
+            params, state, value = step(params, state, X, Y)
+            np.testing.assert_allclose(value, expected, 1e-10)
+        back = plan.model(params, state)
+        got = tp.partition(back, plan.layout)[0]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-10), got, want)
+    assert back["tail"][0]["w"] is back["a_first"]
+    assert back["layers"][0]["f"] is jnp.tanh
+    np.testing.assert_array_equal(back["layers"][1]["scale"], model["layers"][1]["scale"])
+
+
+@pytest.mark.parametrize("form", ["vector", "tree"])
+def test_a_vector_and_a_tree_as_they_rest(form):
+    """With a `Restructure` beside a vector, and with the `Rest` beside a canonical tree."""
+    seen = []
+
+    def of(params, rest, x, y):
+        seen.append((params, rest))
+        model = rest(params) if form == "vector" else tp.combine(params, rest)
+        return of_model(model, x, y)
+
+    with enable_x64(True):
+        model = attention()
+        plan = sharding.plan(layout_of(model), mesh_of(4), {"**": "split"} if form == "vector" else SPLIT, form=form)
+        init, step = sharding.step(of, TX, plan, loss_takes="form")
+        params, state = init(model)
+        want, values = on_one_device()
+        for expected in values:
+            params, state, value = step(params, state, X, Y)
+            np.testing.assert_allclose(value, expected, 1e-10)
+        got = tp.partition(plan.model(params, state), plan.layout)[0]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-10), got, want)
+    assert {type(rest) for _, rest in seen} == {tp.Restructure if form == "vector" else tp.Rest}
+
+
+@pytest.mark.parametrize(("rules", "kinds"), [("split", 0), ("owned", 2)])
+def test_what_split_parameters_move_and_hold(rules, kinds):
+    model = {"layers": [{"b": jnp.ones(64), "w": jnp.ones((64, 64))} for _ in range(64)], "out": jnp.ones(64)}
+
+    def of(stacks, restructure, x):
+        turn = lambda x, layer: (x + jnp.tanh(x @ layer["w"] + layer["b"][None]), None)
+        x, _ = restructure.scan(turn, x, stacks, "layers.*")
+        return jnp.mean((x * restructure.part(stacks, "out")[None]) ** 2)
+
+    plan = sharding.plan(model, mesh_of(4), {"layers": rules, "**": "whole"}, form="stacks")
+    init, step = sharding.step(of, optax.adam(1e-3), plan, split="parameters", loss_takes="form")
+    compiled = step.lower(*init(model), jnp.ones((8, 64))).compile()
+    moved, size = sharding.collectives(compiled), plan.layout.nbytes
+    assert moved.count("all-gather") == 2 * 2 * 64
+    assert moved.count("reduce-scatter") == 2 * 64
+    # Rows that are owned are first exchanged, one stack at a time, and their gradients back.
+    assert moved.count("all-to-all") == kinds * 2
+    assert moved.bytes <= (3 + kinds / 4) * size * 1.01
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes == pytest.approx(3 * size / 4, rel=0.02)
+    if rules == "split":
+        assert memory.temp_size_in_bytes <= 0.4 * size
+
+
+def test_what_cannot_be_scanned():
+    model = attention(np.float32)
+    model["layers"][2]["f"] = jnp.sin
+    plan = sharding.plan(layout_of(model), mesh_of(4), SPLIT, form="stacks")
+    init, step = sharding.step(of_form, optax.sgd(0.1), plan, split="parameters", loss_takes="form")
+    params, state = init(model)
+    with pytest.raises(ValueError, match=r"'layers\.0\.f' and 'layers\.2\.f', which are no arrays, differ"):
+        step(params, state, X.astype(np.float32), Y.astype(np.float32))
+
+
+def test_rules_for_matrices_beside_a_scan():
+    """Muon over rows that are owned, Adam over the rest; split parameters and whole ones alike."""
+    groups = optim.groups({"owned": optim.per_leaf(optax.contrib.muon(1e-2))}, default=optax.adam(1e-2))
+    found = []
+    with enable_x64(True):
+        for split, mesh in (("gradients", mesh_of(1)), ("parameters", mesh_of(4, AUTO))):
+            model = attention()
+            plan = sharding.plan(layout_of(model), mesh, OWNED, form="stacks")
+            init, step = sharding.step(of_form, groups, plan, split=split, loss_takes="form")
+            params, state = init(model)
+            for _ in range(2):
+                params, state, value = step(params, state, X, Y)
+            found.append((value, jax.device_get(params)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-8, 1e-9), *found)

@@ -1,0 +1,232 @@
+"""A layout is a static, exact, picklable description: what it says, what it equals, what it refuses."""
+
+import dataclasses
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from ..zoo import ramp
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    scale: jax.Array = tp.field(trainable=False)
+    count: jax.Array
+    rate: float
+    act: Any
+    config: Any = eqx.field(static=True)
+
+
+def net(seed: int = 0, config: Any = 2) -> Net:
+    first = eqx.nn.Linear(3, 2, key=jax.random.key(seed))
+    return Net(first, ramp(2), np.arange(3), 0.5, jax.nn.relu, config)
+
+
+def tied() -> dict[str, Any]:
+    shared = ramp(2, 3)
+    return {"a": shared, "b": ramp(4, dtype=jnp.bfloat16), "c": [shared, np.arange(2)], "d": ramp(3, 2)}
+
+
+TIES = {"d": ("a", jnp.transpose)}
+
+
+def test_slots_paths_sizes_and_mask():
+    layout = tp.layout(tied(), ties=TIES)
+    assert layout.slots == (
+        tp.Slot("a", ("c.0", "d"), (2, 3), jnp.dtype("float32"), 0, 6, "float32[2,3]", 0),
+        tp.Slot("b", (), (4,), jnp.dtype("bfloat16"), 6, 4, "bfloat16[4]", 0),
+    )
+    assert layout.paths == ("a", "b")
+    assert (layout.size, layout.nbytes, layout.dtype) == (10, 32, jnp.float32)
+    assert layout.ties == {"a": ("c.0", "d")}
+    assert layout.mask == {"a": True, "b": True, "c": [True, False], "d": True}
+    assert layout["c.0"] == layout["d"] == layout["a"] == layout.slots[0]
+
+
+def test_dtype_is_that_of_the_slots_that_have_elements():
+    for leaves, dtype in (
+        ([], jnp.float32),
+        ([np.ones(0, jnp.complex64)], jnp.float32),
+        ([np.ones(2, jnp.bfloat16), np.ones(0)], jnp.bfloat16),
+        ([np.ones(2, np.float64)], jnp.float32),  # as JAX takes it
+        ([np.ones(2, jnp.float8_e4m3fn)], jnp.float8_e4m3fn),
+    ):
+        assert tp.layout(leaves).dtype == tp.ravel(leaves)[0].dtype == dtype
+
+
+def test_no_slot_at_a_path():
+    for path, message in (
+        ("first.wieght", r"'first.wieght' is no path of the model; nearest: 'first.weight'"),
+        ("scale", r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives it one"),
+        ("count", r"'count' \(int32\[3\]\) is no parameter"),
+        ("first", r"'first' is a node; layout.indices\('first'\) tells where what is trained below it lies"),
+    ):
+        with pytest.raises(KeyError, match=message):
+            tp.layout(net())[path]
+
+
+def test_it_prints_as_a_table():
+    layout = tp.layout(tied(), freeze="b", ties=TIES)
+    assert str(layout).splitlines() == [
+        "path  key           row  offset  size  tied to",
+        "a     float32[2,3]    0       0     6  c.0, d (transpose)",
+        "b     bfloat16[4]        frozen     4",
+        "1 slot, 6 elements, 24 bytes; 4 elements frozen",
+    ]
+    assert repr(layout) == "Layout(1 slot (a), 6 elements, float32; 1 frozen)"
+    assert "c.0, d (transpose)" in str(layout.freeze("**"))
+    of_partial = str(tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}))
+    assert "reshape" in of_partial
+    assert " at 0x" not in of_partial
+    assert str(tp.layout({"a\nb": ramp(2)})).splitlines()[1].startswith(r"a\nb ")
+
+
+def test_what_a_user_sees_is_what_the_contract_names_and_cannot_be_changed():
+    layout, (_, rest) = tp.layout({"w": ramp(2)}), tp.partition({"w": ramp(2)})
+    layout.dtype, layout.ties, layout.slots, hash(layout)  # what is made at the first look stays hidden
+    names = "slots paths size nbytes dtype ties mask freeze thaw diff slice indices block"
+    assert sorted(name for name in dir(layout) if name[0] != "_") == sorted(names.split())
+    assert [name for name in dir(rest) if name[0] != "_"] == ["layout"]
+    with pytest.raises(AttributeError):
+        layout.trained = (False,)
+    layout.ties["a"] = ()  # of a copy: all equal models get this very layout
+    assert layout.ties == tp.layout({"w": ramp(2)}).ties == {}
+
+
+# -- Equality
+
+
+def test_values_do_not_count_but_structure_does():
+    model, layout = net(), tp.layout(net())
+    alike = [
+        net(7),
+        dataclasses.replace(model, rate=2, act=jax.nn.gelu),
+        eqx.tree_at(lambda m: m.first.weight, model, np.ones((2, 3), np.float64)),
+    ]
+    assert {tp.layout(other) for other in alike} == {layout}
+    bias = lambda new: eqx.tree_at(lambda m: m.first.bias, model, new)
+    differ = [
+        eqx.tree_at(lambda m: m.first.weight, model, ramp(2, 4)),
+        eqx.tree_at(lambda m: m.count, model, ramp(3)),
+        *map(bias, (ramp(2, dtype=jnp.bfloat16), None, model.scale)),
+    ]
+    layouts = [layout, layout.freeze("first.bias"), *(tp.layout(other, thaw="scale") for other in differ)]
+    assert len(set(layouts)) == len(layouts)
+    assert layout != "a layout"
+
+
+def test_equal_layouts_share_one_trace():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def scaled(layout: tp.Layout, x: jax.Array) -> jax.Array:
+        traces.append(layout)
+        return x * layout.size
+
+    for seed, (config, count) in enumerate([([2], 1), ([2], 1), ([2.0], 2), ([True], 3), ([2], 3)]):
+        assert scaled(tp.layout(net(seed, config)), 1.0) == 8
+        assert len(traces) == count
+
+
+def test_diff_says_what_differs():
+    def rows(**changes: Any) -> list[tuple[str, ...]]:
+        model = {"a": ramp(2), "n": net()}
+        return changed(tp.layout(model), tp.layout(model | changes))
+
+    def changed(layout: tp.Layout, other: tp.Layout) -> list[tuple[str, ...]]:
+        assert bool(layout.diff(other)) is (layout != other)
+        assert tp.diff(layout, other).rows == layout.diff(other).rows
+        return [row[:4] for row in layout.diff(other).rows]
+
+    assert rows() == []
+    assert rows(a=0.5) == [("a", "type", "float32[2]", "no array")]
+    assert rows(a=[]) == [("a", "structure", "float32[2]", "list of 0 leaves")]
+    assert rows(a=ramp(2).astype(jnp.int32)) == [("a", "dtype", "float32[2]", "int32[2]")]
+    assert rows(n=net(config=2.0)) == [("n.config", "static", "2 (int)", "2.0 (float)")]
+    assert changed(*(tp.layout(net(config=[1, {"k": each}])) for each in (2, True))) == [
+        ("config.1.k", "static", "2 (int)", "True (bool)")
+    ]
+    layout = tp.layout(tied(), ties=TIES)
+    assert changed(layout, layout.freeze("b")) == [("b", "trained", "trained", "frozen")]
+    assert changed(layout, tp.layout(tied())) == [("a", "tie", "c.0, d (transpose)", "c.0")]
+    square = {"a": ramp(2, 2), "b": ramp(2, 2)}
+    straight, turned = tp.layout(square, ties={"b": "a"}), tp.layout(square, ties={"b": ("a", jnp.transpose)})
+    assert changed(straight, turned) == [("a", "tie", "b", "b (transpose)")]
+    other = tp.layout(square, ties={"a": "b"})
+    assert changed(straight, other) == [("a", "tie", "b", "b (its source)"), ("b", "tie", "a (its source)", "a")]
+
+
+PICKLED = [
+    lambda: tp.layout(net(config=[1, {"a": {2, 3}}])).thaw("scale"),
+    lambda: tp.layout(tied(), freeze="b", ties=TIES),
+    lambda: tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}),
+    lambda: tp.layout(eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="ema")),
+    lambda: tp.layout(eqx.nn.BatchNorm(3, "b", mode="batch")),  # whose marker is still an `object()`
+    lambda: tp.layout(()),
+]
+
+
+@pytest.mark.parametrize("make", PICKLED)
+def test_it_equals_itself_after_pickling(make: Any):
+    again = pickle.loads(pickle.dumps(known := make()))
+    assert again == known
+    assert str(again) == str(known)
+    assert {known: 1}[again] == 1
+
+
+def test_it_is_found_in_a_process_with_another_hash_seed(pytestconfig: pytest.Config):
+    code = f"""
+import pickle, sys
+from {__name__} import PICKLED
+print([{{make(): "found"}}.get(read) for make, read in zip(PICKLED, pickle.load(sys.stdin.buffer))])
+"""
+    options = {"cwd": pytestconfig.rootpath, "env": os.environ | {"PYTHONHASHSEED": "1"}}
+    given = pickle.dumps([make() for make in PICKLED])
+    printed = subprocess.run([sys.executable, "-c", code], input=given, stdout=subprocess.PIPE, check=True, **options)
+    assert printed.stdout.decode() == f"{['found'] * len(PICKLED)}\n"
+
+
+# -- Models that are not as others
+
+
+def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
+    build = lambda: {"net": net(), "pair": [jnp.ones(2)] * 2, "half": jnp.ones((3, 2), jnp.bfloat16)}
+    abstract = eqx.filter_eval_shape(build)
+    assert tp.layout(abstract["net"]) == tp.layout(net())
+    assert tp.layout(abstract).ties == {}
+    assert tp.layout(abstract, ties={"pair.1": "pair.0"}) == tp.layout(build())
+    same = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert tp.layout([same, same]).ties == {}
+
+
+def test_arrays_that_jax_does_not_have_are_named_by_path():
+    message = r"'a.0' is a NumPy array of .*, which JAX does not have; convert it, or hold it"
+    for use in (tp.layout, tp.partition, tp.ravel):
+        for dtype in ([("x", "f4")], ">f4", np.longdouble, ">c8"):
+            with pytest.raises(TypeError, match=message):
+                use({"a": [np.zeros(2, dtype)], "w": ramp(2)})
+
+
+def test_a_deleted_array_is_named_by_path():
+    model = {"a": ramp(2), "b": [ramp(3)]}
+    model["b"][0].delete()
+    for use in (
+        tp.ravel,
+        tp.copy,
+        lambda model: tp.maptrainable(lambda x: x + 1, model),
+        lambda model: tp.ema(model, {"a": ramp(2), "b": [ramp(3)]}, decay=0.5),
+        tp.grad(lambda model: jnp.sum(model["b"][0])),
+    ):
+        with pytest.raises(RuntimeError, match=r"'b.0' has been deleted, as by a step that donates it; .*tp.copy"):
+            use(model)

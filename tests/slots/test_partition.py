@@ -1,0 +1,106 @@
+"""The two halves of a model."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+
+from ..zoo import Norm, Pair, assert_same, ramp
+
+
+def model():
+    shared, table = ramp(2), jnp.arange(3)
+    return {"a": shared, "b": [shared, Norm(ramp(1), ramp(4))], "f": jnp.tanh, "n": (table, table), "p": 0.5}
+
+
+def test_the_halves():
+    whole = model()
+    params, rest = tp.partition(whole)
+    assert params["a"] is whole["a"]
+    assert params["b"][1].scale is whole["b"][1].scale
+    assert [params["b"][0], params["b"][1].mean, params["f"], *params["n"], params["p"]] == [None] * 6
+    assert [id(leaf) for leaf in jax.tree.leaves(rest)] == [id(whole["b"][1].mean), id(whole["n"][0])]
+    assert rest.layout == tp.layout(whole)
+    assert repr(rest).startswith("Rest(2 frozen arrays, 2 values, Layout(2 slots")
+
+
+def test_the_mask_goes_into_equinox_and_optax():
+    whole = {"a": ramp(2), "b": Norm(ramp(1), ramp(3))}
+    mask = tp.layout(whole).mask
+    trained, frozen = eqx.partition(whole, mask)
+    assert list(map(id, jax.tree.leaves(trained))) == [id(whole["a"]), id(whole["b"].scale)]
+    assert_same(eqx.combine(trained, frozen), whole)
+    momenta = jax.tree.leaves(optax.masked(optax.trace(0.9), lambda _: mask).init(whole))
+    assert [momentum.shape for momentum in momenta] == [(2,), (1,)]
+
+
+def test_donation():
+    whole = tp.copy(model())
+    more = lambda tree: jax.tree.map(lambda x: x + 1, tree)
+    step = jax.jit(lambda params, rest: (more(params), more(rest)), donate_argnums=(0, 1))
+    got = tp.combine(*step(*step(*tp.partition(whole))))
+    np.testing.assert_allclose(got["a"], ramp(2) + 2, 1e-6)
+    assert got["a"] is got["b"][0]
+    assert got["n"][0] is got["n"][1]
+    assert whole["a"].is_deleted()
+    assert whole["n"][0].is_deleted()  # the rest of a partition holds what the model held
+
+
+def test_combine_inside_a_trace_puts_one_array_at_all_paths():
+    identical = []
+
+    def f(params, rest):
+        whole = tp.combine(params, rest)
+        identical.append(whole["a"] is whole["b"][0] and whole["n"][0] is whole["n"][1])
+        return jnp.sum(3 * whole["a"] + 13 * whole["b"][0])
+
+    grads = jax.jit(jax.grad(f))(*tp.partition(model()))
+    assert identical == [True]
+    np.testing.assert_array_equal(grads["a"], [16.0, 16.0])
+
+
+PARAMS, REST = tp.partition(Pair(ramp(2), Norm(ramp(1), ramp(1))))
+
+
+def test_combine_takes_another_tree_with_the_parameters():
+    labels = tp.combine({"first": "label", "second": {"scale": "label"}}, REST)
+    assert isinstance(labels, Pair)
+    assert (labels.first, labels.second.scale) == ("label", "label")
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("params", "rest", "error", "message"),
+    [
+        ({}, REST, ValueError, r"each of the 2 trained parameters, found none for 'first', 'second\.scale'"),
+        ({**PARAMS._asdict(), "third": 1.0}, REST, ValueError, "entry at 'third', where the model has no leaf"),
+        (PARAMS._replace(first=ramp(3)), REST, ValueError, r"expected float32\[2\] at 'first', got float32\[3\]"),
+        (PARAMS._replace(first=ramp()), REST, ValueError, r"expected float32\[2\] at 'first', got float32\[\]"),
+        (REST, PARAMS, TypeError, "expected the Rest of tp.partition, got Pair; the parameters come first"),
+        (PARAMS, 3, TypeError, "expected the Rest of tp.partition, got int"),
+    ],
+)
+def test_combine_with_what_does_not_fit(params, rest, error, message):
+    with pytest.raises(error, match=message):
+        tp.combine(params, rest)
+
+
+def test_rests_with_other_values_are_other_programs():
+    traces = []
+    f = jax.jit(lambda p, r: traces.append(1) or tp.combine(p, r)["x"] * tp.combine(p, r)["p"])
+    for p in (2, 2.0, 2, 3):
+        f(*tp.partition({"x": ramp(2), "p": p}))
+    assert len(traces) == 3
+    structure = lambda p: jax.tree.structure(tp.partition({"p": p})[1])
+    assert structure([1, 2]) == structure([1, 2]) != structure([1, 2.0])
+
+
+def test_abstract_models():
+    abstract = {"w": jax.ShapeDtypeStruct((2, 3), "float32"), "n": jax.ShapeDtypeStruct((2,), "int32")}
+    params, rest = tp.partition(abstract)
+    assert params["n"] is None
+    assert jax.eval_shape(tp.combine, params, rest) == abstract

@@ -1,0 +1,289 @@
+"""What is trained: by a `where`, a mask or a given layout, by `freeze` and `thaw`; and what is said when nothing is."""
+
+import collections
+import functools
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from ..zoo import Pair, ramp
+
+
+class Net(eqx.Module):
+    body: list[Any]
+    head: eqx.nn.Linear
+    scale: jax.Array = tp.field(trainable=False)
+    steps: jax.Array
+    act: Any
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(x)
+
+
+@functools.cache
+def net() -> Net:
+    linear = lambda outputs: eqx.nn.Linear(2, outputs, key=jax.random.key(outputs))
+    return Net([linear(2), linear(2)], linear(1), ramp(1), jnp.array(0), jax.nn.relu)
+
+
+BODY = ("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias")
+HEAD = ("head.weight", "head.bias")
+WEIGHTS = ("body.0.weight", "body.1.weight", "head.weight")
+
+
+def test_what_is_no_parameter():
+    never = [1, 0.5, True, 1j, "text", jax.nn.relu, None, np.float32(1), np.bool_(True), jnp.arange(2), np.arange(2)]
+    never += [jax.random.key(0), jax.random.PRNGKey(0), jnp.array(True), np.array(["a"]), np.array([None])]
+    never += [np.zeros(2, jax.dtypes.float0)]
+    assert tp.layout(never).paths == ()
+    parameters = [ramp(), np.ones(1), ramp(1, dtype=jnp.complex64), np.ones(2, jnp.bfloat16), ramp(0)]
+    assert len(tp.layout(parameters).paths) == len(parameters)
+
+
+@pytest.mark.parametrize(
+    ("where", "selected"),
+    [
+        ("head", HEAD),
+        ("**.weight", WEIGHTS),
+        (re.compile(r"head\.w.*"), HEAD[:1]),
+        (re.compile(r"body\.\d"), BODY),
+        (eqx.nn.Linear, BODY + HEAD),
+        (list, BODY),
+        (lambda m: m.head, HEAD),
+        (lambda m: [layer.weight for layer in m.body], WEIGHTS[:2]),
+        (lambda m: (m.head.bias, {"k": m.body[1]}), (*BODY[2:], HEAD[1])),
+        (eqx.nn.Lambda(lambda m: m.head), HEAD),  # a callable Module may be a `where`
+        (["head.bias", re.compile(r"body\.1")], (*BODY[2:], HEAD[1])),
+        ((lambda m: m.head.weight, ["body.0.bias"]), (BODY[1], HEAD[0])),
+        (["head", "head.weight"], HEAD),
+        (["body", "!body.0"], BODY[2:]),
+        (["!body.0", "body"], BODY[2:]),  # whatever the order
+        ([eqx.nn.Linear, "!body"], HEAD),
+        ([tp.leaves(lambda path, leaf: leaf.ndim == 2), "!head"], WEIGHTS[:2]),
+    ],
+)
+def test_only_what_is_selected_is_trained(where: Any, selected: tuple[str, ...]):
+    assert tp.layout(net(), where).paths == selected
+    assert tp.ravel(net(), where)[1].layout.paths == selected
+    rest = tuple(path for path in (*BODY, *HEAD, "scale") if path not in selected)
+    assert tp.layout(net(), thaw="scale", freeze=where).paths == rest
+    assert tp.layout(net()).thaw("scale").freeze(where).paths == rest
+    assert tp.layout(net(), freeze="**").thaw(where).paths == selected
+
+
+def test_a_rule_or_a_callable_names_each_place_of_a_tie():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "c": [0.5, 0.5, ramp(3)]}
+    assert tp.layout(model, lambda m: m["c"]).paths == ("c.2",)
+    assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
+    assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
+    for only_a in (lambda m: m["a"], tp.leaves(lambda path, leaf: path == "a")):
+        with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):
+            tp.layout(model, freeze=only_a)
+
+
+# -- What selects nothing
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("heat.weight", r"'heat.weight' selects nothing; nearest: 'head.weight'"),
+        (re.compile(r"head\.wieght"), r"'head\\\\.wieght' selects nothing.*'head.weight'"),
+        (eqx.nn.Conv1d, r"'Conv1d' selects nothing.*Linear"),
+        (lambda m: None, r"'.*<lambda>' selects nothing; the model's parameters are 'body.0.weight'"),
+        (lambda m: 1, r"must return nodes of the model it is given, as for eqx.tree_at; got int"),
+        (eqx.is_array, r"got bool. To ask each leaf, write tp.leaves\(lambda path, leaf: ...\)"),
+        (lambda m: m.head.weight.T, r"\(it is given shapes in place of arrays\); it failed with AttributeError"),
+        (
+            lambda m: (m.act, m.steps),
+            r"no parameter, only 'steps' \(int32\[\]\), 'act' \(not an array\); only floating",
+        ),
+        (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
+        ([], r"an empty sequence selects nothing; leave the argument out, or write None"),
+        (tp.leaves(lambda path, leaf: False), r"tp.leaves\(.*<lambda>\) selects nothing"),
+        ("['head']", r"is written as jax.tree_util.keystr writes paths; write entries with dots"),
+        (["body", "!boddy"], r"'boddy' selects nothing"),
+    ],
+)
+def test_what_selects_nothing_says_so(where: Any, message: str):
+    layout = tp.layout(net())
+    for use in (
+        layout.freeze,
+        layout.thaw,
+        lambda where: tp.layout(net(), where),
+        lambda where: tp.layout(net(), freeze=where),
+        lambda where: tp.layout(net(), thaw=where),
+        lambda where: tp.ravel(net(), where),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use(where)
+
+
+@pytest.mark.parametrize("where", ["scale", re.compile("scale"), lambda m: m.scale, ["head", "scale"]])
+def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
+    message = r"selects only leaves that are declared frozen \('scale' \(float32\[1\]\)\); to train .*, write thaw="
+    for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
+        with pytest.raises(ValueError, match=message):
+            use(net(), where)
+    assert tp.layout(net(), "head", thaw="scale").paths == (*HEAD, "scale")
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: tp.layout(net(), 3), TypeError, r"expected a mask or a `where` .*, got int: 3"),
+        (lambda: tp.grad(len, net())(net()), TypeError, r"which leaves are trained, got a Net with arrays in it"),
+        (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by name, tp.ravel\(model, dtype=float32\)"),
+        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is no mask.* write freeze='\*\*'"),
+        (lambda: tp.layout(net())[0], TypeError, r"asked by path, got 0; the slots in order are layout.slots"),
+        (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties is a dictionary \{alias: path\} .*, got list"),
+        (lambda: tp.leaves("head"), TypeError, r"tp.leaves takes a function of path and leaf, got str"),
+        (lambda: tp.layout(net(), tp.leaves(lambda *_: None)), TypeError, r"must return a bool, got NoneType at 'body"),
+    ],
+)
+def test_arguments_of_other_types(use: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        use()
+
+
+def test_a_mask_is_tried_first_and_is_over_declarations():
+    nothing, everything = (jax.tree.map(lambda _, word=word: word, net()) for word in (False, True))
+    head = eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
+    of_numpy = jax.tree.map(np.bool_, head)
+    of_others_too = eqx.tree_at(lambda m: (m.steps, m.act), head, (True, True))  # which are no parameters
+    for mask in (head, of_numpy, of_others_too, tp.layout(net(), "head").mask):
+        assert callable(mask)
+        assert tp.layout(net(), mask) == tp.layout(net(), "head")
+    assert tp.layout(net(), everything).paths == (*BODY, *HEAD, "scale")
+    assert tp.layout(net(), everything, freeze="body", thaw="body.0.bias").paths == ("body.0.bias", *HEAD, "scale")
+
+
+def test_masks_of_trees_that_are_other_wheres_too():
+    pair = [ramp(1), ramp(1)]
+    assert tp.layout(pair, [True, False]).paths == ("0",)
+    assert tp.layout(tuple(pair), (False, True)).paths == ("1",)
+    assert tp.layout(ramp(1), True).paths == ("",)
+    assert tp.layout({"a": pair, "n": None}, {"a": [False, True], "n": None}).paths == ("a.1",)
+    with pytest.raises(ValueError, match=r"its nodes are of other types"):
+        tp.layout(pair, (True, False))
+
+
+def test_what_is_no_mask_of_the_model():
+    for mask, message in (
+        ({"a": True}, r"a mask must have the structure of the model, with a bool at every leaf; it has no 'b.c'"),
+        ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model has not"),
+        ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model has not"),
+        ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
+        ({"a": 1, "b": {"c": True}, "n": None}, r"holds Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
+        ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask holds Python bools, got .*bool\[\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            tp.layout({"a": ramp(2), "b": {"c": ramp(2)}, "n": None}, mask)
+
+
+# -- Freeze, then thaw
+
+
+def test_freeze_then_thaw_before_anything_is_checked():
+    shared = ramp(2)
+    model = {"encoder": {"embed": shared, "w": ramp(2)}, "head": shared}
+    words = {"freeze": "encoder", "thaw": "encoder.embed"}  # between the two the tie is half frozen
+    assert tp.layout(model, **words).paths == ("encoder.embed",)
+    assert tp.layout(model, tp.layout(model), **words) == tp.layout(model, **words)
+    assert tp.layout(model, "head", thaw="encoder.embed").paths == ("encoder.embed",)
+    assert tp.layout(net(), "body", freeze="body.0", thaw=["scale", "body.0.bias"]).paths == (*BODY[1:], "scale")
+    assert tp.layout(net(), thaw="head.bias", freeze="**").paths == HEAD[1:]
+
+
+def test_the_last_word_wins():
+    layout = tp.layout(net())
+    assert tp.layout(net(), freeze="scale", thaw="scale") == layout.thaw("scale") != layout
+    assert layout.thaw("scale").freeze("scale") == layout.freeze("body").thaw("body") == layout
+    assert layout.freeze("**").size == 0
+    assert layout.freeze("**").thaw("head").freeze("head.bias").paths == HEAD[:1]
+
+
+# -- A given layout
+
+
+def test_a_given_layout_has_its_ties_and_no_others():
+    model, array = {"a": ramp(2), "b": ramp(2)}, ramp(2)
+    layout = tp.layout(model)
+    assert tp.layout(model, tp.layout(model, ties={"b": "a"})).ties == {"a": ("b",)}
+    with pytest.raises(ValueError, match=r"has its ties already; give `ties` where it is made"):
+        tp.layout(model, layout, ties={"b": "a"})
+    message = r"'a' and 'b' are one array, which the layout does not know; make it .* with ties=\{'b': 'a'\}"
+    for use in (tp.layout, tp.partition, tp.ravel):
+        with pytest.raises(ValueError, match=message):
+            use({"a": array, "b": array}, layout)
+
+
+def test_a_layout_given_with_a_model_that_it_does_not_fit():
+    layout = tp.layout({"a": ramp(2), "n": 0.5})
+    for model, message in (
+        ({"a": ramp(3), "n": 0.5}, r"does not fit the layout[^$]*'a' is float32\[2\] in the first, float32\[3\]"),
+        ({"a": ramp(2), "m": 0.5}, r"does not fit[^$]*'n' is only in the first[^$]*'m' is only in the second"),
+        ([ramp(1)] + [0.5] * 200, r"make the layout from this model, tp.layout\(model\)[^$]*\.\.\. and 199 more"),
+        ({"a": 1.0, "n": 0.5}, r"'a' is float32\[2\] in the first, no array in the second"),
+        (collections.OrderedDict(a=ramp(2), n=0.5), r"is a dict in the first, a OrderedDict in the second"),
+    ):
+        for use in (tp.layout, tp.partition, tp.ravel, tp.trainables):
+            with pytest.raises(ValueError, match=message):
+                use(model, layout)
+
+
+def test_inside_plain_jit_a_layout_made_outside_knows_what_is_lost_there():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "n": 0.5}  # the tie and that `n` is no array
+    layout = tp.layout(model)
+    inside = jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]) * m["n"], layout)(model))(model)
+    assert inside["b"] is inside["n"] is None
+    assert inside["a"].tolist() == [1.0, 1.0]
+
+
+def test_other_lists_need_one_that_selects():
+    layout, (vector, restructure) = tp.layout(net()), tp.ravel(net())
+    assert layout.freeze("**").thaw(["**", "!scale", "!head"]).paths == BODY
+    assert layout.freeze(["!head.bias", "head"]).paths == (*BODY, HEAD[1])
+    assert layout.indices(["head", "!head.weight"]).tolist() == [14]
+    assert list(restructure.view(vector)["**", "!body"]) == list(HEAD)
+    for use in (layout.freeze, layout.thaw, layout.indices):
+        with pytest.raises(ValueError, match=r"'!head' only takes away; write .* before it: \['\*\*', '!head'\]"):
+            use("!head")
+        with pytest.raises(ValueError, match=r"selects nothing: all that it selects is taken away"):
+            use(["head", "!head"])
+
+
+def test_what_takes_away_takes_from_what_is_declared():
+    for where, selected in (("!head", BODY), (["!head", "!body.0"], BODY[2:]), ("!**.bias", WEIGHTS)):
+        assert tp.layout(net(), where).paths == tuple(tp.trainables(net(), where)) == selected
+    assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
+    assert tp.layout({"!a": ramp(1), "b": ramp(1)}, '"!a"').paths == ('"!a"',)
+    for where in ("!**", ["head", "!head"]):
+        with pytest.raises(ValueError, match=r"selects nothing: all of it is taken away"):
+            tp.layout(net(), where)
+
+
+def test_leaves_by_shape_and_path():
+    seen = []
+
+    def is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+        seen.append((path, leaf.shape, leaf.dtype))
+        return leaf.ndim >= 2
+
+    assert tp.layout(net(), tp.leaves(is_matrix)).paths == WEIGHTS
+    assert seen == [(path, tp.layout(net(), thaw="**")[path].shape, jnp.float32) for path in (*BODY, *HEAD, "scale")]
+    threshold = [1]
+    rule = tp.leaves(lambda path, leaf: leaf.ndim > threshold[0])
+    assert tp.layout(net(), rule).paths == WEIGHTS
+    threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
+    assert tp.layout(net(), rule).paths == (*BODY, *HEAD)

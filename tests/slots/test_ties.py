@@ -1,0 +1,259 @@
+"""Ties: how they arise, that they are trained or frozen as a whole, and what no tie can be."""
+
+import dataclasses
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from ..zoo import Norm, Pair, ramp as leaf
+
+
+class Codec(eqx.Module):
+    encoder: Any
+    decoder: Any
+
+
+tp.declare(Codec, ties={"decoder": ("encoder", jnp.transpose)})
+
+
+class Declares(eqx.Module):
+    encoder: Any
+    decoder: Any = tp.field(tied_to="encoder", transform=jnp.transpose)
+    inner: Any = None
+    shifted: Any = tp.field(tied_to="inner.encoder", default=None)
+
+
+def codec() -> Codec:
+    return Codec(leaf(2, 3), leaf(3, 2))
+
+
+def squares() -> dict[str, Any]:
+    return {name: leaf(2, 2) for name in "abcd"}
+
+
+def shared() -> dict[str, Any]:
+    array = leaf(2)
+    return {"online": {"w": array, "b": leaf(1)}, "target": {"w": array}}
+
+
+def test_the_same_array_is_tied_wherever_it_stands():
+    array, view = leaf(2, 2), np.ones((2, 2))
+    model = {"a": [array, view], "b": Pair(array, (view, array)), "c": leaf(2, 2)}
+    assert tp.layout(model).ties == {"a.0": ("b.first", "b.second.1"), "a.1": ("b.second.0",)}
+    assert tp.layout(model).paths == ("a.0", "a.1", "c")
+
+
+def test_what_only_looks_the_same_never_ties():
+    array, numpy, number, integers, key = leaf(2, 2), np.ones((2, 2)), 0.5, np.arange(2), jax.random.key(0)
+    never = [leaf(2, 2), array, array.copy(), array.T, array[:2, :1], jnp.asarray(np.asarray(array))]
+    never += [numpy, numpy[:], numpy.T, numpy.view(), number, number, np.float32(1), integers, integers, key, key]
+    assert tp.layout(never).ties == {}
+    assert len(tp.layout(never).paths) == 10
+
+
+def test_the_path_named_as_source_is_the_slot():
+    for ties, paths, found in (
+        ({"b": "a"}, "acd", {"a": ("b",)}),
+        ({"a": "b"}, "bcd", {"b": ("a",)}),
+        ({"a": "d", "b": "d"}, "cd", {"d": ("a", "b")}),
+        ({"b": "a", "c": "b", "d": "c"}, "a", {"a": ("b", "c", "d")}),
+        ({"a": ("c", jnp.transpose), "d": "b"}, "bc", {"b": ("d",), "c": ("a",)}),
+    ):
+        layout = tp.layout(squares(), ties=ties)
+        assert (layout.paths, layout.ties) == (tuple(paths), found)
+        assert layout.mask == dict.fromkeys("abcd", True)
+    joined = squares()
+    joined["b"], joined["d"] = joined["a"], joined["c"]
+    assert tp.layout(joined, ties={"a": "d"}).ties == {"d": ("a", "b", "c")}
+    assert tp.layout(joined, ties={"a": "b"}).ties == {"b": ("a",), "c": ("d",)}
+
+
+def test_ties_that_a_field_declares():
+    inner = {"encoder": leaf(2, 3)}
+    model = [Declares(leaf(2, 3), leaf(3, 2), inner, leaf(2, 3)), {"k": Declares(leaf(2, 3), leaf(3, 2))}]
+    assert tp.layout(model).ties == {
+        "0.encoder": ("0.decoder",),
+        "0.inner.encoder": ("0.shifted",),
+        "1.k.encoder": ("1.k.decoder",),
+    }
+    tied = tp.tie(model)[0]
+    np.testing.assert_array_equal(tied.decoder, tied.encoder.T)
+    assert tied.shifted is tied.inner["encoder"] is inner["encoder"]
+    nothing = Declares(leaf(2, 3), None)  # nothing there is no alias
+    assert tp.layout(nothing).ties == {}
+    assert tp.tie(nothing).encoder is nothing.encoder
+
+    class Narrower(Declares):
+        decoder: Any = tp.field(trainable=False)  # a field defined anew is declared anew
+
+    assert tp.layout(Narrower(leaf(2, 3), leaf(3, 2))).ties == {}
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class NoModule:
+        a: Any
+        b: Any = dataclasses.field(metadata={"tied_to": "a"})
+
+    assert tp.layout(NoModule(leaf(2), leaf(2))).ties == {"a": ("b",)}
+
+
+def test_a_declared_tie_holds_where_arrays_no_longer_tell():
+    loss = lambda m: jnp.sum(m.encoder * 2) + jnp.sum(m.decoder * 3)
+    grads = jax.jit(tp.grad(loss))(codec())  # a plain `jit`, and no layout
+    np.testing.assert_array_equal(grads.encoder, np.full((2, 3), 5.0))
+    assert grads.decoder is None
+    assert tp.layout(grads).paths == ("encoder",)  # a canonical tree is a model too
+
+
+# -- What cannot be
+
+
+@pytest.mark.parametrize(
+    ("ties", "message"),
+    [
+        ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
+        ({"node": "a"}, r"a tie names 'node', where the model has no leaf; nearest: 'node.x'"),
+        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is no parameter"),
+        ({"number": "a"}, r"a tie names 'number' \(not an array\), which is no parameter"),
+        ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
+        ({"half": "a"}, r"'half' is bfloat16\[2,2\] and cannot be tied to 'a', which is float32\[2,2\]"),
+        ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' run in a circle; name one path as"),
+        ({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
+        ({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
+        ({"turned.decoder": "tall"}, r"'turned.decoder' is tied twice: to 'turned.encoder' and to 'tall'"),
+    ],
+)
+def test_ties_that_cannot_be(ties: Any, message: str):
+    model = squares() | {"wide": leaf(2, 3), "tall": leaf(3, 2), "half": leaf(2, 2, dtype=jnp.bfloat16)}
+    model |= {"again": model["a"], "count": np.arange(2), "number": 0.5, "node": {"x": leaf(2, 2)}}
+    with pytest.raises(ValueError, match=message):
+        tp.layout(model | {"turned": codec()}, ties=ties)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: tp.field(transform=jnp.transpose), r"a transform is of another parameter: tp.field\(tied_to="),
+        (lambda: tp.field(tied_to="a", static=True), r"is no part of the tree: drop `static=True` or `tied_to=`"),
+        (lambda: tp.layout(Declares(leaf(2, 3), [leaf(3, 2)])), r"'decoder' tied to 'encoder', but it is a node, not"),
+        (lambda: tp.layout(Declares(None, leaf(3, 2))), r"a tie names 'encoder', where the model has no leaf"),
+        (lambda: tp.tie([leaf(2), leaf(3)], "1", to="0"), r"'1' is float32\[3\] and cannot be tied to '0', which is"),
+        (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
+        (lambda: tp.tie(codec(), "decoder"), r"takes both paths"),
+        (
+            lambda: tp.tie(squares()),
+            r"no class in this model declares a tie; .* tp.tie\(model, \"head\", to=\"embed\"\)",
+        ),
+        (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie is to a path such as .*, got \('a', 'b'\)"),
+        (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie is to a path .*, got 3"),
+        (lambda: tp.field(tied_to=3), r"tp.field: a tie is to a path such as 'embed.weight', or .*, got 3"),
+        (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
+        (
+            lambda: tp.tie(squares(), "b", to="a", transform=jnp.negative),
+            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
+        ),
+    ],
+)
+def test_what_is_refused(use: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        use()
+
+
+# -- Trained as a whole
+
+
+def test_never_half_of_a_tie():
+    remedies = r"tp\.copy.*tp\.layout\(model, freeze=\['online.w', 'target.w'\]\), or thaw=.* or trainable="
+    for half in (
+        lambda model: tp.layout(model, "online"),
+        lambda model: tp.layout(model, {"online": {"w": True, "b": True}, "target": {"w": False}}),
+        lambda model: tp.layout(model, freeze="target"),
+        lambda model: tp.layout(model, freeze="**", thaw="online"),
+        lambda model: tp.layout(model).freeze("target"),
+        lambda model: tp.layout(tp.untie(model), freeze="target", ties={"target.w": "online.w"}),
+    ):
+        with pytest.raises(ValueError, match=r"'online.w' is trained and 'target.w' is frozen.*one array.*" + remedies):
+            half(shared())
+
+
+def test_the_remedies_that_are_named_help():
+    model = shared()
+    model["third"] = dict(model["target"])
+    with pytest.raises(ValueError, match=r"is trained and '.*' is frozen") as caught:
+        tp.layout(model, freeze="third")
+    ((named,),) = [re.findall(r"freeze=\[(.*?)\]", str(caught.value))]
+    every = re.findall(r"'(.*?)'", named)
+    assert tp.layout(model, freeze=every).paths == ("online.b",)
+    assert tp.layout(model, freeze="**", thaw=every).paths == tp.layout(model, every).paths == ("online.w",)
+    assert tp.layout(model | {"third": tp.copy(model["third"])}, freeze="third").paths == ("online.b", "online.w")
+
+
+def test_ties_of_frozen_parameters_are_remembered():
+    for layout in (tp.layout(shared()), tp.layout(codec())):
+        frozen = layout.freeze("**")
+        assert (frozen.size, frozen.ties) == (0, layout.ties)
+        assert frozen.thaw("**") == layout
+
+
+def test_an_alias_with_a_transform_follows_its_source():
+    layout = tp.layout(codec())
+    for same in (tp.layout(codec(), "encoder"), layout.freeze("encoder").thaw("encoder"), layout.thaw("**")):
+        assert same == layout
+    frozen = layout.freeze("encoder")
+    assert frozen == tp.layout(codec(), freeze=["encoder", "decoder"]) != layout
+    assert jax.tree.leaves(frozen.mask) == [False, False]
+    for only_the_alias in (
+        lambda: tp.layout(codec(), "decoder"),
+        lambda: tp.layout(codec(), Codec(True, False)),
+        lambda: frozen.thaw("decoder"),
+        lambda: layout.freeze(["**", "!decoder"]),
+    ):
+        with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* say it of the source"):
+            only_the_alias()
+
+
+def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():
+    ties = {"mean.w": ("scale", jnp.transpose)}
+    model = {"mean": {"w": leaf(3, 2), "b": leaf(2)}, "scale": leaf(2, 3)}
+    assert tp.layout(model, freeze="mean", ties=ties).mask == {"mean": {"w": True, "b": False}, "scale": True}
+    assert tp.layout(model, "mean", ties=ties).mask == {"mean": {"w": False, "b": True}, "scale": False}
+    assert tp.layout(Norm(**model), ties=ties).ties == {"scale": ("mean.w",)}
+    with pytest.raises(ValueError, match=r"'mean.w' is transpose of 'scale', its source"):
+        tp.layout(Norm(leaf(2, 3), {"w": leaf(3, 2)}), ties=ties)  # said of nothing else
+
+
+# -- tie, untie
+
+
+def test_tie_and_untie():
+    once = tp.tie(model := squares(), "c", to="b")
+    assert once["c"] is once["b"] is model["b"]
+    assert all(once[name] is model[name] for name in "abd")
+    assert tp.layout(once).ties == {"b": ("c",)}
+    both = tp.tie(once, "d", to="a")
+    assert tp.layout(tp.untie(both, "d")).ties == {"b": ("c",)} == tp.layout(tp.untie(both, "a")).ties
+    apart = tp.untie(both)
+    assert tp.layout(apart).ties == {}
+    jax.tree.map(np.testing.assert_array_equal, apart, both)
+    assert len({array.unsafe_buffer_pointer() for array in apart.values()}) == 4
+
+
+def test_tie_sets_what_a_class_or_a_layout_says():
+    for declared in (tp.tie(codec()), tp.tie(codec(), "decoder", to="encoder", transform=jnp.transpose)):
+        np.testing.assert_array_equal(declared.decoder, declared.encoder.T)
+    assert tp.layout(tp.untie(declared)).ties == {"encoder": ("decoder",)}
+    model = {"a": leaf(2, 3), "b": leaf(3, 2), "c": leaf(2, 3), "frozen": leaf(1), "too": leaf(1)}
+    ties = {"b": ("a", jnp.transpose), "c": "a", "too": "frozen"}
+    tied = tp.tie(model, tp.layout(model, freeze=["frozen", "too"], ties=ties))
+    np.testing.assert_array_equal(tied["b"], tied["a"].T)
+    assert tied["c"] is tied["a"] is model["a"]
+    assert tied["too"] is tied["frozen"]
+    assert tp.layout(tied).ties == {"a": ("c",), "frozen": ("too",)}

@@ -1,0 +1,221 @@
+"""What classes say of their fields, their own and those of other packages."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import flax.nnx
+import flax.struct
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import paramax
+import pytest
+
+import treeparams as tp
+
+from ..zoo import Norm, Pair, Plain, ramp as leaf
+
+
+def pair() -> dict[str, jax.Array]:
+    return {"bias": leaf(3), "weight": leaf()}
+
+
+class Child(Norm):
+    bias: jax.Array
+
+
+class Thawing(Norm):
+    mean: jax.Array = tp.field(trainable=True)
+
+
+class Options(eqx.Module):
+    rate: Any = tp.field(trainable=True, converter=jnp.asarray, default=0.5)
+    offset: Any = tp.field(trainable=False, default_factory=lambda: leaf(3))
+    size: int = tp.field(static=True, default=2)
+    plain: Any = tp.field(default=None)
+
+
+class Holder(eqx.Module):
+    frozen: Any = tp.field(trainable=False)
+    free: Any = None
+
+
+class Written(eqx.Module):
+    value: Any = tp.field(trainable=True)
+
+
+# -- tp.field
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (lambda: Child(leaf(), leaf(), leaf()), ("scale", "bias")),
+        (lambda: Thawing(leaf(), leaf()), ("scale", "mean")),
+        (lambda: Options(rate=1.0, plain=[leaf()]), ("rate", "plain.0")),
+        (lambda: Holder(Thawing(leaf(), leaf()), [leaf()]), ("free.0",)),
+        (lambda: Holder({"a": [leaf(), 1, None]}, None), ()),
+    ],
+)
+def test_a_frozen_field_freezes_all_below_it(model: Any, paths: tuple[str, ...]):
+    assert tp.layout(model()).paths == paths
+
+
+@pytest.mark.filterwarnings("ignore:Using `field")
+def test_a_field_is_a_field_of_equinox():
+    options = Options(rate=2.0)
+    assert isinstance(options.rate, jax.Array)
+    assert (options.size, options.plain) == (2, None)
+    assert [array.size for array in jax.tree.leaves(options)] == [1, 3]
+    metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
+    assert (metadata["unit"], metadata["trainable"]) == ("m", False)
+    assert "trainable" not in tp.field().metadata
+    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
+        tp.field(trainable=True, static=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "holds"),
+    [
+        (0.5, "value", "a Python"),
+        (np.arange(3), "value", r"int\d\d of shape \(3,\)"),
+        (jax.random.key(0), "value", r"key<fry> of shape \(\)"),
+        (jax.nn.relu, "value", "."),
+        ([0.1, 0.2], "value.0", "a Python value"),
+    ],
+)
+def test_trainable_written_out_on_what_cannot_be_trained(value: Any, path: str, holds: str):
+    message = rf"'0.{path}' is declared trainable=True, but holds {holds}"
+    remedy = r".*write tp.field\(trainable=True, converter=jnp." if path == "value" else ""
+    for use in (tp.layout, tp.partition, tp.ravel, lambda model: tp.layout(model, freeze="**")):
+        with pytest.raises(TypeError, match=message + remedy):
+            use([Written(value), leaf()])
+
+
+def test_trainable_written_out_says_nothing_of_what_is_below():
+    mlp = eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0))  # with functions in it
+    for value, parameters in ((np.ones(2, np.complex64), 1), (None, 0), ([leaf(), 1], 1), (mlp, 4)):
+        assert len(tp.layout(Written(value)).paths) == parameters
+
+
+@flax.struct.dataclass
+class Struct:
+    weight: Any
+    frozen: Any = flax.struct.field(metadata={"trainable": False})
+
+
+@pytest.mark.parametrize("cls", [Plain, Struct])
+def test_metadata_declares_for_any_dataclass(cls: Any):
+    model = {"a": cls(leaf(), [leaf(3), pair()])}
+    assert tp.layout(model).paths == ("a.weight",)
+    assert set(tp.layout(model, thaw="a.frozen.1.bias").paths) == {"a.weight", "a.frozen.1.bias"}
+
+
+@dataclasses.dataclass
+class Nameless:
+    mean: Any = dataclasses.field(metadata={"trainable": False})
+
+
+jtu.register_pytree_node(Nameless, lambda node: ((node.mean,), None), lambda _, children: Nameless(*children))
+
+
+class Wrong(eqx.Module):
+    weight: Any = eqx.field(metadata={"trainable": "no"})
+
+
+def test_declarations_that_cannot_be_read():
+    with pytest.raises(TypeError, match=r"Nameless says of its fields what is trained but is a pytree without names"):
+        tp.layout(Nameless(leaf()))
+    with pytest.raises(TypeError, match=r"Wrong.weight: `trainable` must be True or False, got 'no'"):
+        tp.layout(Wrong(leaf()))
+
+
+# -- Other libraries
+
+
+class Variables(flax.nnx.Module):
+    def __init__(self) -> None:
+        sequence = getattr(flax.nnx, "List", list)  # older versions take a list
+        self.layers = sequence([flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0))])
+        self.drop = flax.nnx.Dropout(0.5, rngs=flax.nnx.Rngs(0))
+        self.lora, self.bare = flax.nnx.LoRAParam(leaf()), flax.nnx.Variable(leaf())
+        self.cache, self.intermediate = flax.nnx.Cache(leaf()), flax.nnx.Intermediate(leaf())
+        self.statistic = flax.nnx.BatchStat(leaf())
+
+
+def test_variables_of_flax():
+    paths = ("layers.0.bias", "layers.0.kernel", "lora")  # neither `.value` nor keys
+    for state in (flax.nnx.state(Variables()), flax.nnx.split(Variables())[1]):
+        assert tp.layout(state).paths == tp.layout(state, flax.nnx.Param).paths == paths
+        assert tp.layout(state, thaw="cache").paths == ("cache", *paths)
+
+
+def test_running_statistics_are_no_parameters():
+    for mode in ("ema", "batch"):
+        options = {"axis_name": "batch", "mode": mode}
+        assert tp.layout(eqx.nn.BatchNorm(3, **options)).paths == ("weight", "bias")
+        made, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, **options)
+        assert tp.layout({"model": made, "state": state}, "model").paths == ("model.weight", "model.bias")
+
+
+def test_non_trainable_of_paramax():
+    model = {"a": paramax.NonTrainable({"w": leaf()}), "b": leaf(3)}
+    assert tp.layout(model).paths == ("b",)
+    assert tp.layout(model, thaw="a").paths == ("a.tree.w", "b")
+    assert tp.layout(paramax.non_trainable({"a": [jnp.asarray(leaf())]})).paths == ()
+
+
+# -- tp.declare
+
+
+class Foreign(eqx.Module):
+    """Stands for a class of another package; each test declares a subclass of its own."""
+
+    weight: Any
+    bias: Any
+    layers: Any = None
+
+
+def test_frozen_globs_are_relative_to_each_instance():
+    for frozen, paths in (
+        ("bias", ("0.weight", "0.layers.0.bias", "0.layers.0.weight")),
+        (("bias", "weight", "layers.*.bias"), ("0.layers.0.weight",)),
+        ("layers.7", ("0.weight", "0.bias", "0.layers.0.bias", "0.layers.0.weight")),
+    ):
+        cls = type("Declared", (Foreign,), {})
+        tp.declare(cls, frozen=frozen)
+        assert tp.layout([cls(leaf(), leaf(), [pair()])]).paths == paths
+
+
+def test_subclasses_inherit_and_declaring_again_replaces():
+    base = type("Base", (Foreign,), {})
+    child = type("Child", (base,), {})
+    build = lambda cls: cls(leaf(2), leaf(2))
+    assert tp.layout(build(base)).paths == ("weight", "bias")
+    tp.declare(base, frozen="bias")  # after a first look
+    assert tp.layout(build(base)).paths == tp.layout(build(child)).paths == ("weight",)
+    tp.declare(child, ties={"bias": "weight"}, frozen="weight")
+    assert tp.layout(build(child)).paths == ()
+    assert tp.layout(build(child)).ties == {"weight": ("bias",)}
+    tp.declare(base, frozen=())
+    tp.declare(child, ties={"weight": "bias"})
+    assert tp.layout(build(base)).paths == ("weight", "bias")
+    assert tp.layout(build(child)).paths == ("bias",)
+
+
+def test_classes_that_are_no_dataclass():
+    cls = type("Declared", (Pair,), {})
+    tp.declare(cls, frozen="second", ties={"first.1": "first.0"})
+    layout = tp.layout({"p": cls([leaf(), leaf()], leaf()), "q": Pair(leaf(), leaf())})
+    assert layout.paths == ("p.first.0", "q.first", "q.second")
+    assert layout.ties == {"p.first.0": ("p.first.1",)}
+
+
+def test_declaring_a_field_that_is_not_there():
+    for declaration in ({"frozen": ("bias", "wieght.*")}, {"ties": {"bias": ("wieght.0", jnp.transpose)}}):
+        with pytest.raises(ValueError, match=r"Foreign has no field for 'wieght.*; nearest: 'weight'"):
+            tp.declare(Foreign, **declaration)
+    assert tp.layout(Foreign(leaf(), leaf())).paths == ("weight", "bias")

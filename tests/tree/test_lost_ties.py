@@ -1,0 +1,168 @@
+"""A tie that a trace has lost is noticed, once, by whatever meets the model there; and not where it is known."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import ramp
+
+_count = iter(range(10**6))
+
+
+def fresh(*batch: int, tied: bool = True) -> dict[str, Any]:
+    """A model of a structure that this process has not met, since the warning is given once per structure."""
+    embed = ramp(*batch, 2, 3)
+    return {"embed": embed, "head": embed if tied else embed + 0, f"w{next(_count)}": ramp(*batch, 2)}
+
+
+def loss(model: Any, x: Any = 1.0) -> jax.Array:
+    return x * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(model))
+
+
+MESSAGE = (
+    r"'embed' and 'head' were one array in a model of this structure that was met before.*known = tp.layout\(model\); "
+    r"tp.grad\(loss, known\).*tp.partition.*tp.ravel.*tp.jit.*its own layout"
+)
+noticed = lambda: pytest.warns(UserWarning, match=MESSAGE)
+
+VERBS = {
+    "layout": lambda model: tp.layout(model).size,
+    "layout of freeze": lambda model: tp.layout(model, freeze="w*").size,
+    "partition": lambda model: jax.tree.leaves(tp.partition(model)[0]),
+    "ravel": lambda model: tp.ravel(model)[0],
+    "grad": lambda model: tp.grad(loss)(model)["embed"],
+    "value_and_grad": lambda model: tp.value_and_grad(loss)(model)[0],
+    "maptrainable": lambda model: tp.maptrainable(lambda x: 2 * x, model),
+    "mapreduce": lambda model: tp.mapreduce(jnp.sum, jnp.add, model, init=0.0),
+    "biwalk": lambda model: [leaf for _, leaf, _ in tp.biwalk(model, {})],
+    "trainables": lambda model: tp.trainables(model),
+    "project": lambda model: tp.project(model, {"embed": model["embed"]})["embed"],
+    "ema": lambda model: tp.ema(model, model, decay=0.5),
+    "summary": lambda model: tp.summary(model).totals["trained"].elements,
+    "accumulate": lambda model: tp.accumulate(lambda m, x: loss(m), pieces=2)(model, np.ones(4))[0],
+    "optim": lambda model: jax.tree.leaves(optim.trainable(optax.sgd(1.0)).init(model)),
+    "a where": lambda model: tp.trainables(model, "embed"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_notices(verb: str):
+    model = fresh()
+    tp.layout(model)  # met outside
+    with noticed() as caught:
+        jax.eval_shape(VERBS[verb], model)
+    assert [each.filename for each in caught] == [__file__]  # it points at the caller
+    jax.eval_shape(lambda model: VERBS[verb](model), model)  # once per structure
+
+
+knowing = lambda apart: tp.layout(apart, ties={"head": "embed"})
+
+
+def restructured(apart: Any) -> Any:
+    vector, restructure = tp.ravel(apart, knowing(apart))
+    return restructure(vector)
+
+
+MEETS = {
+    "tie": lambda apart: tp.tie(apart, "head", to="embed"),
+    "combine": lambda apart: tp.combine(*tp.partition(apart, knowing(apart))),
+    "restructure": restructured,
+    "maptrainable": lambda apart: tp.maptrainable(lambda x: x, apart, trainable=knowing(apart)),
+    "tp.jit": lambda apart: tp.jit(lambda model: model)({**apart, "head": apart["embed"]}),
+}
+
+
+@pytest.mark.parametrize("meet", MEETS)
+def test_it_is_met_by_any_function_and_by_what_they_return(meet: str):
+    model = MEETS[meet](fresh(tied=False))
+    assert model["embed"] is model["head"]
+    with noticed():
+        jax.eval_shape(tp.grad(loss), model)
+
+
+def test_what_a_plain_jit_returned_does_not_erase_it():
+    model = fresh()
+    params, _ = tp.partition(model)
+    apart = jax.jit(lambda model: model)(eqx.apply_updates(model, params))
+    assert apart["embed"] is not apart["head"]
+    assert tp.layout(apart).ties == {}
+    with noticed():
+        jax.eval_shape(tp.grad(loss), apart)
+
+
+TRACES = {
+    "filter_jit": ((), lambda model: eqx.filter_jit(tp.grad(loss))(model)),
+    "vmap": ((4,), lambda model: jax.vmap(tp.grad(loss))(model)),  # without the axis that is mapped
+    "carry of a scan": (
+        (),
+        lambda model: jax.lax.scan(lambda m, _: (tp.maptrainable(lambda x: 0.5 * x, m), None), model, None, length=2),
+    ),
+    "xs of a scan": ((4,), lambda model: jax.lax.scan(lambda c, each: (c + tp.ravel(each)[0][0], None), 0.0, model)),
+}
+
+
+@pytest.mark.parametrize(("batch", "run"), TRACES.values(), ids=TRACES)
+def test_in_filter_jit_vmap_and_scan(batch: tuple[int, ...], run: Any):
+    tp.layout(model := fresh(*batch))
+    with noticed():
+        run(model)
+
+
+def test_a_model_within_something_larger_is_noticed_too():
+    tp.layout(model := fresh())
+    with pytest.warns(UserWarning, match=r"'net.embed' and 'net.head' were one array"):
+        jax.eval_shape(lambda both: tp.ravel(both)[0], {"net": model, "temperature": ramp(2)})
+
+
+# -- Where it is silent: warnings are errors in these tests
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_it_is_silent_where_the_ties_are_known_and_for_copies_that_were_untied(untied: bool):
+    model = fresh()
+    layout = tp.layout(model)
+    if untied:
+        model = tp.untie(model)
+        layout = tp.layout(model)
+    params, rest = tp.partition(model)
+    vector, restructure = tp.ravel(model)
+    jax.eval_shape(tp.grad(loss, layout), model)
+    jax.eval_shape(lambda model: tp.ravel(model, layout)[0], model)
+    jax.eval_shape(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)), params, rest)
+    jax.eval_shape(lambda vector, restructure: tp.grad(loss)(restructure(vector)), vector, restructure)
+    tp.jit(tp.grad(loss))(model)
+    tp.jit(lambda params, rest: tp.grad(loss)(tp.combine(params, rest)))(params, rest)
+    tp.jit(lambda average: tp.grad(loss)(average.average))(tp.Ema(model, 0.9))
+    tp.jit(lambda model: tp.grad(loss)(tp.untie(model)))(model)
+    jax.vmap(lambda x: tp.grad(loss)(model, x))(np.ones(3, "f"))  # the model is no argument of the `vmap`
+    jax.grad(lambda params: loss(tp.combine(params, rest)))(params)
+
+
+def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
+    tp.layout(model := fresh())
+    jax.eval_shape(tp.grad(loss, "w*"), model)
+    jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
+    jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
+    apart = {name: leaf + 0 for name, leaf in model.items()}
+    own = tp.layout(apart)
+    assert own.ties == {}
+    jax.eval_shape(tp.grad(loss, own), apart)
+
+
+def test_shared_cotangents_teach_no_ties():
+    model = {"one": eqx.nn.Linear(3, 3, key=jax.random.key(0)), "other": eqx.nn.Linear(3, 3, key=jax.random.key(1))}
+    of = lambda model: jnp.sum(model["one"](jnp.ones(3)) + model["other"](jnp.ones(3)))
+    grads = tp.grad(of)(model)
+    grads = eqx.tree_at(lambda g: g["other"].bias, grads, grads["one"].bias)  # one object, as newer JAX has it
+    tp.trainables(grads)
+    tp.jit(lambda state: state)({"mu": jax.tree.map(lambda _: np.zeros(3, "f"), grads), "nu": grads})
+    model = tp.jit(lambda model, grads: tp.maptrainable(lambda x, g: x - 0.1 * g, model, grads))(model, grads)
+    eqx.filter_jit(tp.grad(of))(model)

@@ -1,0 +1,176 @@
+"""Trees recognised again: static values compared as a compiler must, no tree taken for another, nothing kept alive."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import gc
+import weakref
+from typing import Any
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from ..zoo import ramp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*array is being set as static")
+
+
+class Holder(eqx.Module):
+    weight: jax.Array
+    static: Any = eqx.field(static=True)
+
+
+def holding(static: Any) -> tp.Layout:
+    return tp.layout(Holder(ramp(2), static))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    depth: Any
+    other: Any = dataclasses.field(default=None, compare=False)
+
+
+# -- Static values -----------------------------------------------------------------------------------------------------
+
+ARRAY = np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "equal"),
+    [
+        (2, 2.0, False),
+        (1, True, False),
+        (0.0, -0.0, False),
+        (float("nan"), float("nan"), True),
+        ([1, (2,)], [1, (2,)], True),
+        ({1: "a"}, {True: "a"}, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),  # a program can tell the order
+        ((Config(1),), (Config(True),), False),
+        ((Config(1, 2),), (Config(1, 5),), False),  # though `==` says that they are
+        (slice(0, 2), slice(0, 2), True),
+        ({1, 2}, {2, 1}, True),
+        (functools.partial(max, 1), functools.partial(max, 1), True),
+        (functools.partial(max, 1), functools.partial(max, 1.0), False),
+        (np.float32(1), np.float32(1), True),
+        (np.float32(1), np.float64(1), False),
+        ([ARRAY], [ARRAY], True),  # arrays by identity
+        (ARRAY, ARRAY.copy(), False),
+        (object(), object(), False),
+    ],
+)
+def test_static_fields_compare_by_type_and_value(here: Any, there: Any, equal: bool):
+    these, those = holding(here), holding(there)
+    assert these == holding(here)
+    assert (these == those) is equal
+    assert not equal or hash(these) == hash(those)
+    assert [row.what for row in these.diff(those).rows] == [] if equal else ["static"]
+
+
+class Plain:
+    def __init__(self, sizes: list[Any]) -> None:
+        self.sizes = sizes
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+MUTABLE = {
+    "deque": (lambda: collections.deque([1]), lambda value: value.append(2)),
+    "plain object": (lambda: Plain([1]), lambda value: value.sizes.append(2)),
+    "bound method": (lambda: Plain([1]).__call__, lambda value: value.__self__.sizes.append(2)),
+}
+
+
+@pytest.mark.parametrize("name", MUTABLE)
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_a_value_that_changes_in_place_leaves_no_stale_trace(name, is_leaf):
+    make, change = MUTABLE[name]
+    value, traces = make(), []
+    step = tp.jit(lambda model: traces.append(1))
+    combine = jax.jit(lambda params, rest: traces.append(tp.combine(params, rest)))
+    model = eqx.nn.Lambda(value) if is_leaf else Holder(ramp(2), value)
+    layout = tp.layout(model)
+    for run in (step, lambda model: combine(*tp.partition(model))):
+        traces.clear()
+        run(model), run(model)
+        assert len(traces) == 1
+        change(value)
+        run(model), run(model)
+        assert len(traces) == 2
+    assert (tp.layout(model) == layout) is is_leaf  # a leaf that is no array is a value
+
+
+def test_static_values_that_hold_themselves():
+    static = Plain([1])
+    static.sizes.append(static)
+    assert holding(static) == (layout := holding(static))
+    static.sizes.append(2)
+    assert holding(static) != layout
+
+
+# -- One tree is not taken for another ---------------------------------------------------------------------------------
+
+arrays = [ramp(2), ramp(3), np.ones(2, "f"), np.ones(2, "i"), np.array(["x"]), np.array(None), np.array([0], "M8[D]")]
+kinds = st.sampled_from([*arrays, 1, 1.0, True, "x"])
+
+
+@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
+@hypothesis.given(st.lists(st.tuples(kinds, kinds), min_size=2, max_size=6))
+def test_what_was_met_before_makes_no_difference(trees):
+    parameter = lambda x: hasattr(x, "dtype") and x.dtype.kind == "f"
+    for tree in trees:
+        once = tree[0] is tree[1] and parameter(tree[0])
+        want = tuple(str(i) for i, leaf in enumerate(tree) if parameter(leaf) and not (once and i))
+        assert tp.layout(tree).paths == want
+
+
+def test_eight_threads_meet_more_structures_than_are_remembered():
+    models = [{f"x{i}": ramp(2), **{str(j): j for j in range(i % 7)}} for i in range(300)]
+
+    def work(start: int) -> list[Any]:
+        return [tp.layout(models[(start * 37 + i) % len(models)]).paths for i in range(80)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for start, each in enumerate(pool.map(work, range(8))):
+            assert each == [(f"x{(start * 37 + i) % len(models)}",) for i in range(80)]
+
+
+# -- What is kept alive ------------------------------------------------------------------------------------------------
+
+
+KEEPERS = {
+    "closure": lambda array: lambda x, y=array: x,
+    "jitted closure": lambda array: jax.jit(lambda x: x + array),
+    "plain object": lambda array: Plain([array]),
+    "partial of a partial": lambda array: jax.tree_util.Partial(jax.tree_util.Partial(jnp.add, array), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_no_array_is_kept_alive(name):
+    array = jnp.ones(1000)
+    held = weakref.ref(array)
+    model = Holder(ramp(2), KEEPERS[name](array))
+    _, restructure = tp.ravel(model)
+    assert tp.combine(*tp.partition(model)).static is model.static
+    assert restructure.layout == tp.layout(model)
+    del array, model, restructure
+    gc.collect()
+    assert held() is None
+
+
+def test_no_tracer_is_kept_alive():
+    def f(x):
+        model = Holder(jnp.ones(2) * x, lambda y: y + x)  # a static function that has captured a tracer
+        return jnp.sum(tp.ravel(model)[0]) + jnp.sum(tp.partition(model)[0].weight)
+
+    with jax.checking_leaks():
+        assert float(jax.jit(f)(2.0)) == 8

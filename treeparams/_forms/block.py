@@ -1,0 +1,224 @@
+"""One array of a form, and where slots lie in it: one after another in a vector, as rows of a stack, or one by itself.
+
+A block is static, and of slots it knows shapes and dtypes alone, so that like models share programs.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._tree.dtypes import is_complex
+from .mesh import alike, first_axis_whole, replicated
+from .primitives import Shapes, cut, join
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Arrays that lie one after another in one; without a `length` it is a single array, as it is."""
+
+    shapes: Shapes
+    dtypes: tuple[Any, ...]  # of each; none of frozen arrays, which are as they lie in it
+    dtype: Any  # of the whole
+    length: int | None  # of the first axis, with the padding
+    rank: int = 0  # the number of axes of a row; in a vector none is kept
+
+    @classmethod
+    def single(cls, shape: tuple[int, ...], dtype: Any) -> "Block":
+        """A block of one array, as it is."""
+        return cls((tuple(shape),), (dtype,), dtype, None, len(shape))
+
+    @classmethod
+    def vector(cls, shapes: Sequence[Any], dtypes: Sequence[Any], dtype: Any, length: int | None = None) -> "Block":
+        """A block of arrays of any shapes, each flat; zeros follow up to the length."""
+        shapes = tuple(map(tuple, shapes))
+        return cls(shapes, tuple(dtypes), dtype, sum(map(math.prod, shapes)) if length is None else length)
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], dtype: Any, count: int) -> "Block":
+        """A block of so many arrays of one shape."""
+        return cls((tuple(shape),) * count, (dtype,) * count, dtype, count, len(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        if self.length is None:
+            return self.shapes[0]
+        return (self.length, *self.shapes[0][len(self.shapes[0]) - self.rank :]) if self.rank else (self.length,)
+
+    @property
+    def size(self) -> int:
+        """The number of elements, with the padding."""
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def has_rows(self) -> bool:
+        """Whether each array is one row."""
+        return self.length is not None and len(set(self.shapes)) == 1 and len(self.shapes[0]) == self.rank
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each array begins along the first axis, and where the last one ends."""
+        ends = itertools.accumulate(math.prod(shape[: len(shape) - self.rank]) for shape in self.shapes)
+        return [0, *ends]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.dtypes, self.dtype, self.length, self.rank))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        # Hashes differ between processes.
+        return Block, (self.shapes, self.dtypes, self.dtype, self.length, self.rank)
+
+    def join(self, arrays: Sequence[Any]) -> Any:
+        """The whole, of one array for each."""
+        if self.length is None:
+            return arrays[0]
+        if not arrays:
+            return jnp.zeros(self.length, self.dtype)
+        arrays = [cast(array, self.dtype) for array in map(jnp.asarray, arrays)]
+        arrays = alike(arrays) if self.rank else list(map(replicated, arrays))
+        return join(arrays, self.shapes, self.length, self.rank)
+
+    def cut(self, whole: Any) -> list[Any]:
+        """One array for each, in its dtype."""
+        pieces = self.pieces(whole)
+        return list(map(cast, pieces, self.dtypes)) if self.dtypes else pieces
+
+    def pieces(self, whole: Any) -> list[Any]:
+        """One array for each, in the dtype of the whole."""
+        if self.length is None:
+            return [jnp.asarray(whole)]
+        return cut(self.gathered(whole), self.shapes, self.rank)
+
+    def gathered(self, whole: Any) -> jax.Array:
+        """The whole as it can be cut: over several devices its rows are first brought together, or all of a vector."""
+        if self.length is None:
+            return jnp.asarray(whole)
+        return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
+
+    def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], Shapes]:
+        """Cuts out the arrays of these numbers, in ascending order, and what is before, between and after them.
+
+        The arrays stand at every second place. The shapes of all pieces, with which they can be joined again, follow.
+
+        They are cut at once: the transpose of many slices, each by itself, is as many padded additions.
+        """
+        starts = self.starts
+        spans = [(starts[n], starts[n + 1] - starts[n], self.shapes[n]) for n in numbers]
+        shapes = with_gaps(spans, whole.shape[1:], self.shape[0])
+        return cut(whole, shapes, self.rank), shapes
+
+
+def cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """The array in a dtype; of a complex one the real part, where that is real."""
+    if jnp.iscomplexobj(array) and not is_complex(dtype):
+        array = array.real
+    return jax.lax.convert_element_type(array, dtype)
+
+
+def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> Shapes:
+    """The shapes of pieces at `(start, size, shape)` along an axis, ascending, with those of the gaps around them."""
+    shapes, at = [], 0
+    for start, size, shape in spans:
+        shapes += [(start - at, *row), shape]
+        at = start + size
+    return (*shapes, (length - at, *row))
+
+
+# -- Outside of a trace ------------------------------------------------------------------------------------------------
+# All blocks are joined, and cut, as one program: a call per leaf would take 20 times as long. But many rows are joined
+# and cut some at a time. A program with a thousand operands takes seconds to compile, and is needed once; one for 64
+# rows serves all. Not so large rows, which would be held twice meanwhile.
+
+_AT_ONCE = 64
+_LARGE = 2**20  # bytes
+
+
+def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    """Each block, of one array for each of its slots."""
+    joined = [i for i, block in enumerate(blocks) if block.length is not None]
+    found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
+    some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
+    made = list(map(_join_rows, *some)) if _is_by_parts(*some) else _join(*some)
+    for i, whole in zip(joined, made, strict=True):
+        found[i] = whole
+    return found
+
+
+def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
+    """The arrays of each block, each in its dtype; a single one as it is, where it has that."""
+    joined = [i for i, block in enumerate(blocks) if block.length is not None]
+    found = [[_as_it_is(block, leaf)] for block, leaf in zip(blocks, leaves, strict=True)]
+    if joined:
+        some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
+        is_by_parts = _is_by_parts(some[0], [[leaf] for leaf in some[1]])
+        made = list(map(_cut_rows, *some)) if is_by_parts else _cut(*some)
+        for i, arrays in zip(joined, made, strict=True):
+            found[i] = arrays
+    return found
+
+
+def _as_it_is(block: Block, leaf: Any) -> Any:
+    is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
+    return leaf if is_right or block.length is not None else cast(jnp.asarray(leaf), block.dtype)
+
+
+def _is_by_parts(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> bool:
+    count = sum(len(block.shapes) for block in blocks)
+    return (
+        count > _AT_ONCE
+        and any(block.has_rows for block in blocks)
+        and not any(isinstance(each, Tracer) for own in arrays for each in own)
+    )
+
+
+# Inside of a trace, inlining leaves no trace of these.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _join(blocks: tuple[Block, ...], arrays: Sequence[Sequence[Any]]) -> list[Any]:
+    return list(map(Block.join, blocks, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _cut(blocks: tuple[Block, ...], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+    return list(map(Block.cut, blocks, leaves))
+
+
+def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
+    is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
+    if is_large or not block.has_rows:
+        return _join_block(block, rows)
+    parts = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    stacks = [_join_block(_some_rows(block, len(part)), part) for part in parts]
+    shapes = tuple(stack.shape for stack in stacks)
+    return stacks[0] if len(stacks) == 1 else _join_block(dataclasses.replace(block, shapes=shapes), stacks)
+
+
+def _cut_rows(block: Block, leaf: Any) -> list[jax.Array]:
+    if not block.has_rows:
+        return _cut((block,), [leaf])[0]
+    leaf, found = block.gathered(leaf), []
+    for start in range(0, len(block.shapes), _AT_ONCE):
+        count = min(_AT_ONCE, len(block.shapes) - start)
+        part = _slice(leaf, np.uint32(start), count)
+        found += _cut((_some_rows(block, count),), [part])[0]
+    return found
+
+
+_join_block = jax.jit(Block.join, static_argnums=0)
+_slice = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
+
+
+@functools.lru_cache
+def _some_rows(block: Block, count: int) -> Block:
+    return dataclasses.replace(block, shapes=block.shapes[:count], dtypes=block.dtypes[:count], length=count)

@@ -1,0 +1,292 @@
+"""The forms in which trained parameters rest: the canonical tree, one vector, stacks. Each is a tree of blocks.
+
+A form says where slots lie in a tree of arrays: `join` makes that tree of one array per slot, `cut` is the way back.
+Nothing outside of it asks which form it is. A new form is one more function that returns a `Form`: see `_makers`.
+
+Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and what
+they have captured. A form itself is held by the index of its layout.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from .._tree.dtypes import common_dtype, is_complex, is_inexact
+from .._tree.paths import key_text, nearest, quote
+from .._tree.structure import same_treedef
+from .._tree.text import describe, first_few, quoted
+from .._tree.types import PyTree
+from .block import Block, cut_blocks, join_blocks
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+class Stacks(dict[str, Any]):
+    """A dictionary of stacks: each array has one row for each of several leaves of one shape and dtype.
+
+    It is a pytree of its own kind, so that a rule that treats leaves one by one (`optim.per_leaf`) sees that rows are
+    leaves. To everything else it is a dictionary.
+    """
+
+    def __or__(self, other: Any) -> Any:
+        return Stacks({**self, **other})
+
+
+def _flatten_stacks(stacks: Stacks) -> tuple[list[Any], tuple[str, ...]]:
+    keys = tuple(sorted(stacks))
+    return [stacks[key] for key in keys], keys
+
+
+def _flatten_stacks_with_keys(stacks: Stacks) -> tuple[list[Any], tuple[str, ...]]:
+    arrays, keys = _flatten_stacks(stacks)
+    return list(zip(map(jtu.DictKey, keys), arrays, strict=True)), keys
+
+
+jtu.register_pytree_with_keys(
+    Stacks, _flatten_stacks_with_keys, lambda keys, arrays: Stacks(zip(keys, arrays, strict=True)), _flatten_stacks
+)
+
+
+def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[bool]:
+    """Whether each leaf of a tree is a stack, whose rows are leaves themselves."""
+    nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Stacks) or is_leaf(node))
+    found = [[node] if not isinstance(node, Stacks) else _flatten_stacks(node)[0] for node in nodes]
+    return [
+        leaf is child and isinstance(node, Stacks)
+        for node, children in zip(nodes, found, strict=True)
+        for child in children
+        for leaf in jtu.tree_leaves(child, is_leaf=is_leaf)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Where slots lie in a tree of arrays."""
+
+    treedef: Any
+    blocks: tuple[Block, ...]  # its leaves
+    members: tuple[tuple[int, ...], ...]  # the slots in each
+    paths: tuple[str, ...] = dataclasses.field(compare=False)  # of the slots
+    noun: str = dataclasses.field(compare=False)  # what it is called in messages
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.blocks, self.members))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        return Form, (self.treedef, self.blocks, self.members, self.paths, self.noun)
+
+    @functools.cached_property
+    def is_bare(self) -> bool:
+        """Whether it is one array, in no container."""
+        return self.treedef == jtu.tree_structure(0)
+
+    @functools.cached_property
+    def dtype(self) -> Any:
+        """The dtype of a form that is one array; of others none, they keep those of the slots."""
+        return self.blocks[0].dtype if self.is_bare and self.blocks[0].length is not None else None
+
+    @functools.cached_property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
+        """The JAX keys on the way to each block."""
+        tree = jtu.tree_unflatten(self.treedef, range(len(self.blocks)))
+        return tuple([path for path, _ in jtu.tree_flatten_with_path(tree)[0]])
+
+    @functools.cached_property
+    def entries(self) -> tuple[tuple[str, ...], ...]:
+        """The same as the entries of a path."""
+        return tuple([tuple([quote(key_text(key)) for key in keys]) for keys in self.keys])
+
+    @functools.cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """The block of each slot, and its number in it."""
+        return {slot: (b, n) for b, slots in enumerate(self.members) for n, slot in enumerate(slots)}
+
+    @functools.cached_property
+    def slots(self) -> list[int]:
+        """The slots in it: all of a layout, but of frozen arrays those of which there are several of a shape."""
+        return sorted(self.places)
+
+    @functools.cached_property
+    def _is_apart(self) -> bool:
+        """Whether each slot is a block by itself, in order: there is nothing to join or to cut."""
+        in_order = tuple([(slot,) for slot in range(len(self.blocks))])
+        return bool(in_order) and self.members == in_order and all(block.length is None for block in self.blocks)
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[list[Any], list[Any]]:
+        """The shapes and dtypes of the blocks."""
+        return [block.shape for block in self.blocks], [block.dtype for block in self.blocks]
+
+    @functools.cached_property
+    def _order(self) -> list[int] | None:
+        """For each slot its number in the order of blocks; none where that is the order of slots."""
+        order = [slot for slots in self.members for slot in slots]
+        at = {slot: i for i, slot in enumerate(order)}
+        return None if order == self.slots else [at[slot] for slot in self.slots]
+
+    def join(self, arrays: Sequence[Any]) -> PyTree:
+        """The form of one array per slot."""
+        if self._is_apart:
+            return jtu.tree_unflatten(self.treedef, arrays)
+        of_each = [[arrays[slot] for slot in slots] for slots in self.members]
+        return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
+
+    def holding(self, arrays: Sequence[Any]) -> PyTree:
+        """The form of one array per slot, each block in the widest dtype of what is in it."""
+        if self._is_apart:
+            return self.join(arrays)
+        blocks = tuple([
+            _as_wide(block, [arrays[slot] for slot in slots])
+            for block, slots in zip(self.blocks, self.members, strict=True)
+        ])
+        is_same = all(map(operator.is_, blocks, self.blocks))
+        return self.join(arrays) if is_same else dataclasses.replace(self, blocks=blocks).join(arrays)
+
+    def cut(self, tree: PyTree) -> list[jax.Array]:
+        """One array per slot, in its shape and dtype; checked."""
+        return self.cut_leaves(self.leaves(tree))
+
+    def cut_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """As `cut`, of the leaves alone, which are known to be right; one array for each of `slots`."""
+        arrays = [array for own in cut_blocks(self.blocks, leaves) for array in own]
+        return arrays if self._order is None else [arrays[i] for i in self._order]
+
+    def read(self, tree: PyTree) -> list[Any]:
+        """As `cut`, of a tree that may lack blocks; `None` for the slots in these.
+
+        Rules of Optax put a `MaskedNode`, or `None`, where they leave something out.
+        """
+        leaves, treedef = jtu.tree_flatten(tree)
+        if not same_treedef(treedef, self.treedef):
+            leaves = self._at_blocks(tree)
+        elif self._is_apart and self._are_right(leaves):
+            return leaves
+        here = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        for i in here:
+            self._check_leaf(i, leaves[i])
+        values: dict[int, Any] = dict.fromkeys(self.slots)
+        for i, own in zip(here, cut_blocks([self.blocks[i] for i in here], [leaves[i] for i in here]), strict=True):
+            values |= zip(self.members[i], own, strict=True)
+        return [values[slot] for slot in self.slots]
+
+    def _are_right(self, leaves: Sequence[Any]) -> bool:
+        """Whether leaves are arrays in the shapes and dtypes of the blocks; a quick look."""
+        try:
+            return (list(map(_shape, leaves)), list(map(_dtype, leaves))) == self._kinds
+        except AttributeError:
+            return False
+
+    def _at_blocks(self, tree: PyTree) -> list[Any]:
+        """What a tree has at the place of each block; `None` for nothing."""
+        found = dict(jtu.tree_flatten_with_path(tree)[0])
+        unknown = found.keys() - set(self.keys)
+        if unknown:
+            raise ValueError(f"expected {self.noun} like the parameters, got an entry at {jtu.keystr(unknown.pop())}")
+        return [found.get(keys) for keys in self.keys]
+
+    def shapes(self, *, longer: int = 0, without: Sequence[int] = ()) -> PyTree:
+        """The form as `jax.ShapeDtypeStruct`s; with longer blocks, or without some of the single ones."""
+        leaves: list[Any] = []
+        for i, block in enumerate(self.blocks):
+            grown = (block.length + longer, *block.shape[1:]) if block.length is not None else block.shape
+            dtype = jax.dtypes.canonicalize_dtype(block.dtype)
+            leaves.append(None if i in without else jax.ShapeDtypeStruct(grown, dtype))
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    # -- In words
+
+    @property
+    def summary(self) -> str:
+        """The form in a few words."""
+        if not self.is_bare:
+            return f"stacks: {first_few(['.'.join(map(key_text, keys)) for keys in self.keys]) or 'none'}"
+        block = self.blocks[0]
+        return f"{block.dtype}{f', padded to {block.size:,}' if block.size > block.starts[-1] else ''}"
+
+    def place_in_words(self, slot: int) -> str:
+        """Where a slot lies."""
+        block, number = self.places[slot]
+        if self.is_bare:
+            start, stop = self.blocks[block].starts[number : number + 2]
+            return f"[{start}:{stop}]"
+        return " ".join([*map(key_text, self.keys[block]), str(number)])
+
+    # -- What is given for it
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """The leaves of a form that is given, checked."""
+        leaves, treedef = jtu.tree_flatten(tree)
+        if treedef == self.treedef and self._are_right(leaves):
+            return leaves
+        if self.is_bare:
+            self._check_leaf(0, tree)
+            return [tree]
+        expected = f"expected {self.noun}"
+        entries = jtu.tree_flatten_with_path(tree)[0]
+        if not isinstance(tree, Mapping) or any(not path for path, _ in entries):
+            raise TypeError(f"{expected}, a dictionary, got {describe(tree)}")
+        given = {tuple([key_text(key) for key in path]): leaf for path, leaf in entries}
+        known = [tuple([key_text(key) for key in keys]) for keys in self.keys]
+        if any(not isinstance(getattr(key, "key", None), str) for path, _ in entries for key in path):
+            raise TypeError(f"{expected}, {{key: array}}, got another tree; stacks, restructure = tp.stack(model)")
+        for keys in [keys for keys in given if keys not in known]:
+            close = nearest(str(keys[-1]), [each[-1] for each in known])
+            raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")
+        for i, keys in enumerate(known):
+            if keys not in given:
+                raise ValueError(f"{self._in_words(i)} there is no such stack")
+            self._check_leaf(i, given[keys])
+        return [given[keys] for keys in known]
+
+    def _in_words(self, i: int) -> str:
+        """What is expected of a block, up to what was given."""
+        block = self.blocks[i]
+        if self.is_bare:
+            return f"expected {self.noun} of shape {block.shape} and floating dtype,"
+        names = [self.paths[slot] for slot in self.members[i]]
+        if block.length is None:
+            return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
+        keys = tuple([key_text(key) for key in self.keys[i]])
+        return f"expected {self.noun}, in {_quote(keys)} rows of {quoted(names)};"
+
+    def _check_leaf(self, i: int, leaf: Any) -> None:
+        block = self.blocks[i]
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(f"{self._in_words(i)} got {describe(leaf)}")
+        shape, rank = tuple(leaf.shape), len(block.shape)
+        if shape != block.shape:
+            is_mapped = len(shape) > rank and (self.is_bare or shape[-rank:] == block.shape)
+            several = "a stack of vectors" if self.is_bare else "several of them"
+            hint = f"; map over {several} with jax.vmap" if is_mapped else ""
+            what = f"for {len(self.paths)} slots," if self.is_bare else f"of shape {block.shape} in all;"
+            raise ValueError(f"{self._in_words(i)} {what} got shape {shape}{hint}")
+        if not is_inexact(leaf.dtype):
+            hint = f"; convert it with vector.astype({block.dtype})" if self.is_bare else ""
+            raise TypeError(f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}{hint}")
+        if is_complex(leaf.dtype) and not any(map(is_complex, block.dtypes)):
+            raise TypeError(
+                f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}, and no parameter "
+                f"is complex; take {'vector.real' if self.is_bare else 'its real part'}"
+            )
+
+
+def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
+    """The block in the widest dtype of what is in it."""
+    if block.length is None:
+        return block
+    its = {array.dtype for array in arrays if array.size} or {block.dtype}
+    dtype = common_dtype([block.dtype, *map(jax.dtypes.canonicalize_dtype, its)])
+    return block if dtype == block.dtype else dataclasses.replace(block, dtype=dtype)
+
+
+def _quote(keys: Sequence[Any]) -> str:
+    return " of group ".join(map(repr, reversed(keys)))

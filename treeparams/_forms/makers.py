@@ -1,0 +1,148 @@
+"""Makers of forms: each says of a layout where its slots lie in a tree of arrays."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .._slots.index import Slot
+from .._slots.layout import Layout, index_of
+from .._slots.where import Where, name_of, select
+from .._tree.dtypes import common_dtype, is_complex, is_inexact
+from .._tree.text import count_of, describe, quoted
+from .block import Block
+from .form import Form, Stacks
+from .mesh import is_sharded, split
+
+_LONGEST = 2**31 - 1  # offsets in compiled programs are 32 bits wide
+_ONE = jtu.tree_structure(0)
+
+
+def tree_of(layout: Layout) -> Form:
+    """The canonical tree of a layout: each slot by itself, at its path."""
+    forms = index_of(layout).forms
+    if "tree" not in forms:
+        blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
+        members = tuple([(slot,) for slot in range(len(blocks))])
+        forms["tree"] = Form(index_of(layout).canonical_treedef, blocks, members, layout.paths, "a canonical tree")
+    return forms["tree"]
+
+
+def vector_of(layout: Layout, dtype: Any = None, pad_to: SupportsIndex = 1) -> Form:
+    """One vector of the slots of a layout."""
+    dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    pad_to = pad_to if type(pad_to) is int and pad_to > 0 else count_of("pad_to", pad_to, "elements")
+    forms = index_of(layout).forms
+    if (dtype, pad_to) not in forms:
+        length = -(-layout.size // pad_to) * pad_to
+        _check_vector(layout.slots, dtype, length)
+        block = Block.vector([s.shape for s in layout.slots], [s.dtype for s in layout.slots], dtype, length)
+        forms[dtype, pad_to] = _in_one(block, layout)
+    return forms[dtype, pad_to]
+
+
+def reals_of(layout: Layout) -> Form:
+    """One real vector, over the slots in reals: of a complex slot all real parts, then all imaginary ones."""
+    forms = index_of(layout).forms
+    if not index_of(layout).complex_slots:
+        return vector_of(layout)
+    if "reals" not in forms:
+        reals = [(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in layout.slots for _ in range(_parts(slot))]
+        shapes, dtypes = zip(*reals, strict=True)
+        dtype = common_dtype(dtype for shape, dtype in reals if 0 not in shape)
+        forms["reals"] = _in_one(Block.vector(shapes, dtypes, dtype), layout)
+    return forms["reals"]
+
+
+def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form:
+    """Stacks of the slots of a layout: for each shape and dtype one array, with a row for each slot."""
+    if groups is not None:
+        return stacks_in_groups(layout, _grouped(layout, groups))
+    forms = index_of(layout).forms
+    if "stacks" not in forms:
+        forms["stacks"] = stacks_in_groups(layout, {None: range(len(layout.slots))})
+    return forms["stacks"]
+
+
+def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
+    """Stacks of groups of slots; `None` alone for no groups."""
+    tree: dict[Any, Stacks] = {name: Stacks() for name in groups}
+    for name, numbers in groups.items():
+        for slot in numbers:
+            tree[name].setdefault(layout.slots[slot].key, []).append(slot)
+    return _stacks(tree.get(None, tree), layout.paths, layout.slots)
+
+
+def stacks_of_arrays(arrays: Sequence[Any]) -> Form:
+    """Stacks of those arrays of which there are several of one shape and dtype."""
+    alike: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
+        # stays there.
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_sharded(array) or split(array) is not None:
+            continue
+        where = array.sharding if not isinstance(array, Tracer) and array.committed else None
+        alike.setdefault((describe(array), where), []).append(i)
+    several = [rows for rows in alike.values() if len(rows) > 1]
+    form = _stacks(Stacks({f"{i:06}": rows for i, rows in enumerate(several)}), [""] * len(arrays), arrays)
+    return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
+
+
+def _parts(slot: Slot) -> int:
+    return 2 if is_complex(slot.dtype) else 1
+
+
+def _in_one(block: Block, layout: Layout) -> Form:
+    return Form(_ONE, (block,), (tuple(range(len(block.shapes))),), layout.paths, "a vector")
+
+
+def _check_vector(slots: Sequence[Slot], dtype: Any, length: int) -> None:
+    if length > _LONGEST:
+        raise ValueError(
+            f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address; take "
+            "stacks, tp.stack(model), one array for each shape"
+        )
+    if not is_inexact(dtype):
+        raise TypeError(f"the dtype of the vector must be floating or complex, got {dtype}")
+    complex_slots = [slot for slot in slots if is_complex(slot.dtype)]
+    if not is_complex(dtype) and any(slot.size for slot in complex_slots):
+        slot = next(slot for slot in complex_slots if slot.size)
+        raise TypeError(f"{slot.path!r} is {slot.dtype}, which a vector of {dtype} cannot hold")
+    if is_complex(dtype) and not complex_slots:
+        raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
+
+
+def _grouped(layout: Layout, groups: Any) -> dict[str, list[int]]:
+    """The slots of each group, of a `where` for each."""
+    if not isinstance(groups, Mapping) or not all(isinstance(name, str) for name in groups):
+        raise TypeError(f"groups is a dictionary {{name: where}}, got {groups!r:.80}")
+    index = index_of(layout)
+    lost, found = set(range(len(layout.slots))), {}
+    for name, where in groups.items():
+        leaves = select(index.structure, where)
+        if leaves <= index.sources.keys():
+            alias = min(leaves)
+            path, source = (index.structure.paths[i] for i in (alias, index.sources[alias]))
+            raise ValueError(f"{name_of(where)} selects only {path!r}, which is tied to {source!r}; write that one")
+        found[name] = sorted(lost.intersection(index.by_leaf[leaf] for leaf in leaves.intersection(index.positions)))
+        lost -= set(found[name])
+    if lost:
+        paths = [layout.slots[i].path for i in sorted(lost)]
+        raise ValueError(f"in no group: {quoted(paths)}; add one for what is left, groups={{..., 'rest': '**'}}")
+    return found
+
+
+def _stacks(tree: Any, paths: Sequence[str], slots: Sequence[Any]) -> Form:
+    """The form with this tree of the numbers of slots, or of arrays like slots."""
+    members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
+    blocks = [Block.rows(slots[rows[0]].shape, slots[rows[0]].dtype, len(rows)) for rows in members]
+    return Form(treedef, tuple(blocks), tuple(map(tuple, members)), tuple(paths), "stacks as of tp.stack")
+
+
+NOTHING = stacks_of_arrays([])

@@ -1,0 +1,338 @@
+"""The way back from a form to the model, or to single nodes of it."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact
+
+from .._slots.index import Index
+from .._slots.layout import Layout, slot_at
+from .._slots.match import read_slots, slot_gradients
+from .._slots.parts import (
+    Rest,
+    index_in,
+    kept_arrays,
+    others,
+    put_together,
+    refuse_functions,
+    take_apart,
+    with_kept_arrays,
+)
+from .._slots.where import Where
+from .._tree.types import PyTree
+from .form import Form
+from .layers import Source, alike_nodes, part
+from .makers import NOTHING, stacks_of_arrays
+from .mesh import broadcast_as
+from .view import View
+
+M = TypeVar("M")
+C = TypeVar("C")
+Resting = Inexact[Array, " n"] | Mapping[str, Any] | Any
+"""A vector or stacks."""
+
+
+class Restructure(Generic[M]):
+    """From a vector, or from stacks, back to the model: `restructure(vector) -> model`.
+
+    A pytree whose leaves are the frozen arrays, with everything else static, so that it can be closed over, passed to
+    and returned from `jax.jit`, mapped, scanned and differentiated. Made by `tp.ravel` or `tp.stack`; what is said here
+    of a form holds for a vector and for stacks.
+    """
+
+    def __init__(self, rest: Any, form: Any, held: Any = NOTHING, stacks: Sequence[Any] = ()) -> None:
+        """For this library's own use; users write `tp.ravel(model)` or `tp.stack(model)`."""
+        self._rest: Rest[M] = rest  # without the frozen arrays that are in stacks
+        self._form: Form = form
+        self._held: Form = held  # which frozen arrays are in which of the stacks
+        self._stacks = stacks
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model: which part of the form is what."""
+        return self._rest.layout
+
+    def __call__(self, form: Resting) -> M:
+        """The model of these parameters.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> vector, restructure = tp.ravel({"w": jnp.ones((2, 2)), "b": jnp.zeros(1, jnp.bfloat16), "n": 7})
+        >>> restructure(2 * vector)
+        {'b': Array([0], dtype=bfloat16), 'n': 7, 'w': Array([[2., 2.],
+               [2., 2.]], dtype=float32)}
+
+        Args:
+            form: as `tp.ravel` or `tp.stack` gave it, of the same shapes, in any floating dtype; complex only if a slot
+                in it is complex (a real one then takes the real part). NumPy arrays are fine.
+
+        Returns:
+            The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and all
+            else as they were. (Beside stacks, frozen arrays of one shape are cut out too, and so are new objects.)
+
+        Raises:
+            ValueError: another shape; a stack too many, or missing.
+            TypeError: an integer dtype, or complex where all is real; within `jax.vmap(restructure)` the model holds
+                functions.
+        """
+        slots = self._form.cut(form)
+        refuse_functions(self._rest, slots, __name__)
+        return put_together(released(self), slots)
+
+    def ravel(self, model: PyTree) -> Any:
+        """The form of a model's values, the inverse of calling.
+
+        Args:
+            model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
+                type. At a tie the value at the slot's own path counts. What is frozen is ignored.
+
+        Returns:
+            The vector or the stacks, as `tp.ravel` or `tp.stack` gives them, in buffers of their own.
+
+        Raises:
+            ValueError: a slot is missing or has another shape; an entry stands where the model has no leaf.
+            TypeError: an entry is no array, or complex where the slot is real.
+        """
+        return self._form.join(read_slots(index_in(self._rest), model, exact_shapes=True))
+
+    def ravel_gradient(self, grads: PyTree) -> Any:
+        """The form of a gradient, the transpose of calling: ties are summed, what is missing is zero.
+
+        >>> import jax, jax.numpy as jnp, treeparams as tp
+        >>> shared = jnp.ones(2)
+        >>> model = {"a": shared, "b": shared, "c": jnp.ones(1)}
+        >>> _, restructure = tp.ravel(model)
+        >>> restructure.ravel_gradient({"a": jnp.ones(2), "b": 10 * jnp.ones(2)})
+        Array([11., 11.,  0.], dtype=float32)
+
+        Args:
+            grads: as for `tp.project`.
+
+        Returns:
+            The vector or the stacks, as `tp.ravel` or `tp.stack` gives them.
+
+        Raises:
+            ValueError: an entry has another shape than its leaf, or stands where the model has no leaf.
+            TypeError: an entry is no array.
+        """
+        return self._form.join(slot_gradients(index_in(self._rest), grads, "zeros", self._form.dtype))
+
+    def view(self, form: Resting) -> View:
+        """Names over a form: of parameters, a gradient, an optimiser's moments, a tangent.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> model = {"a": {"w": jnp.ones(2), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
+        >>> vector, restructure = tp.ravel(model)
+        >>> view = restructure.view(vector)
+        >>> view["a.w"], list(view["*.w"])
+        (Array([1., 1.], dtype=float32), ['a.w', 'c.w'])
+        >>> view.at["*.w"].multiply(5)
+        Array([0., 5., 5., 5., 5., 5.], dtype=float32)
+
+        Args:
+            form: as for calling.
+
+        Returns:
+            A mapping from paths to arrays; see `View`.
+
+        Raises:
+            ValueError: as for calling.
+            TypeError: as for calling.
+        """
+        return View(self.layout, self._form, self._form.leaves(form))
+
+    def place(self, path: str) -> tuple[str | None, str, int]:
+        """Where a parameter lies in stacks.
+
+        Args:
+            path: of a parameter; an alias means its slot.
+
+        Returns:
+            Its group (`None` without groups), the key of its stack and its row: `stacks[key][row]`, with groups
+            `stacks[group][key][row]`.
+
+        Raises:
+            KeyError: there is no such slot, as `layout[path]`.
+            ValueError: the parameters rest in a vector; there it is `layout.slice(path)`.
+        """
+        slot = slot_at(self.layout, path)
+        if self._form.is_bare:
+            raise ValueError(f"{path!r} lies in a vector, at layout.slice({path!r}); rows are of tp.stack")
+        block, row = self._form.places[slot]
+        *group, key = [entry.key for entry in self._form.keys[block]]
+        return (group[0] if group else None), key, row
+
+    def part(self, form: Resting, where: Where) -> Any:
+        """One node of the model, or one array, by itself: an embedding, a head. Nothing else is built.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> model = {"layers": [{"w": jnp.ones(2)}] * 2, "head": {"w": jnp.zeros(2), "n": 3}}
+        >>> stacks, restructure = tp.stack(model)
+        >>> restructure.part(stacks, "head")
+        {'n': 3, 'w': Array([0., 0.], dtype=float32)}
+
+        Beside `repeated` and `scan`, in which `restructure(stacks)` would put each leaf into the program once more.
+
+        Args:
+            form: as for calling.
+            where: a `where` that matches one node, or one leaf, itself.
+
+        Returns:
+            The node, of its own class.
+
+        Raises:
+            ValueError: `where` matches nothing, or several nodes; as for calling.
+            TypeError: as for calling.
+        """
+        return part(self._source(form), where)
+
+    def repeated(self, form: Resting, where: Where) -> Any:
+        """Equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
+
+        >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> experts = [eqx.nn.Linear(2, 4, key=key) for key in keys]
+        >>> stacks, restructure = tp.stack({"experts": experts})
+        >>> every = restructure.repeated(stacks, "experts.*")
+        >>> every.weight.shape, jax.vmap(lambda expert: expert(jnp.ones(2)))(every).shape
+        ((3, 4, 2), (3, 4))
+
+        It takes a few operations, however many nodes there are; its gradient is that of the form.
+
+        Args:
+            form: as for calling.
+            where: a `where` that itself matches the nodes: `"layers.*"`, a class, a function from the model to nodes
+                (or a list of them). The outermost ones, in tree order.
+
+        Returns:
+            One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. What is tied
+            across all nodes is repeated, and its gradient summed; what is no array is as it is in each, so where nodes
+            hold functions write `eqx.filter_vmap` for `jax.vmap`.
+
+        Raises:
+            ValueError: `where` matches no node, or a list of nodes in place of those in it; the nodes differ in
+                structure, shape, dtype, static fields or in a leaf that is no array, with paths; as for calling.
+            TypeError: as for calling.
+        """
+        source = self._source(form)
+        found = alike_nodes(source, where)
+        same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.places)]
+        return found.node(source.along(found.columns), same)
+
+    def scan(
+        self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
+    ) -> tuple[C, Any]:
+        """`jax.lax.scan` over equal nodes, such as the layers of a net: they are traced, and compiled, as one.
+
+        >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+        >>> keys = jax.random.split(jax.random.key(0), 50)
+        >>> net = {"layers": [eqx.nn.Linear(3, 3, key=key) for key in keys], "head": jnp.ones(3)}
+        >>> stacks, restructure = tp.stack(net)
+        >>> def forward(stacks, restructure, x):
+        ...     x, _ = restructure.scan(lambda x, layer: (x + jnp.tanh(layer(x)), None), x, stacks, "layers.*")
+        ...     return restructure.part(stacks, "head") @ x
+        >>> jax.jit(jax.grad(forward))(stacks, restructure, jnp.ones(3))["float32[3,3]"].shape
+        (50, 3, 3)
+
+        Args:
+            step: `step(carry, node) -> (carry, out)`; the node is of its own class, with the functions, numbers and
+                frozen arrays that it has in the model. To compute it again on the way back, where nodes hold functions,
+                write `eqx.filter_checkpoint(step)`.
+            carry: the first carry.
+            form: as for calling.
+            where: as for `repeated`.
+            xs: a tree of arrays with a leading axis over the nodes, such as keys for dropout; then it is
+                `step(carry, node, x)`.
+            **options: of `jax.lax.scan`: `reverse`, `unroll`.
+
+        Returns:
+            The last carry, and the outs with a leading axis over the nodes.
+
+        Raises:
+            ValueError: as for `repeated`.
+            TypeError: as for calling.
+        """
+        source = self._source(form)
+        found = alike_nodes(source, where)
+        # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
+        same = source.one_by_one(found.places)
+        further = () if xs is None else (xs,)
+        body = lambda carry, each: step(carry, found.node(each[0], same), *each[1:])
+        return jax.lax.scan(body, carry, (source.along(found.columns), *further), found.nodes, **options)
+
+    def with_frozen(self, model: M) -> "Restructure[M]":
+        """Takes the frozen leaves from another model.
+
+        Args:
+            model: a model of equal structure.
+
+        Returns:
+            A `Restructure` of the same layout, whose frozen arrays, functions and numbers are those of `model`.
+
+        Raises:
+            ValueError: the model does not fit the layout.
+        """
+        return restructure_over(take_apart(model, self.layout).rest, self._form)
+
+    def _source(self, form: Resting) -> Source:
+        own = self._form
+        return Source(self._rest, [(own, own.leaves(form)), (self._held, self._stacks)])
+
+    def __repr__(self) -> str:
+        return f"Restructure({self.layout!r}; {self._form.summary})"
+
+
+Restructure.__module__ = "treeparams"
+_halves: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_stacks", "_form", "_held")
+
+
+def _flatten(restructure: Restructure[Any]) -> Any:
+    rest, stacks, *static = _halves(restructure)
+    return (rest, stacks), tuple(static)
+
+
+def _flatten_with_keys(restructure: Restructure[Any]) -> Any:
+    rest, stacks, *static = _halves(restructure)
+    return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
+
+
+def _unflatten(static: tuple[Form, Form], children: Any) -> Restructure[Any]:
+    rest, stacks = children
+    return Restructure(rest, *static, stacks)
+
+
+jtu.register_pytree_with_keys(Restructure, _flatten_with_keys, _unflatten, _flatten)
+
+
+def released(restructure: Restructure[M]) -> Rest[M]:
+    """The `Rest` with each frozen array by itself."""
+    rest, stacks, _, held = _halves(restructure)
+    if not held.blocks:
+        return rest
+    kept = list(kept_arrays(rest).values())
+    for i, array in zip(held.slots, held.cut_leaves(stacks), strict=True):
+        kept[i] = array
+    return with_kept_arrays(rest, kept)
+
+
+def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
+    """What a `Restructure` knows without a form: the index, the leaves that are no arrays, and where each slot lies."""
+    rest, _, form, _ = _halves(restructure)
+    index, singles = index_in(rest), others(rest)
+    leaves = {
+        i: singles[index.gathers.order[i] - len(index.positions)]
+        for i in [i for i, spec in enumerate(index.structure.specs) if spec is None]
+    }
+    return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
+
+
+def restructure_over(rest: Rest[M], form: Form) -> Restructure[M]:
+    """The way back from a form. Beside stacks, frozen arrays of one shape are stacked too, to be scanned with them."""
+    if form.is_bare:
+        return Restructure(rest, form)
+    kept = list(kept_arrays(rest).values())
+    held = stacks_of_arrays(kept)
+    left = [None if i in held.places else array for i, array in enumerate(kept)]
+    return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))

@@ -1,0 +1,216 @@
+"""What a rule keeps: copies of the form that it was shown, and what all parameters share.
+
+All that happens to a state between steps follows from who owns its arrays (`_owners`): `regroup` cuts the arrays of
+some states into pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step
+without the others, wait, move to another model by name, and lie over devices.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._tree.dtypes import common_dtype
+from .._tree.paths import join_path, key_text, quote
+from .._tree.types import PyTree
+from .form import Stacks
+from .owners import UNDIVIDED, Division, Entries, Owners, Place
+
+# -- Pieces ------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """What one parameter has of an array."""
+
+    array: Any
+    owners: Owners
+    number: int  # of the parameter among the owners
+
+    def alone(self, shape: tuple[int, ...]) -> Any:
+        """The piece by itself, as a rule keeps it beside a leaf of this shape."""
+        axis = self.owners.axis
+        if axis is None:
+            return self.array
+        start, stop = self.owners.starts[self.number : self.number + 2]
+        piece = _between(self.array, start, stop, axis)
+        if self.owners.has_rows:
+            return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
+        if piece.ndim > 1:
+            raise ValueError(f"{UNDIVIDED}; an array of it has {piece.ndim} axes, one of which is the vector's")
+        return piece.reshape(shape)
+
+
+def _between(array: Any, start: int, stop: int, axis: int) -> Any:
+    """A part of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
+    if isinstance(array, np.ndarray):
+        return array[(slice(None),) * axis + (slice(start, stop),)]
+    return jax.lax.slice_in_dim(jnp.asarray(array), start, stop, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Copies:
+    """A state as its arrays, by the entries of their paths, with the owners of each."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the parameters
+    arrays: Mapping[Entries, Any]  # in tree order
+    division: Division
+
+    def check(self) -> None:
+        """Refuses a state whose owners could not be told."""
+        if self.division.problem:
+            raise ValueError(self.division.problem)
+
+    def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
+        """The entries and owners of each array; an error where these could not be told."""
+        self.check()
+        return zip(self.arrays, self.division.owners, strict=True)
+
+    @functools.cached_property
+    def at(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
+        """Where each parameter has its piece at a place: in which array, and its number among the owners of that."""
+        return {
+            (owners.place, path): (entries, owners, number)
+            for entries, owners in self.owned()
+            if owners is not None
+            for number, path in enumerate(owners.paths)
+        }
+
+    def piece(self, place: Place, path: str) -> Piece:
+        """What a parameter has at a place; a `KeyError` if nothing."""
+        entries, owners, number = self.at[place, path]
+        return Piece(self.arrays[entries], owners, number)
+
+    @functools.cached_property
+    def common(self) -> frozenset[Entries]:
+        """Which arrays are shared."""
+        return frozenset(entries for entries, owners in self.owned() if owners is None)
+
+    def shared(self, entries: Entries) -> Any:
+        """A shared array; a `KeyError` if there is none."""
+        if entries not in self.common:
+            raise KeyError(entries)
+        return self.arrays[entries]
+
+
+def entries_of(state: PyTree) -> dict[Entries, Any]:
+    """The arrays of a state by the entries of their paths."""
+    leaves = jtu.tree_flatten_with_path(state)[0]
+    return {tuple([quote(key_text(key)) for key in path]): leaf for path, leaf in leaves}
+
+
+def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
+    """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
+    pieces: dict[tuple[Place, str], Copies] = {}
+    shared: dict[Entries, Copies] = {}
+    for each in reversed(sources):
+        pieces |= dict.fromkeys(each.at, each)
+        shared |= dict.fromkeys(each.common, each)
+    piece = lambda place, path: pieces[place, path].piece(place, path)
+    return joined(like, piece, lambda entries: shared[entries].shared(entries))
+
+
+def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
+    """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
+    made = []
+    for entries, owners in like.owned():
+        try:
+            if owners is None:
+                made.append(shared(entries))
+            else:
+                its = [piece(owners.place, path) for path in owners.paths]
+                made.append(_join(owners, its, like.arrays[entries].shape, like.shapes))
+        except KeyError:
+            raise ValueError(
+                f"the state has nothing at {join_path(entries)!r}, which a fresh one has: it was made by another "
+                "transformation, or a parameter is now in another group"
+            ) from None
+    return made
+
+
+def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shapes: Mapping[str, Any]) -> Any:
+    axis = owners.axis
+    if axis is None:
+        return pieces[0].alone(shapes[owners.paths[0]])
+    if all((piece.owners.axis, piece.owners.has_rows) == (axis, owners.has_rows) for piece in pieces):
+        arrays = _runs(pieces, axis)
+    else:
+        alone = [piece.alone(shapes[path]) for piece, path in zip(pieces, owners.paths, strict=True)]
+        arrays = [jnp.expand_dims(each, axis) if owners.has_rows else jnp.ravel(each) for each in alone]
+    # A state of narrow leaves may have been that of a wider form: it keeps its digits.
+    dtype = common_dtype([array.dtype for array in arrays])
+    padding = shape[axis] - sum(array.shape[axis] for array in arrays)
+    if padding:
+        arrays.append(jnp.zeros((*shape[:axis], padding, *shape[axis + 1 :]), dtype))
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate([array.astype(dtype) for array in arrays], axis)
+
+
+def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
+    """The pieces along an axis, those that follow one another in one array at once."""
+    runs: list[tuple[Any, list[tuple[int, int]]]] = []  # arrays, and spans of each
+    for array, owners, number in pieces:
+        start, stop = owners.starts[number : number + 2]
+        if not runs or runs[-1][0] is not array:
+            runs.append((array, []))
+        spans = runs[-1][1]
+        if spans and spans[-1][1] == start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    found = []
+    for array, spans in runs:
+        if spans == [(0, array.shape[axis])]:
+            found.append(jnp.asarray(array))
+        elif pieces[0].owners.has_rows and len(spans) > 1:  # of many rows one gather, and not a slice for each
+            rows = np.concatenate([np.arange(*span) for span in spans])
+            found.append(jnp.take(jnp.asarray(array), rows, axis, mode="clip"))
+        else:
+            found += [jnp.asarray(_between(array, *span, axis)) for span in spans]
+    return found
+
+
+# -- A part of a state -------------------------------------------------------------------------------------------------
+
+
+def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
+    """The structure, and the arrays as shapes, of what a state has of some parameters, and shares.
+
+    What is of others alone is not there. It need not be the state that the rule has of these parameters, but has the
+    same pieces, so it can be regrouped as that.
+    """
+    if paths >= copies.shapes.keys():
+        return state, copies
+    arrays, owners, absent = dict[Entries, Any](), list[Owners | None](), list[Any]()
+    for (keys, array), (entries, own) in zip(jtu.tree_flatten_with_path(state)[0], copies.owned(), strict=True):
+        if own is not None and paths.isdisjoint(own.paths):
+            absent.append(keys[: len(keys) - len(own.place[1])])
+            continue
+        shape = array.shape
+        if own is not None and own.axis is not None:
+            kept = [number for number, path in enumerate(own.paths) if path in paths]
+            sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
+            starts = (0, *itertools.accumulate(sizes))
+            shape = (*shape[: own.axis], starts[-1], *shape[own.axis + 1 :])
+            own = own._replace(paths=tuple([own.paths[number] for number in kept]), starts=starts)
+        owners.append(own)
+        arrays[entries] = jax.ShapeDtypeStruct(shape, array.dtype)
+    return _without(state, absent), Copies(copies.shapes, arrays, Division(tuple(owners)))
+
+
+def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
+    """A tree with nothing at some paths; of stacks there is not even the key."""
+    below: dict[Any, list[Any]] = {}
+    for keys in absent:
+        if not keys:
+            return None
+        below.setdefault(keys[0], []).append(keys[1:])
+    if not below:
+        return node
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+    made = treedef.unflatten([_without(child, below.get(key, ())) for (key,), child in children])
+    return Stacks({key: child for key, child in made.items() if child is not None}) if type(node) is Stacks else made

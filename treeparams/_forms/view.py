@@ -1,0 +1,234 @@
+"""Names over a form: its parts as a mapping from paths to arrays, and changes of parts that give a new form."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .._slots.index import Slot
+from .._slots.layout import Layout, index_of, slot_at, slots_in
+from .._slots.where import Where, select
+from .._tree.dtypes import is_complex
+from .._tree.text import first_few
+from .form import Form
+from .mesh import laid_as, replicated
+from .primitives import cut, join
+
+
+class View(Mapping[str, Any]):
+    """A mapping from paths to the parts of a vector or of stacks. Made by `restructure.view(vector)`, where it is read.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> model = {"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
+    >>> vector, restructure = tp.ravel(model)
+    >>> view = restructure.view(vector)
+    >>> {path: part.shape for path, part in view.items()}
+    {'a.b': (1,), 'a.w': (1, 2), 'c.w': (3,)}
+
+    A path gives the part in the shape of its leaf and the dtype of what it is read from (an alias gives that of its
+    slot, through its transform); any other `where` - a glob, a regex, a class - gives the view of what it selects:
+
+    >>> dict(view["a"])
+    {'a.b': Array([0.], dtype=float32), 'a.w': Array([[1., 1.]], dtype=float32)}
+
+    It reads a gradient as it reads parameters, and what reads it can be differentiated in the vector:
+
+    >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
+    Array([[2., 2.]], dtype=float32)
+
+    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector, or stacks. A view is
+    neither an array nor a pytree: arithmetic is done on `view.form`, and that is what goes into `jax.jit`.
+    """
+
+    def __init__(
+        self, layout: Layout, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None
+    ) -> None:
+        """For this library's own use; users write `restructure.view(vector)`."""
+        self._layout = layout
+        self._form = form
+        self._leaves = leaves
+        self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
+        self._inside = frozenset(self._chosen)
+        # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
+        # additions. XLA drops the parts that nobody reads.
+        self._pieces = {
+            number: block.pieces(leaf)
+            for number, (block, leaf) in enumerate(zip(form.blocks, leaves, strict=True))
+            if isinstance(leaf, Tracer)
+        }
+
+    @property
+    def form(self) -> Any:
+        """The vector, or the stacks, that it was made of."""
+        return jtu.tree_unflatten(self._form.treedef, self._leaves)
+
+    @property
+    def at(self) -> "At":
+        """For `view.at[where].set(value)`: the form with some of its parts changed."""
+        return At(self._change)
+
+    def __getitem__(self, where: Where) -> Any:
+        if not self._is_path(where):
+            return View(self._layout, self._form, self._leaves, self._select(where))
+        slot, index = self._slot(where), index_of(self._layout)
+        leaf, source = index.structure.index[where], index.positions[slot]
+        alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)
+        return alias.value_from(self._part(slot), index.structure.spec(source)) if alias else self._part(slot)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._layout.slots[i].path for i in self._chosen)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __contains__(self, path: object) -> bool:
+        index = index_of(self._layout)
+        leaf = index.structure.index.get(path) if isinstance(path, str) else None
+        return index.by_leaf.get(leaf) in self._inside if leaf is not None else False
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # whether all is equal is a question for what they are made of, as it is for arrays
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"View({first_few(list(map(repr, self)))})"
+
+    def _select(self, where: Where) -> tuple[int, ...]:
+        """The slots of this view that `where` selects."""
+        if self._is_path(where):
+            return (self._slot(where),)
+        try:
+            found = [i for i in slots_in(self._layout, where) if i in self._inside]
+        except ValueError as error:
+            raise KeyError(str(error)) from None
+        if not found:
+            raise KeyError(f"{where!r} selects nothing of this part of the view, which has {list(self)}")
+        return tuple(found)
+
+    def _change(self, where: Where) -> "Change":
+        """The slots that `where` selects, for writing."""
+        slots, index = self._select(where), index_of(self._layout)
+        change = Change(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
+        if not index.computed:
+            return change
+        paths = index.structure.index
+        leaves = {paths[where]} if self._is_path(where) else select(index.structure, where)
+        for i in slots:
+            its = [leaf for leaf in sorted(leaves) if index.by_leaf.get(leaf) == i]
+            if index.follows.keys() >= set(its):
+                path, source = index.structure.paths[its[0]], self._layout.slots[i].path
+                raise KeyError(f"{path!r} is computed from {source!r}; change it there")
+        return change
+
+    def _is_path(self, where: Where) -> TypeGuard[str]:
+        return isinstance(where, str) and where in index_of(self._layout).structure.index
+
+    def _slot(self, path: str) -> int:
+        slot = slot_at(self._layout, path)
+        if slot not in self._inside:
+            raise KeyError(f"{path!r} is not in this part of the view, which has {list(self)}")
+        return slot
+
+    def _part(self, i: int) -> Any:
+        number, place = self._form.places[i]
+        if number in self._pieces:
+            return self._pieces[number][place]
+        block = self._form.blocks[number]
+        leaf = block.gathered(self._leaves[number])
+        # With the offset as an operand one compiled slice serves all parts of one size.
+        start, stop = block.starts[place : place + 2]
+        zeros = [np.uint32(0)] * block.rank
+        piece = jax.lax.dynamic_slice(leaf, [np.uint32(start), *zeros], (stop - start, *leaf.shape[1:]))
+        return piece.reshape(block.shapes[place])
+
+
+View.__module__ = "treeparams"
+
+
+class At:
+    """`view.at`; waits for what is to be changed."""
+
+    def __init__(self, change: "Callable[[Where], Change]") -> None:
+        self._change = change
+
+    def __getitem__(self, where: Where) -> "Change":
+        return self._change(where)
+
+
+class Change(NamedTuple):
+    """`view.at[where]`; waits for how it is to be changed.
+
+    Each method takes a number, for all elements; an array, for one parameter in its shape or flat, for several as one
+    vector in the order of the view; or a mapping with an array for each path, such as a view. It returns the whole new
+    vector, or all stacks.
+    """
+
+    form: Form
+    leaves: Sequence[Any]
+    numbers: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+    def set(self, value: Any) -> Any:
+        """The form with these elements in place of what was there."""
+        return self._changed(lambda part, new: jnp.broadcast_to(new, part.shape), value)
+
+    def add(self, value: Any) -> Any:
+        """The form with this added to the parts."""
+        return self._changed(jnp.add, value)
+
+    def multiply(self, value: Any) -> Any:
+        """The form with the parts multiplied by this."""
+        return self._changed(jnp.multiply, value)
+
+    def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
+        leaves = list(map(jnp.asarray, self.leaves))
+        news: dict[int, dict[int, Any]] = {}  # of each leaf, by number within it
+        dtypes = [leaves[self.form.places[number][0]].dtype for number in self.numbers]
+        for number, new in zip(self.numbers, _values(self.slots, dtypes, value), strict=True):
+            block, place = self.form.places[number]
+            news.setdefault(block, {})[place] = new
+        for b, its in news.items():
+            # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
+            block, leaf = self.form.blocks[b], leaves[b]
+            pieces, shapes = block.between(block.gathered(leaf), sorted(its))
+            for i, place in enumerate(sorted(its)):
+                part, new = pieces[2 * i + 1], its[place].astype(leaf.dtype)
+                new = laid_as(replicated(new).reshape(part.shape), part) if new.ndim else replicated(new)
+                pieces[2 * i + 1] = laid_as(change(part, new), part)
+            leaves[b] = laid_as(join(pieces, shapes, block.shape[0], block.rank), leaf)
+        return jtu.tree_unflatten(self.form.treedef, leaves)
+
+
+def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Any) -> list[jax.Array]:
+    if isinstance(value, Mapping):
+        paths = [slot.path for slot in slots]
+        if set(value) != set(paths):
+            raise ValueError(f"expected values at {paths}, got them at {list(value)}")
+        values = [_fitting(slot, jnp.asarray(value[slot.path])) for slot in slots]
+    elif len(slots) == 1:
+        values = [_fitting(slots[0], jnp.asarray(value))]
+    else:
+        whole = jnp.asarray(value)
+        size = sum(slot.size for slot in slots)
+        if whole.ndim and whole.shape != (size,):
+            raise ValueError(
+                f"expected a number, a mapping from paths to arrays, or a vector of the {size} elements selected, got "
+                f"shape {whole.shape}"
+            )
+        values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
+    for slot, dtype, new in zip(slots, dtypes, values, strict=True):
+        if is_complex(new.dtype) and not is_complex(dtype):
+            raise TypeError(f"{slot.path!r} lies in an array of {dtype}, got {new.dtype}")
+    return values
+
+
+def _fitting(slot: Slot, value: jax.Array) -> jax.Array:
+    if value.ndim and value.shape not in (slot.shape, (slot.size,)):
+        raise ValueError(f"expected a number or shape {slot.shape} at {slot.path!r}, got shape {value.shape}")
+    return value

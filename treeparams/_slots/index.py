@@ -1,0 +1,162 @@
+"""The place of each leaf of a model in each form: among the slots, in the canonical tree, in the vector, in stacks."""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+import numpy as np
+
+from .._tree.dtypes import is_complex
+from .._tree.structure import Structure, getter
+from .._tree.text import describe
+from .._tree.types import PyTree
+from .ties import Alias
+
+
+class Slot(NamedTuple):
+    """One distinct trained parameter and its place in the vector and in the stacks."""
+
+    path: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # in elements
+    size: int  # in elements
+    key: str  # of its stack
+    row: int
+
+
+Slot.__module__ = "treeparams"
+
+
+class Gathers(NamedTuple):
+    """Pieces of the list of a model's leaves, and the way back: each is one call that runs in C."""
+
+    slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
+    kept: Callable[[Any], tuple[Any, ...]]  # ... to all arrays that are no slots, each object once
+    values: Callable[[Any], tuple[Any, ...]]  # ... to what is no array
+    kept_paths: tuple[str, ...]
+    order: tuple[int, ...]  # the place of each leaf in slots + kept + values + computed
+    leaves: Callable[[Any], tuple[Any, ...]]  # from these to the leaves
+    tied_pairs: list[tuple[int, int]]  # which of these are one array
+
+
+class Index:
+    """The places of leaves. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
+
+    def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
+        self.structure = structure
+        self.forms: dict[Any, Any] = {}  # those that were asked for
+        # What rules keep for such a model. Not with the rule, which may live longer: models may hold functions, and
+        # these arrays.
+        self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.are_ties_noted = False  # for the warning of ties that a trace has lost
+        self.trained = trained  # of each leaf
+        self.ties = ties
+        self.sources = {alias.leaf: alias.source for alias in ties}
+        self.distinct = tuple([i for i in structure.parameters if i not in self.sources])
+        self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
+        self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
+        self.aliases: dict[int, list[Alias]] = {}  # of each source
+        # The source of each alias that has a transform, and so is trained if and only if its source is; and of those
+        # that are trained the slots.
+        self.follows: dict[int, int] = {}
+        self.computed: list[tuple[int, Alias]] = []
+        for alias in ties:
+            self.aliases.setdefault(alias.source, []).append(alias)
+            if alias.transforms:
+                self.follows[alias.leaf] = alias.source
+            if trained[alias.source]:
+                self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
+                if alias.transforms:
+                    self.computed.append((self.by_leaf[alias.leaf], alias))
+
+    @functools.cached_property
+    def tied_to(self) -> dict[str, str]:
+        """The further places of each parameter that has any, in words."""
+        paths = self.structure.paths
+        name = lambda alias: paths[alias.leaf] + (f" ({alias})" if alias.transforms else "")
+        return {paths[source]: ", ".join(map(name, aliases)) for source, aliases in self.aliases.items()}
+
+    # -- The slots
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return self._described(self.positions)
+
+    @functools.cached_property
+    def frozen(self) -> tuple[Slot, ...]:
+        """The frozen parameters, ties once, as if they were slots."""
+        return self._described([i for i in self.distinct if not self.trained[i]])
+
+    def _described(self, leaves: Iterable[int]) -> tuple[Slot, ...]:
+        slots, offset, paths = [], 0, self.structure.paths
+        rows: dict[str, int] = {}
+        for i in leaves:
+            shape, dtype, _ = self.structure.spec(i)
+            aliases = tuple(paths[alias.leaf] for alias in self.aliases.get(i, ()))
+            key = describe(self.structure.spec(i))
+            rows[key] = row = rows.get(key, -1) + 1
+            slots.append(Slot(paths[i], aliases, shape, dtype, offset, math.prod(shape), key, row))
+            offset += slots[-1].size
+        return tuple(slots)
+
+    @functools.cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [self.structure.spec(i).shape for i in self.positions]
+
+    @functools.cached_property
+    def dtypes(self) -> list[Any]:
+        return [self.structure.spec(i).dtype for i in self.positions]
+
+    @functools.cached_property
+    def complex_slots(self) -> tuple[int, ...]:
+        return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
+
+    # -- Trees
+
+    @functools.cached_property
+    def gathers(self) -> Gathers:
+        """Worked out when a model is first taken apart, which a layout by itself is not."""
+        structure = self.structure
+        others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
+        kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
+        values = [i for i in others if structure.specs[i] is None]
+        rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
+        places = self.by_leaf | {leaf: place for place, leaf in enumerate(rest, start=len(self.positions))}
+        order = tuple([places[i] if i in places else places[first] for i, first in enumerate(structure.first)])
+        paths = tuple([structure.paths[i] for i in kept])
+        tied = [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
+        return Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
+
+    @functools.cached_property
+    def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
+        """From one value per slot and `None` to the leaves of the canonical tree."""
+        places = dict(zip(self.positions, range(len(self.positions)), strict=True))
+        return getter([places.get(leaf, len(places)) for leaf in range(len(self.trained))])
+
+    @functools.cached_property
+    def canonical_treedef(self) -> Any:
+        return jtu.tree_structure(self.canonical([0] * len(self.positions), self.structure.treedef))
+
+    def canonical(self, slots: Sequence[Any], treedef: Any) -> PyTree:
+        """The canonical tree of one value per slot."""
+        return jtu.tree_unflatten(treedef, self.canonical_leaves([*slots, None]))
+
+    def computed_from(self, slots: Sequence[Any]) -> list[Any]:
+        """The values of `computed`, from one value per slot; `None` where that is none."""
+        spec, positions = self.structure.spec, self.positions
+        return [
+            None if slots[slot] is None else alias.value_from(slots[slot], spec(positions[slot]))
+            for slot, alias in self.computed
+        ]
+
+    @functools.cached_property
+    def everywhere(self) -> Callable[[Any], tuple[Any, ...]]:
+        """From slots + `None` + computed to the leaves of a tree with a value at every place of a tie."""
+        nothing = len(self.positions)
+        places = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
+        return getter([places.get(leaf, nothing) for leaf in range(len(self.trained))])

@@ -1,0 +1,334 @@
+"""The layout of a model: which leaves are trained, which of them are one, and where each lies in the forms.
+
+It is static and holds no array, so that it goes into `jax.jit` as a static argument or a closure.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._tree.difference import Diff, Difference, compare, rows_of, spec_rows, tie_rows
+from .._tree.dtypes import common_dtype
+from .._tree.paths import nearest
+from .._tree.static_keys import contents
+from .._tree.text import first_few, in_columns
+from .._tree.types import PyTree
+from .index import Index, Slot
+from .ties import settle
+from .where import Said, Where, change, select
+
+
+class Layout:
+    """The static map of a model's parameters: which are trained, and which are one.
+
+    Made by `tp.layout`. Two layouts are equal when they describe models of the same structure, static fields, shapes,
+    dtypes, trained leaves and ties.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> layout = tp.layout(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    >>> print(layout)
+    path    key           row  offset  size  tied to
+    weight  float32[2,3]    0       0     6
+    bias    float32[2]      0       6     2
+    2 slots, 8 elements, 32 bytes
+    >>> layout["bias"].offset, layout.freeze("weight").paths
+    (6, ('bias',))
+    """
+
+    _index: Index  # where everything lies in the models that it was made from; for the other files of this library
+
+    def __init__(self, index: Index) -> None:
+        """For this library's own use; users write `tp.layout(model)`."""
+        vars(self)["_index"] = index  # equal models share one layout, so it must not change
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Layout does not change; {name!r} cannot be deleted")
+
+    # -- What it says
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The distinct trained parameters, in tree order of the paths that name them."""
+        return self._index.slots
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each slot, in order."""
+        return tuple(slot.path for slot in self.slots)
+
+    @property
+    def size(self) -> int:
+        """The number of trained elements, ties once."""
+        return sum(slot.size for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the trained leaves, ties once."""
+        return sum(slot.size * jnp.dtype(slot.dtype).itemsize for slot in self.slots)
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
+        return common_dtype(slot.dtype for slot in self.slots if slot.size)
+
+    @property
+    def ties(self) -> dict[str, tuple[str, ...]]:
+        """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
+        paths, aliases = self._index.structure.paths, self._index.aliases
+        return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
+
+    @property
+    def mask(self) -> PyTree:
+        """A tree of the model's structure: `True` at each trained parameter, aliases included.
+
+        As it is for `eqx.partition(model, mask)`; for Optax write `optax.masked(tx, lambda _: mask)`, since it *calls*
+        a mask that is callable, as a Module may be.
+        """
+        return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
+
+    def __getitem__(self, path: str) -> Slot:
+        """The slot at a path; an alias finds its slot."""
+        return self.slots[slot_at(self, path)]
+
+    # -- Places in the vector
+
+    def slice(self, path: str) -> slice:
+        """The place of a parameter in the vector.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
+        >>> layout.slice("b")
+        slice(2, 6, None)
+
+        Raises:
+            KeyError: as `layout[path]`.
+        """
+        slot = self[path]
+        return slice(slot.offset, slot.offset + slot.size)
+
+    def indices(self, where: Where) -> np.ndarray:
+        """The positions in the vector of all that `where` selects, in ascending order, each once.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"w": jnp.ones(2)}})
+        >>> print(layout.indices("*.w"))
+        [1 2 3 4]
+
+        Raises:
+            ValueError: `where` selects nothing that is trained.
+        """
+        slots = [self.slots[i] for i in slots_in(self, where)]
+        return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
+
+    @overload
+    def block(self, matrix: np.ndarray, rows: Where, columns: Where) -> np.ndarray: ...
+
+    @overload
+    def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
+
+    def block(self, matrix: Any, rows: Where, columns: Where) -> Any:
+        """The part of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
+
+        >>> import jax, jax.numpy as jnp, treeparams as tp
+        >>> vector, restructure = tp.ravel({"a": jnp.ones(2), "b": jnp.ones(3)})
+        >>> hessian = jax.hessian(lambda v: jnp.sum(restructure(v)["a"]) * jnp.sum(restructure(v)["b"]))(vector)
+        >>> restructure.layout.block(hessian, "a", "b").shape
+        (2, 3)
+
+        Args:
+            matrix: shape `(n, n)`, with n the size of the layout, or a stack of such, `(*batch, n, n)`. Of a matrix
+                over a padded vector pass `matrix[..., :n, :n]`.
+            rows: a path, or a `where` that selects several parameters.
+            columns: the same.
+
+        Returns:
+            The block, shape `(*batch, n_rows, n_columns)`.
+
+        Raises:
+            ValueError: the matrix has another shape; as `layout.indices`.
+        """
+        size, shape = self.size, getattr(matrix, "shape", None)
+        if shape is None or shape[-2:] != (size, size):
+            got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(f"expected an array of shape ({size}, {size}) over the vector of {self!r}, got {got}")
+        places = self.indices(rows), self.indices(columns)
+        in_one_piece = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places)
+        # Slices put no indices into a compiled program; of a NumPy matrix they would be a view.
+        if in_one_piece and not isinstance(matrix, np.ndarray):
+            return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in places))]
+        return matrix[(..., *np.ix_(*places))]
+
+    # -- Other trained leaves
+
+    def freeze(self, where: Where) -> "Layout":
+        """The layout with what `where` selects frozen. Ties are remembered.
+
+        Raises:
+            ValueError: `where` selects nothing, or half of a tie.
+        """
+        return changed(self, where, None)
+
+    def thaw(self, where: Where) -> "Layout":
+        """The layout with what `where` selects trained, also where a class declares it frozen.
+
+        Raises:
+            ValueError: `where` selects nothing, or half of a tie.
+        """
+        return changed(self, None, where)
+
+    def diff(self, other: "Layout") -> Diff:
+        """What differs between two layouts: structure, static values, shapes, dtypes, what trains, and ties.
+
+        >>> import jax.numpy as jnp, treeparams as tp
+        >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones(3)})
+        >>> print(layout.diff(layout.freeze("b")))
+        path  what     first    second
+        b     trained  trained  frozen
+        <BLANKLINE>
+        1 difference
+
+        Returns:
+            A `Diff`, false where nothing differs; `tp.diff` of two layouts gives the same.
+        """
+        these, those = self._index, other._index
+        here, there = these.structure, those.structure
+
+        def at_leaves(i: int, j: int) -> Iterator[Difference]:
+            yield from spec_rows(here, there, i, j)
+            if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
+                words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
+                yield Difference(here.paths[i], "trained", *words)
+
+        shared = here.index.keys() & there.index.keys()
+        ties = tie_rows(_groups(these), _groups(those), shared.__contains__)
+        return Diff([*compare(here, there, at_leaves), *ties])
+
+    # -- As a value
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self._index.structure, self._index.trained, self._index.ties))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        if self is other:
+            return True
+        these, those = self._index, other._index
+        return (these.trained, these.ties) == (those.trained, those.ties) and these.structure == those.structure
+
+    def __reduce__(self) -> Any:
+        return _again, (self._index.structure, self._index.trained, self._index.ties)
+
+    def __repr__(self) -> str:
+        names = f" ({first_few(self.paths)})" if self.slots else ""
+        frozen = len(self._index.frozen)
+        counts = f"{_count(len(self.slots), 'slot')}{names}, {_count(self.size, 'element')}"
+        return f"Layout({counts}, {self.dtype}; {frozen} frozen)"
+
+    def __str__(self) -> str:
+        frozen, tied_to = self._index.frozen, self._index.tied_to
+        rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in self.slots]
+        rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
+        lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
+        total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
+        held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
+        return "\n".join([*lines, total + held])
+
+
+Layout.__module__ = "treeparams"
+Trainable = Where | PyTree | Layout | None
+"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
+index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
+"""The `Index` of the models that a layout was made from."""
+rows_of[Layout] = lambda here, there: here.diff(there).rows
+contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
+
+
+def _again(*parts: Any) -> Layout:
+    return Layout(Index(*parts))
+
+
+def _groups(index: Index) -> dict[str, dict[str, Any]]:
+    """The paths of each tie. An alias without its places says in words, and compares by, the transforms alone."""
+    paths = index.structure.paths
+    return {
+        paths[source]: {paths[source]: "its source"}
+        | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}
+        for source, its in index.aliases.items()
+    }
+
+
+def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
+    return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def slot_at(layout: Layout, path: str) -> int:
+    """The number of the slot at a path."""
+    if not isinstance(path, str):
+        raise TypeError(f"a layout is asked by path, got {path!r}; the slots in order are layout.slots")
+    index, structure = index_of(layout), index_of(layout).structure
+    leaf = structure.index.get(path)
+    if leaf in index.by_leaf:
+        return index.by_leaf[leaf]
+    if leaf is None and any(path == node.path for node in structure.nodes):
+        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
+    if leaf is None:
+        raise KeyError(f"{path!r} is no path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}")
+    if structure.is_parameter(leaf):
+        raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
+    raise KeyError(f"{structure.describe(leaf)} is no parameter")
+
+
+def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
+    """The numbers of the slots that `where` selects, in order."""
+    index = index_of(layout)
+    leaves = select(index.structure, where)
+    found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
+    if not found:
+        path = index.structure.paths[min(leaves)]
+        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}; layout.thaw({path!r}) trains it")
+    return tuple(sorted(found))
+
+
+def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
+    """The layout after both statements; only then are the ties looked at."""
+    index = index_of(layout)
+    said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
+    change(index.structure, index.follows, said, freeze, False)
+    change(index.structure, index.follows, said, thaw, True)
+    return relaid(layout, said)
+
+
+def relaid(layout: Layout, said: Said) -> Layout:
+    """The layout of the same models and ties with other trained leaves: the one way from one layout to another."""
+    index = index_of(layout)
+    trained = settle(index.structure, index.ties, said)
+    return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
+
+
+def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
+    """The layout in which the parameters at these leaves, and no others, are trained, with their ties."""
+    index, chosen = index_of(layout), frozenset(leaves)
+
+    def make() -> Layout:
+        parameters = [i for i in index.structure.parameters if i not in index.follows]
+        return relaid(layout, {i: index.sources.get(i, i) in chosen for i in parameters})
+
+    return index.structure.remember(("trained at", layout, chosen), make)

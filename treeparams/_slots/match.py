@@ -1,0 +1,193 @@
+"""Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots; project."""
+
+import functools
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .._tree.dtypes import common_dtype, is_complex, widened
+from .._tree.paths import nearest, unquote
+from .._tree.recognise import structure_of
+from .._tree.structure import Structure, flatten, same_treedef
+from .._tree.text import describe, quoted
+from .._tree.types import PyTree
+from .index import Index
+from .layout import Trainable
+from .ties import Alias
+from .trainable import look_up
+
+Tied = Literal["sum", "first"] | None
+_shape, _dtype, _weak_type = map(operator.attrgetter, ("shape", "dtype", "weak_type"))
+_float0 = jax.dtypes.float0  # of a gradient that is none, of an integer
+
+
+def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
+    """Looks up the entry of another tree for each slot; `None` where it has none."""
+    if tied not in ("sum", "first", None):
+        raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
+    leaves, treedef = flatten(tree)
+    if same_treedef(treedef, index.canonical_treedef):
+        try:  # in a few calls that run in C
+            if exact_shapes and list(map(_shape, leaves)) == index.shapes and _float0 not in map(_dtype, leaves):
+                return leaves
+        except AttributeError:  # not all are arrays
+            pass
+        pairs = zip(index.positions, leaves, strict=True)
+    elif same_treedef(treedef, index.structure.treedef):
+        pairs = ((leaf, leaves[leaf]) for leaf in index.by_leaf)
+    else:
+        pairs = _by_path(index, tree)
+    found = {leaf: value for leaf, value in pairs if getattr(value, "dtype", None) != _float0}
+    if exact_shapes:
+        for leaf, value in found.items():
+            check_shape(index.structure, leaf, value)
+    if not index.aliases:
+        return [found.get(position) for position in index.positions]
+    return [_one(index, found, position, tied) for position in index.positions]
+
+
+def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
+    """The values of the slots in a tree that has them all, as a model of another type has."""
+    values = per_slot(index, tree, "first", exact_shapes=exact_shapes)
+    missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
+    if missing:
+        raise ValueError(
+            f"expected an array for each of the {len(values)} trained parameters, found none for {quoted(missing)}"
+        )
+    if exact_shapes:
+        for slot, value in zip(index.slots, values, strict=True):
+            if jnp.iscomplexobj(value) and not is_complex(slot.dtype):
+                raise TypeError(f"expected a real {slot.dtype} at {slot.path!r}, got {describe(value)}")
+    return values
+
+
+def check_shape(structure: Structure, leaf: int, value: Any) -> None:
+    """Checks that a value has the shape of its leaf."""
+    spec, path = structure.spec(leaf), structure.paths[leaf]
+    if not isinstance(value, (bool, int, float, complex)) and not hasattr(value, "shape"):
+        raise TypeError(f"expected an array at {path!r}, got {describe(value)}")
+    if jnp.shape(value) != spec.shape:
+        got = describe(value) if hasattr(value, "dtype") else f"{describe(value)} of shape {jnp.shape(value)}"
+        raise ValueError(f"expected {describe(spec)} at {path!r}, got {got}")
+
+
+def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
+    leaves, _, structure = structure_of(tree)
+    model, paths = index.structure, structure.paths
+    if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
+        # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
+        whole = tuple(map(unquote, paths))
+        paths = whole if all(path in model.index for path in whole) else paths
+    unknown = [path for path in paths if path not in model.index]
+    if unknown:
+        has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
+        raise ValueError(
+            f"the tree has an entry at {unknown[0]!r}, where the model has {has}{nearest(unknown[0], model.paths)}"
+        )
+    pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
+    return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
+
+
+def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
+    places = (Alias(position, position, ()), *index.aliases.get(position, ()))
+    entries = [(place, found[place.leaf]) for place in places if place.leaf in found]
+    if not entries:
+        return None
+    only_computed = bool(entries[0][0].transforms)  # so says nothing of the source's own value
+    if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
+        paths, source = [index.structure.paths[place.leaf] for place, _ in entries], index.structure.paths[position]
+        if tied == "first":
+            raise ValueError(
+                f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
+            )
+        raise ValueError(
+            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
+            'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; '
+            'of several trees a word for each, tied=("sum", "first")'
+        )
+    if tied != "sum" or (len(entries) == 1 and not only_computed):
+        return entries[0][1]
+    source = index.structure.spec(position)
+    values = []
+    for place, value in entries:
+        if place.transforms:
+            check_shape(index.structure, place.leaf, value)
+        values.append(place.pull_back(value, source))
+    dtype = common_dtype(jnp.result_type(value) for value in values)
+    return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
+
+
+# -- The canonical gradient --------------------------------------------------------------------------------------------
+
+
+def project(
+    model: PyTree, grads: PyTree, trainable: Trainable = None, *, missing: Literal["zeros"] | None = None
+) -> PyTree:
+    """The canonical form of a gradient, however it came about.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones(2)
+    >>> model = {"a": shared, "b": shared, "mean": jnp.zeros(2)}
+    >>> loss = lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"])
+    >>> grads = jax.grad(loss)(model)  # two halves, and the mean's
+    >>> tp.project(model, grads, ("a", "b"))
+    {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
+
+    This is the one place where gradients of ties are summed; those at an alias with a transform go through its
+    transpose. Complex gradients stay in JAX's convention, they are never conjugated.
+
+    Args:
+        model: any pytree.
+        grads: a tree with entries at paths of the model: of the model's type or another, whole or partial. `None`,
+            `optax.MaskedNode`, `float0` and a missing branch are no gradient; entries at frozen leaves are dropped.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        missing: what a slot without a gradient gets: `None` stays `None` (this leaf takes no step); `"zeros"`.
+
+    Returns:
+        A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real where
+        the slot is real, and `None` everywhere else.
+
+    Raises:
+        ValueError: an entry has another shape than its leaf, or stands where the model has no leaf; as `tp.layout`.
+        TypeError: an entry is no array.
+    """
+    if missing not in (None, "zeros"):
+        raise ValueError(f'missing must be None or "zeros", got {missing!r}')
+    leaves, treedef, structure = structure_of(model)
+    _, index = look_up(structure, trainable, leaves)
+    return index.canonical(slot_gradients(index, grads, missing), treedef)
+
+
+def slot_gradients(
+    index: Index,
+    grads: PyTree,
+    missing: Literal["zeros"] | None,
+    dtype: Any = None,
+    *,
+    wide: bool = False,
+    tied: Tied = "sum",
+) -> list[Any]:
+    """The projected gradient of each slot, real where the slot is; or a tangent, a value (`tied="first"`) that must be.
+
+    Each has its slot's dtype, or the one given; `wide` keeps at least single precision of a gradient in another.
+    """
+    found = per_slot(index, grads, tied, exact_shapes=True)
+    try:  # the usual case: arrays of JAX, all as they should be
+        if dtype is None and list(map(_dtype, found)) == index.dtypes and not any(map(_weak_type, found)):
+            return found
+    except AttributeError:
+        pass
+    for i, (value, own) in enumerate(zip(found, index.dtypes, strict=True)):
+        to = own if dtype is None else dtype
+        if value is None:
+            found[i] = jnp.zeros(index.shapes[i], to) if missing else None
+        elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
+            array = jnp.asarray(value)
+            if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
+                if tied == "first":
+                    raise TypeError(f"expected a real tangent at {index.slots[i].path!r}, got {describe(value)}")
+                array = array.real
+            found[i] = array.astype(widened(to) if wide and array.dtype != to else to)
+    return found

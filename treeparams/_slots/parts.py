@@ -1,0 +1,308 @@
+"""A model taken apart into its trained parameters, one array per slot, and the rest; and put together again.
+
+Every function of this library is `take_apart`, a line of its own work on `parts.slots`, and `parts.model(...)` or
+`parts.canonical(...)`.
+"""
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .._tree.declare import registry
+from .._tree.lost_ties import keep_apart, note_ties
+from .._tree.recognise import structure_of
+from .._tree.static_keys import Values, contents, identical
+from .._tree.structure import Spec, Structure, flatten, same_treedef
+from .._tree.text import describe
+from .._tree.types import PyTree
+from .index import Index
+from .layout import Layout, Trainable, index_of
+from .match import read_slots
+from .trainable import look_up, warn_of_forgotten_ties
+
+M = TypeVar("M")
+
+
+class _Static:
+    """The static half of a `Rest`. Equal only if one compiled program is right for both."""
+
+    __slots__ = ("index", "layout", "treedef", "values")
+
+    def __init__(self, layout: Layout, index: Index, treedef: Any, values: tuple[Any, ...]) -> None:
+        self.layout = layout
+        self.index = index
+        self.treedef = treedef
+        self.values = Values(values, index.structure.settled)  # of the leaves that are no arrays
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static):
+            return NotImplemented
+        is_same = self.index is other.index or (
+            self.layout == other.layout
+            and self.index.gathers.order == other.index.gathers.order
+            and identical(self.index.structure.bare, other.index.structure.bare)
+        )
+        return is_same and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash((self.layout, self.index.gathers.order))
+
+    def __reduce__(self) -> Any:
+        return _static, (self.layout, self.index.structure, self.values.values)
+
+
+contents[_Static] = lambda static: [static.layout, *static.values.values]
+
+
+def _static(layout: Layout, structure: Any, values: tuple[Any, ...]) -> _Static:
+    # Equinox's treedefs do not survive pickling, so it is that of the structure, which is made from a tree.
+    return _Static(layout, look_up(structure, layout)[1], structure.treedef, values)
+
+
+class Rest(Generic[M]):
+    """A model without its trained parameters, as `tp.partition` returns it.
+
+    A pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and ties
+    are static. `rest.layout` is the layout of the model.
+    """
+
+    def __init__(self, frozen: tuple[Any, ...], static: Any) -> None:
+        """For this library's own use; users write `tp.partition(model)`."""
+        self._kept = frozen
+        self._static: _Static = static
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model."""
+        return self._static.layout
+
+    def __repr__(self) -> str:
+        return f"Rest({len(self._kept)} frozen arrays, {len(self._static.values.values)} values, {self.layout!r})"
+
+
+Rest.__module__ = "treeparams"
+_halves: Callable[[Rest[Any]], tuple[tuple[Any, ...], _Static]] = operator.attrgetter("_kept", "_static")
+
+
+def _flatten_with_keys(rest: Rest[Any]) -> tuple[Any, _Static]:
+    frozen, static = _halves(rest)
+    return tuple(zip(map(jtu.DictKey, static.index.gathers.kept_paths), frozen, strict=True)), static
+
+
+jtu.register_pytree_with_keys(Rest, _flatten_with_keys, lambda static, frozen: Rest(tuple(frozen), static), _halves)
+
+
+arrays_in: Callable[[Rest[Any]], tuple[Any, ...]] = operator.attrgetter("_kept")
+"""The arrays of a `Rest`, each object once."""
+index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
+"""The `Index` of the model that a `Rest` is of."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Parts(Generic[M]):
+    """A model taken apart."""
+
+    slots: tuple[Any, ...]  # one array per slot
+    rest: Rest[M]
+
+    @property
+    def layout(self) -> Layout:
+        """What trains."""
+        return self.rest.layout
+
+    @property
+    def index(self) -> Index:
+        """The `Index` of this very model."""
+        return index_in(self.rest)
+
+    @property
+    def treedef(self) -> Any:
+        """The treedef of the model."""
+        return _halves(self.rest)[1].treedef
+
+    def model(self, slots: Sequence[Any]) -> M:
+        """The model with these values in its slots, at all paths of each."""
+        return put_together(self.rest, slots)
+
+    def canonical(self, slots: Sequence[Any]) -> PyTree:
+        """The canonical tree of one value per slot."""
+        static = _halves(self.rest)[1]
+        return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
+
+    def everywhere(self, slots: Sequence[Any]) -> PyTree:
+        """The tree of one value per slot at all places of each, `None` elsewhere."""
+        static = _halves(self.rest)[1]
+        index = static.index
+        computed = index.computed_from(slots) if index.computed else ()
+        return jtu.tree_unflatten(static.treedef, index.everywhere([*slots, None, *computed]))
+
+
+def take_apart(model: M, trainable: Trainable) -> Parts[M]:
+    """A model as one array per slot and the rest."""
+    leaves, treedef, structure = structure_of(model)
+    layout, index = look_up(structure, trainable, leaves)
+    if not isinstance(trainable, Layout):
+        warn_of_forgotten_ties(index)
+    static = _Static(layout, index, treedef, index.gathers.values(leaves))
+    return Parts(index.gathers.slots(leaves), Rest(index.gathers.kept(leaves), static))
+
+
+def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:
+    """Any tree as a `Rest` that is all of it: nothing is trained. `put_together(rest, ())` is the tree.
+
+    Its static half is equal to that of a tree that differs in shapes and dtypes alone. Without `by_shape` there is one
+    structure for all of these.
+    """
+    leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
+    layout = structure.remember("nothing trained", lambda: _nothing_trained(structure))
+    index = index_of(layout)
+    return Rest(index.gathers.kept(leaves), _Static(layout, index, treedef, index.gathers.values(leaves)))
+
+
+def _nothing_trained(structure: Structure) -> Layout:
+    specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
+    # What classes declare is read while a program is traced, so that it is for one number of declarations.
+    statics = (*structure.statics, ("declarations", registry.version))
+    without_shapes = dataclasses.replace(structure, specs=specs, statics=statics, _memo={})
+    return Layout(Index(without_shapes, (False,) * len(specs), ()))
+
+
+_ANY_ARRAY = Spec((), None, False)
+
+
+def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
+    """The model of one value per slot."""
+    frozen, static = _halves(rest)
+    index, values = static.index, [*slots, *frozen, *static.values.values]
+    if slots:
+        if isinstance(slots[0], Tracer):
+            keep_apart(slots)
+        elif index.gathers.tied_pairs and not index.are_ties_noted:
+            note_ties(index.structure, index.gathers.tied_pairs)
+            index.are_ties_noted = True
+        if index.computed:
+            values += index.computed_from(slots)
+    # One gather and one unflatten, since the place of each leaf is known.
+    return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
+
+
+def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
+    """The arrays that are no slots, each object once, by path."""
+    frozen, static = _halves(rest)
+    return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
+
+
+def others(rest: Rest[Any]) -> list[Any]:
+    """The leaves that are no slots: the arrays, each object once, and then what is no array."""
+    frozen, static = _halves(rest)
+    return [*frozen, *static.values.values]
+
+
+def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
+    """A `Rest` with other arrays in place of those that are no slots."""
+    return Rest(tuple(frozen), _halves(rest)[1])
+
+
+_RESULTS = (np.generic, bool, int, float, complex)  # beside arrays, what JAX takes for a result
+
+# The files of JAX from which `jax.vmap`, `jax.jit` and the like call a function, whose results they then flatten.
+_FLATTENING = {"api_util", "batching", "linear_util", "partial_eval", "pjit"}
+
+
+def refuse_functions(rest: Rest[Any], slots: Sequence[Any], module: str) -> None:
+    """Refuses to hand a traced model with functions to a transformation of JAX, if it is JAX that called a module.
+
+    `jax.vmap(restructure)` fails for such a model in any case, with a message about one of the functions.
+    """
+    if not (slots and isinstance(slots[0], Tracer)):
+        return
+    strange = next((value for value in _halves(rest)[1].values.values if not isinstance(value, _RESULTS)), None)
+    if strange is None:
+        return
+    here: Any = inspect.currentframe()
+    frame = here.f_back
+    while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
+        frame = frame.f_back  # the latter check calls at run time
+    if caller.startswith("jax.") and caller.rpartition(".")[2] in _FLATTENING:
+        raise TypeError(
+            f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "
+            "returns; use it within, jax.vmap(lambda v, x: restructure(v)(x), (0, None)), or take "
+            "eqx.filter_vmap(restructure), which stacks its arrays"
+        )
+
+
+def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
+    """Splits a model into its trained parameters and the rest.
+
+    >>> import equinox as eqx, jax, optax, treeparams as tp
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    >>> params, rest = tp.partition(mlp, "!layers.0")  # all but the first layer
+    >>> params.layers[0].weight is None, params.layers[1].weight.shape
+    (True, (1, 4))
+    >>> state = optax.adam(1e-3).init(params)  # any transformation takes params as they are
+    >>> loss = lambda params, rest, x: tp.combine(params, rest)(x)[0]
+    >>> # plain jit: mlp itself would not pass
+    >>> gradient = jax.jit(jax.grad(loss))(params, rest, jax.numpy.ones(2))
+    >>> gradient.layers[1].bias
+    Array([1.], dtype=float32)
+
+    Args:
+        model: any pytree.
+        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+
+    Returns:
+        `params`, the canonical tree: of the model's own structure, with the array at each slot's path and `None`
+        everywhere else (frozen, aliases, what is no parameter); and `rest`, everything else. Arrays are not copied, so
+        a step that donates `params` takes them from `model` too: `tp.partition(tp.copy(model))` keeps that.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: as `tp.layout`.
+    """
+    parts = take_apart(model, trainable)
+    return parts.canonical(parts.slots), parts.rest
+
+
+def combine(params: PyTree, rest: Rest[M]) -> M:
+    """The inverse of `tp.partition`: the model of these parameters.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> shared = jnp.ones(2)
+    >>> params, rest = tp.partition({"a": shared, "b": shared})
+    >>> model = tp.combine({"a": 2 * params["a"], "b": None}, rest)
+    >>> model["a"] is model["b"]
+    True
+
+    Args:
+        params: the canonical tree, or another tree with arrays at the same paths. Each has the shape of its leaf, or is
+            a stack of such, as in an ensemble.
+        rest: from `tp.partition`.
+
+    Returns:
+        The model. One array object stands at all paths of a tie, also inside a trace, so that its gradient is summed;
+        where the tie has a transform, the alias is computed.
+
+    Raises:
+        ValueError: `params` lacks a parameter, has one of another shape, or has an entry at a path that the model has
+            not.
+        TypeError: `rest` is no `Rest`.
+    """
+    if not isinstance(rest, Rest):
+        swapped = "; the parameters come first: tp.combine(params, rest)" if isinstance(params, Rest) else ""
+        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}{swapped}")
+    leaves, treedef = flatten(params)
+    index = index_in(rest)
+    if not same_treedef(treedef, index.canonical_treedef):
+        leaves = read_slots(index, params)
+    if [getattr(leaf, "shape", None) for leaf in leaves] != index.shapes:
+        for leaf, slot in zip(leaves, index.slots, strict=True):
+            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor what `jax.tree.map` was given to make
+            if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
+                raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
+    return put_together(rest, leaves)

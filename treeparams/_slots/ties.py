@@ -1,0 +1,194 @@
+"""Ties, parameters that are one: found by identity, declared on classes, or passed to `tp.layout`.
+
+A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
+it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
+names as source is the source, wherever it stands.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._tree.declare import Given, read_source
+from .._tree.paths import join_path, nearest, split_path
+from .._tree.structure import Spec, Structure
+from .._tree.text import describe
+from .transform import Transform
+from .where import Said, declaring_nodes
+
+
+class Alias(NamedTuple):
+    """A further place of a parameter, which holds what the transforms, one after another, make of the source."""
+
+    leaf: int
+    source: int
+    transforms: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        """The transforms in words; empty where there is none."""
+        return " of ".join(map(repr, reversed(self.transforms)))
+
+    def value_from(self, value: Any, source: Spec) -> Any:
+        """The alias's value, from the source's.
+
+        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all places of a tie as it
+        is: a label per parameter, a norm.
+        """
+        shape = getattr(value, "shape", None)
+        stacked = -1 if shape is None else len(shape) - len(source.shape)
+        if shape is None or stacked < 0 or tuple(shape[stacked:]) != source.shape:
+            return value
+        function = self._apply
+        for _ in range(stacked):
+            function = jax.vmap(function)
+        return jax.eval_shape(function, value) if isinstance(value, jax.ShapeDtypeStruct) else function(value)
+
+    def _apply(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+    def pull_back(self, cotangent: Any, source: Spec) -> Any:
+        """Turns a gradient at the alias into one at the source."""
+        if not self.transforms:
+            return cotangent
+        cotangent = jnp.asarray(cotangent)
+        transpose = jax.linear_transpose(self._apply, jax.ShapeDtypeStruct(source.shape, cotangent.dtype))
+        return transpose(cotangent)[0]
+
+
+def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
+    """All aliases of a model, of frozen parameters too, in the order of their sources."""
+    # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
+    above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
+    named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
+    for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
+        lower, upper = structure.first[alias], structure.first[source]
+        named[upper] = min(named.get(upper, source), source)
+        if lower == upper and transform is None:
+            continue
+        names = structure.paths[alias], structure.paths[source]
+        if lower == upper:
+            raise ValueError(
+                f"{names[0]!r} and {names[1]!r} are one array already, so one cannot be {transform} of the other"
+            )
+        if above.setdefault(lower, (upper, transform)) != (upper, transform):
+            other = structure.paths[above[lower][0]]
+            raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")
+    if not above and not [i for i in structure.parameters if i != structure.first[i]]:
+        return ()
+    sets: dict[int, list[tuple[int, tuple[Transform, ...]]]] = {}
+    for leaf in structure.parameters:
+        root, transforms = _root(structure, structure.first[leaf], above)
+        sets.setdefault(root, []).append((leaf, transforms))
+    return tuple(
+        Alias(leaf, source, transforms)
+        for source, places in sorted((named.get(root, root), places) for root, places in sets.items())
+        for leaf, transforms in places
+        if leaf != source
+    )
+
+
+def _root(
+    structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
+) -> tuple[int, tuple[Transform, ...]]:
+    at, transforms, passed = start, (), {start}
+    while at in above:
+        at, transform = above[at]
+        transforms = transforms if transform is None else (transform, *transforms)
+        if at in passed:
+            raise ValueError(f"the ties of {structure.paths[start]!r} run in a circle; name one path as the source")
+        passed.add(at)
+    return at, transforms
+
+
+def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | None]]:
+    found = []
+    for node, said in declaring_nodes(structure):
+        for alias, source in said.ties.items():
+            path, transform = read_source(source, node.cls.__qualname__)
+            ends = [(*node.entries, *split_path(each)) for each in (alias, path)]
+            if join_path(ends[0]) in structure.index:
+                found.append(_tie(structure, join_path(ends[0]), join_path(ends[1]), transform))
+            elif any(structure.entries[i][: len(ends[0])] == ends[0] for i in range(node.start, node.stop)):
+                raise TypeError(
+                    f"{node.cls.__qualname__} declares {alias!r} tied to {path!r}, but it is a node, not an array; "
+                    f'name an array below it: tp.declare({node.cls.__qualname__}, ties={{"{alias}.weight": ...}})'
+                )
+            # Else there is nothing: a Linear without bias; a canonical tree, whose aliases are empty.
+    return found
+
+
+def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(given)}")
+    read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in given.items()}
+    return [_tie(structure, alias, *source) for alias, source in read.items()]
+
+
+def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[int, int, Transform | None]:
+    if alias == source:
+        raise ValueError(f"{alias!r} is tied to itself")
+    ends = parameter_at(structure, alias), parameter_at(structure, source)
+    return (*ends, checked(structure, *ends, function))
+
+
+def parameter_at(structure: Structure, path: str) -> int:
+    """The leaf at a path."""
+    i = structure.index.get(join_path(split_path(path)))
+    if i is None:
+        known = [structure.paths[at] for at in structure.parameters]
+        raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
+    if not structure.is_parameter(i):
+        raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
+    return i
+
+
+def checked(structure: Structure, alias: int, source: int, function: Any) -> Transform | None:
+    """The transform of a tie, `None` where it is the identity."""
+    want, have = structure.spec(alias), structure.spec(source)
+    transform = None if function is None else Transform(function)
+    got, is_identity = (have, True) if transform is None else transform.tried(have.shape, have.dtype)
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        after = f" after {transform}" if transform else ""
+        raise ValueError(
+            f"{structure.paths[alias]!r} is {describe(want)} and cannot be tied to {structure.paths[source]!r}, which "
+            f"is {describe(got)}{after}"
+        )
+    return None if is_identity else transform
+
+
+# -- Trained as a whole ------------------------------------------------------------------------------------------------
+
+
+def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
+    """Decides what is trained, per leaf, with every tie trained or frozen as a whole.
+
+    An alias with a transform is trained if and only if its source is; to say otherwise of it is an error.
+    """
+    trained = dict(said)
+    for alias in ties:
+        of_source = trained[alias.source]
+        if said.get(alias.leaf, of_source) != of_source:
+            raise ValueError(_half_trained(structure, ties, alias, of_source))
+        trained[alias.leaf] = of_source
+    return tuple([trained.get(i, False) for i in range(len(structure.specs))])
+
+
+def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, of_source: bool) -> str:
+    names = structure.paths[alias.source], structure.paths[alias.leaf]
+    is_, other = ("trained", "frozen") if of_source else ("frozen", "trained")
+    if alias.transforms:
+        return (
+            f"{names[1]!r} is {alias} of {names[0]!r}, its source, and is trained or frozen with it, but the source is "
+            f"{is_} and the alias {other}; say it of the source {names[0]!r} (or of both)"
+        )
+    every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.transforms]
+    every.insert(0, names[0])
+    return (
+        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
+        f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
+        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
+    )

@@ -1,0 +1,203 @@
+"""Declarations of classes: which fields are trained, and which always hold one and the same array.
+
+A declaration belongs to a class, never to an instance, and comes from two places: the metadata of a dataclass field
+(`field`, for classes one writes) and the registry below (`declare`, for classes one does not own).
+"""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .paths import nearest, quote, selects, split_path
+
+Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
+"""Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
+
+
+class Declared(NamedTuple):
+    """All that is declared of one class, bases included; paths are relative to an instance."""
+
+    fields: dict[str, bool]  # what the fields' metadata say, where they say anything
+    frozen: tuple[str, ...]  # globs
+    ties: Given
+
+
+# Classes known without importing their packages: what their authors hold fixed is fixed here too.
+_BY_NAME = {
+    "equinox.StateIndex": ("init",),  # running statistics, before `eqx.nn.make_with_state` moves them ...
+    "equinox.State": ("**",),  # ... to here
+    "paramax.NonTrainable": ("tree",),
+}
+
+
+class _Registry:
+    """The declarations made by `declare`, and their version: what was derived from an earlier one is stale."""
+
+    def __init__(self) -> None:
+        self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
+        self.version = 0
+
+
+registry = _Registry()
+
+if TYPE_CHECKING:  # a type checker knows the field specifiers of `eqx.Module` by their names
+    from equinox import field as field
+else:
+
+    def field(
+        *,
+        trainable: bool | None = None,
+        tied_to: str | None = None,
+        transform: Callable[[jax.Array], jax.Array] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`equinox.field` that also says whether what it holds is trained, or which parameter it is.
+
+        >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
+        >>> class Codec(eqx.Module):
+        ...     mean: jax.Array = tp.field(trainable=False)
+        ...     encoder: jax.Array
+        ...     decoder: jax.Array = tp.field(tied_to="encoder", transform=jnp.transpose)
+        >>> print(tp.layout(Codec(jnp.zeros(3), jnp.ones((2, 3)), jnp.ones((3, 2)))))
+        path     key           row  offset  size  tied to
+        encoder  float32[2,3]    0       0     6  decoder (transpose)
+        mean     float32[3]         frozen     3
+        1 slot, 6 elements, 24 bytes; 3 elements frozen
+
+        The declaration is kept in the field's metadata, so it goes with `converter=`, `static=`, defaults and
+        inheritance (a subclass that defines the field anew decides anew). A plain dataclass that is a pytree says the
+        same with `dataclasses.field(metadata={"trainable": False})`.
+
+        Args:
+            trainable: `False` freezes every parameter at or below the field; a `True` further down does not thaw it.
+                `True` is a promise: when the field's own value is a leaf that cannot be trained (a Python float, an
+                int array), `tp.layout` raises a `TypeError`. `None`, the default, says nothing: parameters are trained.
+            tied_to: the path, relative to the instance, of the parameter that this field's array is. It may lie deeper
+                (`"layers.0.weight"`). `None` in place of the array is no tie; ties of arrays further down are declared
+                by `tp.declare(cls, ties=...)`. `tp.tie(model)` sets the array at the field.
+            transform: what the field's array is of that parameter: a linear function, as for `tp.layout`. `None`: the
+                parameter itself.
+            **kwargs: as for `equinox.field`.
+
+        Returns:
+            A dataclass field.
+
+        Raises:
+            TypeError: `trainable` is not a bool, or `tied_to` no path.
+            ValueError: the field is static, so it holds no leaves; a transform without `tied_to`.
+        """
+        said: dict[str, Any] = {}
+        if trainable is not None:
+            _check_bool(trainable, "tp.field")
+            said["trainable"] = trainable
+        if tied_to is not None:
+            said["tied_to"] = tied_to if transform is None else (tied_to, transform)
+            read_source(said["tied_to"], "tp.field")
+        elif transform is not None:
+            raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
+        if kwargs.get("static") and (trainable or tied_to is not None):
+            name = "tied_to=" if tied_to is not None else "trainable=True"
+            raise ValueError(f"a static field is no part of the tree: drop `static=True` or `{name}`")
+        if said:
+            kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
+        return eqx.field(**kwargs)
+
+
+def declare(
+    cls: type,
+    *,
+    frozen: str | Sequence[str] = (),
+    ties: Given | None = None,
+) -> None:
+    """Declares which parts of a class are frozen and which are tied in every instance.
+
+    For classes one does not own; in a class of one's own `tp.field` says so, except for ties of arrays that lie deeper.
+
+    >>> import equinox as eqx, jax, treeparams as tp
+    >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package
+    ...     pass
+    >>> tp.declare(Norm, frozen="bias")
+    >>> tp.layout(Norm(4)).paths
+    ('weight',)
+
+    Names in dictionaries are declared of `dict`: `tp.declare(dict, frozen="batch_stats")` freezes what stands under
+    that key in any dictionary of the process, as Flax's variables have it.
+
+    Subclasses inherit the declaration. Declaring a class again replaces what was declared of it before. Programs that
+    plain `jax.jit` has compiled do not notice; declare before the first call.
+
+    Args:
+        cls: the class of a pytree node.
+        frozen: globs over paths relative to an instance; all below what they match is frozen.
+        ties: `{alias: path}` or `{alias: (path, transform)}`, paths relative to an instance; as for `tp.layout`.
+
+    Raises:
+        TypeError: `cls` is not a class.
+        ValueError: the class is a dataclass or NamedTuple and has no such field.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"tp.declare takes a class, got {cls!r}; for one model write tp.layout(model, freeze=...)")
+    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    ties = dict(ties or {})
+    sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
+    names = getattr(cls, "_fields", ())  # of a NamedTuple
+    if dataclasses.is_dataclass(cls):
+        names = [each.name for each in dataclasses.fields(cls)]
+    for path in (*frozen, *ties, *sources) if names else ():
+        first = split_path(path)[:1]
+        if not any(first and selects(first, (quote(name),)) for name in names):
+            raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
+    registry.classes[cls] = Declared({}, frozen, ties)
+    registry.version += 1
+
+
+@functools.lru_cache(maxsize=1024)
+def declared(cls: type, version: int) -> Declared:
+    """The declarations of a class and its bases, as of a version of the registry."""
+    del version  # it is the key of what is remembered
+    fields: dict[str, bool] = {}
+    ties: dict[str, Any] = {}
+    for each in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        where = f"{cls.__qualname__}.{each.name}"
+        if "trainable" in each.metadata:
+            _check_bool(each.metadata["trainable"], where)
+            fields[each.name] = each.metadata["trainable"]
+        if "tied_to" in each.metadata:
+            read_source(each.metadata["tied_to"], where)
+            ties[quote(each.name)] = each.metadata["tied_to"]
+    # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
+    frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
+    for base in reversed(cls.__mro__):
+        frozen += _BY_NAME.get(f"{base.__module__.partition('.')[0]}.{base.__qualname__}", ())
+        if base in registry.classes:
+            frozen += registry.classes[base].frozen
+            ties |= registry.classes[base].ties
+    return Declared(fields, tuple(frozen), ties)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_box(cls: type) -> bool:
+    """Whether a node of this class only wraps one value, so that it adds no entry to a path (`flax.nnx.Variable`)."""
+    return _is_flax(cls, "Variable", "VariableState")
+
+
+def _is_flax(cls: type, *names: str) -> bool:
+    return not {base.__name__ for base in cls.__mro__ if base.__module__.startswith("flax.nnx")}.isdisjoint(names)
+
+
+def _check_bool(value: object, where: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
+
+
+def read_source(source: Any, where: str) -> tuple[str, Any]:
+    """What a tie is to: a path, and a function or `None`."""
+    path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+    if not isinstance(path, str) or not (transform is None or callable(transform)):
+        raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {source!r}")
+    return path, transform

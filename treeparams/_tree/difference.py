@@ -1,0 +1,322 @@
+"""What differs between two trees, row by row: the rows, the table of them, and those that two structures tell.
+
+A tree is read along with the other from the root. What has no counterpart is named once, by its topmost node; of what
+has one, the class and the static values are compared, and each two leaves at one place are handed over to the caller,
+who knows what else there is to compare: a layout what trains, `tp.diff` the arrays themselves.
+"""
+
+import collections
+import dataclasses
+import html
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.tree_util as jtu
+
+from .declare import is_box
+from .paths import join_path, quote, sibling_entries
+from .static_keys import contents, static_key
+from .structure import Node, Structure, keys_of
+from .text import both_in_text, cut, describe, first_few, in_columns, in_text
+
+_DEEPEST = 8  # containers within a static value, which may contain itself
+_WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
+_AGAIN = {"class": "a ", "tie": "to "}  # before the second
+NOTHING = "nothing"
+"""What stands in a row where one of the two has nothing."""
+
+
+class Difference(NamedTuple):
+    """One row: what differs at a path. The numbers are those of the elements of two arrays."""
+
+    path: str
+    what: str  # "structure", "class", "static", "type", "value", "shape", "dtype", ..., "tie", "trained", "elements"
+    first: str  # of elements: the one that differs most
+    second: str
+    absolute: float | None = None  # the largest difference
+    relative: float | None = None  # the largest, as a part of the second
+    differing: int | None = None  # how many elements differ
+    size: int | None = None  # of how many
+    nans: tuple[int, int] | None = None  # how many are NaN in the first, and in the second
+
+    def in_words(self) -> str:
+        """The row as a line of an error message."""
+        where = repr(self.path) if self.path else "the root"
+        for side, other in (("first", self.second), ("second", self.first)):
+            if other == NOTHING and self.what == "structure":
+                return f"{where} is only in the {side}"
+        again = "" if self.second.startswith("another ") else _AGAIN.get(self.what, "")
+        return f"{where} {_WORDS.get(self.what, 'is')} {self.first} in the first, {again}{self.second} in the second"
+
+
+class Diff:
+    """What differs between two trees or layouts, by path; false where nothing does. Made by `tp.diff`.
+
+    It prints as a table, in a notebook too: first what a compiler sees, in tree order, then arrays whose elements
+    differ, the largest difference first.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> diff = tp.diff({"a": jnp.ones(2), "b": 2}, {"a": jnp.zeros(2), "b": 2.0})
+    >>> bool(diff), diff.paths
+    (True, ('b', 'a'))
+
+    Attributes:
+        rows: one per difference, with `.path`, `.what`, and in words the `.first` and the `.second`. Where `.what` is
+            `"elements"` there are numbers too: `.absolute` and `.relative`, the largest differences, `.differing` of
+            `.size` elements, and `.nans`, how many the first and the second has.
+    """
+
+    def __init__(self, rows: Iterable[Difference]) -> None:
+        """For this library's own use; users write `tp.diff(a, b)`."""
+        self.rows = tuple(rows)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths at which something differs, each once, in the order of the rows."""
+        return tuple(dict.fromkeys(row.path for row in self.rows))
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Diff({self._total()}{f' ({first_few(self.paths)})' if self.rows else ''})"
+
+    def __str__(self) -> str:
+        seen = [row for row in self.rows if row.what != "elements"]
+        elements = [row for row in self.rows if row.what == "elements"]
+        tables = []
+        if seen:
+            cells = [[row.path or '""', row.what, row.first, row.second] for row in seen]
+            tables.append(in_columns(["path", "what", "first", "second"], cells))
+        if elements:
+            tables.append(_table_of_elements(elements))
+        if not tables:
+            return self._total()
+        counts = collections.Counter(row.what for row in self.rows)
+        parts = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        total = f"{self._total()}: {parts}" if len(counts) > 1 else self._total()
+        return "\n".join([*itertools.chain.from_iterable([*table, ""] for table in tables), total])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _total(self) -> str:
+        count = f"{len(self.rows):,}" if self.rows else "no"
+        return f"{count} difference{'' if len(self.rows) == 1 else 's'}"
+
+
+Diff.__module__ = "treeparams"
+
+
+def _table_of_elements(rows: Sequence[Difference]) -> list[str]:
+    header = ["path", "largest", "relative", "elements", "NaN", "first", "second"]
+    cells = [
+        [
+            row.path or '""',
+            f"{row.absolute:.3g}",
+            f"{row.relative:.3g}",
+            f"{row.differing:,} of {row.size:,}",
+            ", ".join(map(str, row.nans or ())),
+            row.first,
+            row.second,
+        ]
+        for row in rows
+    ]
+    if not any(any(row.nans or ()) for row in rows):
+        header, *cells = [[*row[:4], *row[5:]] for row in (header, *cells)]
+    return in_columns(header, cells, right=range(1, len(header)))
+
+
+# -- Two structures ----------------------------------------------------------------------------------------------------
+
+rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
+"""Classes whose objects, as static values, say themselves what differs between two of them."""
+
+
+def compare(
+    these: Structure,
+    those: Structure,
+    at_leaves: Callable[[int, int], Iterable[Difference]],
+    leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
+) -> Iterator[Difference]:
+    """What differs in the nodes of two structures, and at each two leaves at one place, in tree order.
+
+    Args:
+        these: the first.
+        those: the second.
+        at_leaves: what to compare at two leaves, by their numbers.
+        leaves: the leaves themselves, so that those that are no arrays are shown.
+    """
+    if these.entries == those.entries and these.has_statics_of(those):
+        for i in range(len(these.entries)):
+            yield from at_leaves(i, i)
+        return
+    walk = lambda at_leaves: _Pair(these, those, at_leaves, leaves).visit((), *map(_numbered, (these, those)))
+    yield from walk(at_leaves)
+    if next(walk(lambda i, j: ()), None) is None:
+        # The keys of static values are taken when a structure is met, and a list may have changed since.
+        ours, theirs = ([key for key in each.statics if key[0] is not type(None)] for each in (these, those))
+        for node, here, there in zip(these.nodes, ours, theirs, strict=False):
+            if here != there:
+                yield Difference(node.path, "static", cut(in_text(node.static)), "the same, changed in place since")
+
+
+def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Difference]:
+    """How two leaves differ in shape and dtype, or in that one is no array."""
+    here, there = these.specs[i], those.specs[j]
+    if here == there:
+        return
+    what = "type"
+    if here is not None and there is not None:
+        what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
+    first, second = (describe(spec) if spec else "no array" for spec in (here, there))
+    yield Difference(these.paths[i], what, first, second)
+
+
+def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:
+    """How the static values of two nodes of one structure, of one class, differ: by field."""
+    return _Pair(structure, structure, lambda i, j: (), None).static_rows(
+        here.entries, here.cls, here.static, there.static
+    )
+
+
+def _numbered(structure: Structure) -> Any:
+    """A tree of this structure that holds the number of each leaf."""
+    return jtu.tree_unflatten(structure.treedef, range(structure.treedef.num_leaves))
+
+
+class _Pair:
+    """Two structures that are read side by side."""
+
+    def __init__(self, these: Structure, those: Structure, at_leaves: Any, leaves: Any) -> None:
+        self.structures = these, those
+        self.at_leaves = at_leaves
+        self.leaves = leaves
+        # Bare objects are the same by identity, but in a copy made by pickling by their order, which is not known here.
+        self.strict = not (these.is_unpickled or those.is_unpickled)
+
+    def visit(self, entries: tuple[str, ...], here: Any, there: Any) -> Iterator[Difference]:
+        take = jtu.default_registry.flatten_one_level_with_keys
+        left, right = take(here), take(there)
+        if left is None and right is None:
+            yield from self.at_leaves(here, there)
+            return
+        if left is None or right is None or (type(here) is not type(there) and (here is None or there is None)):
+            yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
+            return
+        ours, theirs = (
+            dict(zip(sibling_entries(keys_of(type(node), each), entries), [child for _, child in each], strict=True))
+            for node, each in ((here, list(left[0])), (there, list(right[0])))
+        )
+        if type(here) is not type(there):
+            yield Difference(join_path(entries), "class", *both_in_text(type(here), type(there)))
+        elif not (isinstance(here, dict) and ours.keys() != theirs.keys()):  # whose static value is its keys
+            yield from self.static_rows(entries, type(here), left[1], right[1])
+        for entry in dict.fromkeys([*ours, *theirs]):
+            is_boxed = len(ours) == 1 == len(theirs) and is_box(type(here)) and is_box(type(there))
+            below = entries if is_boxed else (*entries, entry)
+            if entry in ours and entry in theirs:
+                yield from self.visit(below, ours[entry], theirs[entry])
+            elif entry in ours:
+                yield Difference(join_path(below), "structure", self.text(0, ours[entry]), NOTHING)
+            else:
+                yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
+
+    def text(self, side: int, tree: Any) -> str:
+        """What stands at a place, a leaf by its number."""
+        if tree is None:
+            return "None"
+        if jtu.default_registry.flatten_one_level(tree) is None:
+            spec = self.structures[side].specs[tree]
+            if spec is None and self.leaves is not None:
+                return cut(in_text(self.leaves[side][tree]))
+            return describe(spec) if spec else "no array"
+        count = jtu.tree_structure(tree).num_leaves
+        return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
+
+    def static_rows(self, entries: tuple[str, ...], cls: type, here: Any, there: Any) -> Iterator[Difference]:
+        """How the static values of two nodes differ; of a dataclass by field."""
+        if self.are_equal(here, there):
+            return
+        names = []
+        if dataclasses.is_dataclass(cls):
+            names = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
+        if not (type(here) is type(there) is tuple and len(here) == len(there) >= len(names)):
+            yield from self.value_rows(entries, here, there)
+            return
+        named = [*[()] * (len(here) - len(names)), *[(name,) for name in names]]
+        for name, one, other in zip(named, here, there, strict=True):
+            yield from self.value_rows((*entries, *name), one, other)
+
+    def value_rows(
+        self, entries: tuple[str, ...], here: Any, there: Any, depth: int = _DEEPEST
+    ) -> Iterator[Difference]:
+        """How two static values differ; of containers with the same places, which of their values."""
+        if self.are_equal(here, there):
+            return
+        kind = type(here)
+        rows: list[Difference] = []
+        if kind is type(there) and kind in rows_of:
+            rows = [
+                row._replace(path=join_path((*entries, row.path) if row.path else entries))
+                for row in rows_of[kind](here, there)
+            ]
+        elif kind is type(there) and depth:
+            ours, theirs = _places(here), _places(there)
+            if list(map(operator.itemgetter(0), ours)) == list(map(operator.itemgetter(0), theirs)):
+                for (_, entry, one), (_, _, other) in zip(ours, theirs, strict=True):
+                    rows += self.value_rows((*entries, *entry), one, other, depth - 1)
+        yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
+
+    def are_equal(self, here: Any, there: Any) -> bool:
+        return here is there or static_key(here, strict=self.strict) == static_key(there, strict=self.strict)
+
+
+def _places(value: Any) -> list[tuple[Any, tuple[str, ...], Any]]:
+    """What is in a static value: for each place what tells it from others, the entry of its path, and the value."""
+    kind = type(value)
+    if kind in contents:
+        return [(i, (), each) for i, each in enumerate(contents[kind](value))]
+    if kind in (tuple, list):
+        return [(i, (str(i),), each) for i, each in enumerate(value)]
+    if kind is dict:
+        return [((type(key), key), (quote(str(key)),), each) for key, each in value.items()]
+    return []
+
+
+# -- Ties --------------------------------------------------------------------------------------------------------------
+
+Groups = Mapping[str, Mapping[str, Any]]
+"""By the path that names an array all the paths that it is at, with what tells more about each, in words its `str`."""
+
+
+def groups_of(structure: Structure) -> Groups:
+    """The paths at which one array object stands, by the first of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for i, first in enumerate(structure.first):
+        if first != i:
+            path = structure.paths[first]
+            found.setdefault(path, {path: ""})[structure.paths[i]] = ""
+    return found
+
+
+def tie_rows(here: Groups, there: Groups, is_shared: Callable[[str], bool]) -> Iterator[Difference]:
+    """How the ties of two trees differ among the paths that both have: with which others the array at a path is one."""
+    ours, theirs = _others(here, is_shared), _others(there, is_shared)
+    for path in dict.fromkeys([*here, *there]):
+        both = ours.get(path, {}), theirs.get(path, {})
+        if both[0] != both[1]:
+            label = lambda other, more: f"{other} ({more})" if str(more) else other
+            first, second = (", ".join(map(label, each, each.values())) or NOTHING for each in both)
+            yield Difference(path, "tie", first, second)
+
+
+def _others(groups: Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for group in groups.values():
+        places = {path: more for path, more in group.items() if is_shared(path)}
+        for path in places:
+            found[path] = {other: more for other, more in places.items() if other != path}
+    return found

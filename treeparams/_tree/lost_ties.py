@@ -1,0 +1,124 @@
+"""The memory of ties that a trace, or a layout that is not passed on, would lose without a word.
+
+What comes in: ties by identity of what is met outside of a trace (`meet`, `note_ties`), tracers that are apart because
+the arrays were (`keep_apart`), ties that a layout was given (`note_given`). What comes out: a warning, once
+(`warn_of_lost_ties`), and the ties given to models of a kind (`given_to`). It holds no arrays.
+"""
+
+import collections
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.core import Tracer
+
+from .messages import warn, was_warned
+from .structure import Structure
+from .text import first_few
+
+# Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
+_met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
+_met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
+_given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts
+_on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
+_MET = 1024  # kinds
+_changing = threading.Lock()
+
+
+def meet(structure: Structure, is_call: bool) -> None:
+    """Remembers the ties by identity of what is met outside of a trace: of a tree, or of each argument of a call.
+
+    Not where the same kind was met apart before. The gradient of a sum has one object at two places, and it has the
+    structure of its model; what ties a model met before, `tp.tie` or a layout, notes that by itself.
+    """
+    first, pairs = structure.first, []
+    if len(set(first)) < len(first):
+        pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
+    for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
+        if len(root.entries) != (2 if is_call else 0):
+            continue
+        kind = structure.kind_of(number)
+        if kind not in _met_tied and not [a for a, b in pairs if root.start <= a and b < root.stop]:
+            _met_apart.add(kind)
+    if pairs:
+        note_ties(structure, pairs, above=2 if is_call else 0)
+
+
+def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: int | None = None) -> None:
+    """Remembers that parameters of a structure are one array, outside of any trace.
+
+    A model may be a part of something else, such as a state: each node that holds both places is remembered, if its
+    path has at least `above` entries; without that also a node of a kind that was met apart.
+    """
+    shapes = [spec and spec.shape for spec in structure.specs]
+    for number, node in enumerate(structure.nodes):
+        inside = [(a - node.start, b - node.start) for a, b in map(sorted, pairs) if node.start <= a < b < node.stop]
+        if not inside or len(node.entries) < (above or 0):
+            continue
+        kind, found = structure.kind_of(number), (shapes[node.start : node.stop], inside)
+        if above is not None and kind in _met_apart:
+            continue
+        with _changing:
+            _met_apart.discard(kind)
+            if found not in _met_tied.setdefault(kind, []):
+                _met_tied[kind].append(found)
+            while len(_met_tied) > _MET:
+                _met_tied.popitem(last=False)
+
+
+def keep_apart(tracers: Iterable[Any]) -> None:
+    """Remembers that these are apart as the arrays are: arguments of `tp.jit`, slots of a `Rest`, untied copies."""
+    if _met_tied:
+        for each in tracers:
+            if isinstance(each, Tracer):
+                key = id(each)
+                _on_purpose[key] = weakref.ref(each, lambda _, key=key: _on_purpose.pop(key, None))
+
+
+def likeness(structure: Structure) -> tuple[int, ...]:
+    """Equal for models of one class with the same paths, shapes and dtypes."""
+    return hash(structure), *structure.kinds[:1]
+
+
+def note_given(structure: Structure, ties: Iterable[Any]) -> None:
+    """Remembers ties that a layout was given, which neither arrays nor classes tell."""
+    _given.setdefault(likeness(structure), {}).update(dict.fromkeys(ties))
+    if len(_given) > _MET:
+        _given.popitem(last=False)
+
+
+def given_to(structure: Structure) -> Iterable[Any]:
+    """The ties that layouts of such models were given."""
+    return _given.get(likeness(structure), ()) if _given else ()
+
+
+def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:
+    """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
+
+    Not of aliases whose sources are known in spite of the trace, nor of what is frozen: it has no gradient to part.
+    """
+    root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
+    for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
+        if was_warned(kind) or kind not in _met_tied:
+            continue
+        for shapes, pairs in _met_tied[kind]:
+            within = [(a + node.start, b + node.start) for a, b in pairs]
+            lost = [pair for pair in within if root(pair[0]) != root(pair[1]) and any(trained[i] for i in pair)]
+            lost = [pair for pair in lost if not all(id(leaves[i]) in _on_purpose for i in pair)]
+            # Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each.
+            specs = zip(structure.specs[node.start : node.stop], shapes, strict=True)
+            now = [(spec.shape, shape) for spec, shape in specs if spec is not None]
+            mapped = {len(shape) - len(inner) for inner, shape in now}
+            if lost and len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now):
+                names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
+                warn(_LOST.format(first_few(names)), about=kind)
+                break
+
+
+_LOST = (
+    "{} were one array in a model of this structure that was met before. In this one, among the arguments of jax.jit, "
+    "vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout outside and pass "
+    "it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, or a Restructure of "
+    "tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this warning is not given"
+)

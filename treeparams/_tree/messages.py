@@ -1,0 +1,53 @@
+"""Warnings at the line that calls this library, and the error that names an array that is gone."""
+
+import inspect
+import os
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jaxtyping
+from jax.core import Tracer
+
+from .structure import flatten, scan
+
+_warned_of: set[Hashable] = set()
+# Where run-time checks of annotations are switched on, they stand between the calls of this library.
+OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+
+
+def warn(message: str, about: Hashable = None) -> None:
+    """Gives a warning at the line that called this library; of what is named by `about`, once."""
+    if about is not None:
+        if about in _warned_of:
+            return
+        _warned_of.add(about)
+    frame, levels = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, UserWarning, stacklevel=levels)
+
+
+def was_warned(about: Hashable) -> bool:
+    """Whether a warning has been given of what is named."""
+    return about in _warned_of
+
+
+def name_deleted(error: Exception, tree: Any) -> None:
+    """Raises an error that names the array of a tree that has been deleted, where there is one.
+
+    To be called where JAX has failed: to ask each array beforehand would cost more than all else that is asked.
+    """
+    leaves, treedef = flatten(tree)
+    for leaf, path in zip(leaves, scan(tree, leaves, treedef).paths, strict=True):
+        if is_concrete(type(leaf)) and leaf.is_deleted():
+            raise RuntimeError(
+                f"the array at {path!r} has been deleted, as by a step that donates it; keep a copy of what is needed "
+                "after, tp.copy(model)"
+            ) from error
+
+
+def is_concrete(kind: type) -> bool:
+    """Whether a type is that of arrays of JAX that have values."""
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

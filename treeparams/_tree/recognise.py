@@ -1,0 +1,187 @@
+"""Recognising a tree whose structure is known, in microseconds.
+
+Working out a structure costs Python work per node, so it is done once per kind of tree. A tree is then recognised by
+comparisons that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A
+treedef alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` are one to it. One key in a
+dictionary in place of these comparisons was tried; building the key costs more than they do.
+"""
+
+import collections
+import enum
+import functools
+import itertools
+import operator
+import threading
+import types
+from typing import Any
+
+import jax
+import numpy as np
+
+from .declare import registry
+from .lost_ties import meet
+from .messages import is_concrete
+from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
+from .structure import Structure, flatten, getter, same_treedef, scan
+
+# JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
+# program, small enough to let go of what a long notebook session has built and thrown away.
+_BUCKETS = 256
+_PER_BUCKET = 64
+
+
+class _Known:
+    """A structure and the tree it was worked out from: a tree that agrees in all of this has the same structure."""
+
+    def __init__(
+        self, tree: Any, leaves: list[Any], treedef: Any, context: Any, statics: list[Any], settled: bool
+    ) -> None:
+        self.structure = scan(tree, leaves, treedef)
+        self.treedef = treedef
+        self.context = context
+        self.types = list(map(type, leaves))
+        # The leaves whose type is that of an array. An object or text array is none to JAX, but its type is.
+        specs = enumerate(self.structure.specs)
+        self.positions = [i for i, spec in specs if spec is not None or isinstance(leaves[i], np.ndarray)]
+        self.arrays = getter(self.positions)
+        found = self.arrays(leaves)
+        self.shapes = list(map(_shape, found))
+        self.dtypes = list(map(_dtype, found))
+        self.distinct = len(set(map(id, found)))
+        # The avals of the arrays that fitted last, where all are JAX's.
+        have_values = not self.structure.is_traced and all(map(is_concrete, set(map(type, found))))
+        self.avals = list(map(_aval, found)) if have_values else []
+        # Of a NumPy array the type says nothing of the dtype.
+        self.numpy = getter([i for i in self.positions if isinstance(leaves[i], np.ndarray)])
+        self.numpy_dtypes = list(map(_dtype, self.numpy(leaves)))
+        self.statics = statics  # holding them keeps their identity theirs
+        self.settled = settled  # whether the same static objects have the same content; else a snapshot is kept
+        self.key = None if settled else _key(statics)
+
+    def fits(self, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any]) -> bool:
+        """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type."""
+        if self.types != kinds or self.context != context or not same_treedef(self.treedef, treedef):
+            return False
+        if self.numpy_dtypes and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
+            return False
+        arrays = self.arrays(leaves)
+        if len(set(map(id, arrays))) != self.distinct:
+            return False
+        first = self.structure.first
+        if self.distinct < len(arrays) and not all(leaves[i] is leaves[first[i]] for i in self.positions):
+            return False
+        # Trees made from one another share the objects; only a tree built afresh takes the comparison by value.
+        if not self.settled:
+            return _key(statics) == self.key
+        return all(map(operator.is_, statics, self.statics)) or _key(statics) == _key(self.statics)
+
+    def fits_by_shape(self, leaves: list[Any]) -> bool:
+        arrays = self.arrays(leaves)
+        # Arrays that came out of one program share the objects that are their types, and to find these the same takes
+        # a third of the time of comparing shapes and dtypes.
+        avals = list(map(_aval, arrays)) if self.avals else []
+        if avals and all(map(operator.is_, avals, self.avals)):
+            return True
+        fits = list(map(_shape, arrays)) == self.shapes and list(map(_dtype, arrays)) == self.dtypes
+        if fits and avals:
+            self.avals[:] = avals
+        return fits
+
+
+_known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
+_changing = threading.Lock()  # of what is known; reading needs none
+_key = functools.partial(static_key, strict=True)
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
+_aval = operator.attrgetter("aval")
+
+
+def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, Structure]:
+    """The leaves of a tree, its treedef, and its structure; without `by_shape` that of another in shapes and dtypes.
+
+    The structure's own treedef may hold other static *objects* of the same type and value.
+    """
+    leaves, treedef = flatten(tree)
+    kinds = list(map(type, leaves))
+    context = (registry.version, jax.dtypes.canonicalize_dtype(np.float64))
+    statics = static_values(treedef)
+    hashed = hash(treedef)
+    bucket = _known.get(hashed, [])
+    for i, known in enumerate(bucket):
+        if known.fits(leaves, treedef, context, kinds, statics) and (not by_shape or known.fits_by_shape(leaves)):
+            if i:  # to the front, where it is found at once; in a new list, since another thread may read the old one
+                _known[hashed] = [known, *bucket[:i], *bucket[i + 1 :]]
+            return leaves, treedef, known.structure
+    looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
+    settled = all(map(is_settled, looked_at))
+    known = _Known(tree, leaves, treedef, context, statics, settled)
+    if not known.structure.is_traced:
+        meet(known.structure, is_call=not by_shape)
+    if all(map(_is_harmless, looked_at)):
+        with _changing:
+            # A new list, since another thread may be reading the old one. The newest first: it is the likeliest.
+            _known[hashed] = [known, *_known.get(hashed, ())][:_PER_BUCKET]
+            _known.move_to_end(hashed)
+            while len(_known) > _BUCKETS:
+                _known.popitem(last=False)
+    return leaves, treedef, known.structure
+
+
+# -- What is looked at -------------------------------------------------------------------------------------------------
+
+
+def static_values(treedef: Any) -> list[Any]:
+    """The static values of all nodes."""
+    values: list[Any] = []
+    extend, append = values.extend, values.append
+    leaves = itertools.repeat(None, treedef.num_leaves)
+    treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)
+    return values
+
+
+_MADE_ANEW = frozenset((tuple, list))  # at each flattening, around values that are not
+
+
+def _is_harmless(static: Any, depth: int = 4) -> bool:
+    """Whether holding a static value keeps no array or tracer alive.
+
+    What is not known to hold none is not remembered: a tree with a closure over an array is worked out at each call.
+    """
+    kind = type(static)
+    if isinstance(static, _PLAIN) or kind is object:
+        return True
+    # What a module holds by name lives as long as the module, whoever remembers it.
+    module, name = getattr(static, "__module__", None), getattr(static, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and found_at(module, name) is static:
+        return True
+    if isinstance(static, (jax.Array, np.ndarray)) or depth == 0:
+        return False
+    if isinstance(static, types.FunctionType):
+        held = [static.__defaults__, static.__kwdefaults__, vars(static)]
+        try:
+            held += [cell.cell_contents for cell in static.__closure__ or ()]
+        except ValueError:  # an empty cell, of a name that is not bound yet
+            return False
+    elif kind in contents:
+        held = list(contents[kind](static))
+    elif isinstance(static, (tuple, list, set, frozenset)):
+        held = list(static)
+    elif isinstance(static, dict):
+        held = [*static.keys(), *static.values()]
+    elif isinstance(static, functools.partial):
+        held = [static.func, static.args, static.keywords]
+    elif kind.__module__.startswith("jaxlib"):
+        held = [getattr(static, "__wrapped__", np.empty(0))]  # what `jax.jit` compiles
+    elif not [cls for cls in kind.__mro__[:-1] if not cls.__flags__ & _WRITTEN_IN_PYTHON]:
+        held = [object.__getstate__(static)]  # attributes and slots
+    else:
+        return False
+    return not [each for each in held if not _is_harmless(each, depth - 1)]
+
+
+# Types whose instances hold no other objects.
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
+    *(jax.Device, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
+)
+_WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not one of the types that are part of the interpreter

@@ -1,0 +1,352 @@
+"""The static description of a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from .declare import is_box
+from .dtypes import is_inexact
+from .paths import join_path, sibling_entries
+from .static_keys import StaticKeys, identical, is_settled
+from .text import describe
+
+_MEMORIES = 256  # derived things per structure; far more than a program uses
+
+
+class Spec(NamedTuple):
+    """Shape and (JAX) dtype of an array leaf."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parameter: bool  # floating or complex: what can be trained
+
+
+class Node(NamedTuple):
+    """An inner node; one without leaves too, but not `None`."""
+
+    cls: type
+    entries: tuple[str, ...]
+    start: int  # its first leaf
+    stop: int
+    static: Any  # as it is in the treedef
+    last: int  # the node after the last one below it, in preorder
+
+    @property
+    def path(self) -> str:
+        return join_path(self.entries)
+
+
+_CLS = operator.attrgetter("cls")
+_KEY = operator.itemgetter(0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """The static description of a kind of tree. It holds no array of the tree."""
+
+    treedef: Any
+    nodes: tuple[Node, ...]
+    entries: tuple[tuple[str, ...], ...]  # of each leaf
+    specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
+    first: tuple[int, ...]  # of each leaf: the first that is the same array object
+    statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
+    bare: tuple[object, ...]  # static `object()`s, whose keys are their order
+    settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
+    is_unpickled: bool = False  # then its bare objects are copies
+    is_traced: bool = False  # whether leaves are tracers, which do not tell what is one array
+    _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(map(join_path, self.entries))
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        return {path: i for i, path in enumerate(self.paths)}
+
+    @functools.cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """The positions of the leaves that can be trained."""
+        return tuple([i for i, spec in enumerate(self.specs) if spec is not None and spec.parameter])
+
+    @functools.cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each node."""
+        return tuple(map(self.kind_of, range(len(self.nodes))))
+
+    def kind_of(self, number: int) -> int:
+        """Equal for nodes with the same paths, classes and dtypes below, whatever their shapes and static values."""
+        node = self.nodes[number]
+        entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
+        if node.entries:
+            entries = tuple([each[len(node.entries) :] for each in entries])
+        dtypes = tuple(map(getattr, specs, itertools.repeat("dtype"), itertools.repeat(None)))
+        return hash((entries, dtypes, tuple(map(_CLS, self.nodes[number : node.last]))))
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.entries, self.specs))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return self is other or (
+            self._hash == other._hash
+            and (self.specs, self.entries) == (other.specs, other.entries)
+            and self.has_statics_of(other)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> Any:
+        # A treedef that holds static values does not pickle. A tree of that structure does.
+        skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
+        return _from_skeleton, (skeleton, self.specs, self.first, self.settled)
+
+    def has_statics_of(self, other: "Structure") -> bool:
+        """Whether another structure has the same nodes, with the same static values.
+
+        Bare objects are the same by identity. Pickling makes others of them, which are told by their order alone.
+        """
+        is_copy = self.is_unpickled or other.is_unpickled
+        return self.statics == other.statics and (is_copy or identical(self.bare, other.bare))
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns the value remembered under this key, and makes it the first time."""
+        found = self._memo.get(key, self)  # one look-up; nothing that is derived is the structure itself
+        if found is self:
+            if len(self._memo) >= _MEMORIES:
+                self._memo.clear()
+            found = self._memo[key] = make()
+        return found
+
+    def is_parameter(self, i: int) -> bool:
+        """Whether a leaf can be trained."""
+        spec = self.specs[i]
+        return spec is not None and spec.parameter
+
+    def spec(self, i: int) -> Spec:
+        """The shape and dtype of an array leaf."""
+        spec = self.specs[i]
+        if spec is None:
+            raise TypeError(f"{self.paths[i]!r} is no array")
+        return spec
+
+    def describe(self, i: int) -> str:
+        """A leaf as `'path' (float32[2,3])`, for error messages."""
+        spec = self.specs[i]
+        return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
+
+
+def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
+    """Works out the structure of a tree."""
+    nodes, entries, statics, bare = _take_nodes(tree)
+    specs: list[Spec | None] = []
+    same, first = list(range(len(leaves))), {}
+    for i, leaf in enumerate(leaves):
+        try:
+            spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
+        except TypeError as error:
+            raise TypeError(
+                f"{join_path(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or "
+                "hold it in a static field"
+            ) from error
+        specs.append(spec)
+        if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
+            same[i] = first.setdefault(id(leaf), i)
+    one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
+    settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
+    is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
+    return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced=is_traced)
+
+
+def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The nodes of a tree in preorder, the entries of each leaf's path, all nodes' static keys, and bare objects.
+
+    The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
+    """
+    take = jtu.default_registry.flatten_one_level_with_keys
+    nodes: list[Any] = []
+    entries: list[tuple[str, ...]] = []
+    statics: list[Any] = []
+    keys = StaticKeys()
+    known: dict[Any, Any] = {}  # many nodes have the same objects as static values
+    held: list[Any] = []  # so that no other object gets the identity of one that is known
+
+    def static(data: Any) -> Any:
+        same = tuple(map(id, data)) if type(data) is tuple else id(data)
+        if same not in known:
+            held.append(data)
+            known[same] = keys.key(data)
+        return known[same]
+
+    def visit(kind: type, taken: Any, above: tuple[str, ...]) -> None:
+        children, data = list(taken[0]), taken[1]
+        names = keys_of(kind, children)
+        statics.append((kind, len(names), static(data)))
+        if kind is type(None):
+            return
+        place, start = len(nodes), len(entries)
+        nodes.append(None)
+        # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
+        # does not change when a sibling loses its leaves.
+        is_boxed = len(names) == 1 and is_box(kind)
+        for (_, child), entry in zip(children, sibling_entries(names, above), strict=True):
+            path = above if is_boxed else (*above, entry)
+            taken = take(child)
+            if taken is None:
+                entries.append(path)
+            else:
+                visit(type(child), taken, path)
+        nodes[place] = (kind, above, start, len(entries), data, len(nodes))
+
+    taken = take(tree)
+    if taken is None:
+        entries.append(())
+    else:
+        visit(type(tree), taken, ())
+    return tuple(map(Node._make, nodes)), tuple(entries), tuple(statics), tuple(keys.bare)
+
+
+def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The keys of a node's children, of its children with their keys as JAX gives them."""
+    names = list(map(_KEY, children))
+    if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
+        return list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
+    return names
+
+
+def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
+    nodes, entries, statics, bare = _take_nodes(skeleton)
+    return Structure(
+        jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled, is_unpickled=True
+    )
+
+
+def _spec(leaf: Any) -> Spec | None:
+    if not is_array(leaf):
+        return None
+    dtype = leaf.dtype
+    if isinstance(leaf, np.ndarray):
+        _check_dtype(dtype)
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return _spec_of(tuple(leaf.shape), dtype)
+
+
+@functools.cache
+def _check_dtype(dtype: np.dtype) -> None:
+    if dtype == jax.dtypes.float0:
+        return
+    if dtype.names or not dtype.isnative:
+        raise TypeError("it has fields, or the byte order of another machine")
+    jax.eval_shape(lambda array: array, np.empty((), dtype))
+
+
+@functools.lru_cache(maxsize=65536)
+def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
+    return Spec(shape, dtype, is_inexact(dtype))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, concrete, traced or abstract."""
+    always = _is_array_type(type(leaf))
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"  # objects, texts and times are no arrays to JAX
+    return isinstance(leaf, jax.Array) if always is None else always
+
+
+@functools.cache
+def _is_array_type(kind: type) -> bool | None:
+    # `isinstance(x, jax.Array)` asks the value, at a microsecond each; only for tracers does the answer depend on it.
+    if issubclass(kind, Tracer):
+        return None
+    return issubclass(kind, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+@functools.cache
+def _is_jax_type(kind: type) -> bool:
+    return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) and not issubclass(kind, Tracer)
+
+
+# -- Treedefs ----------------------------------------------------------------------------------------------------------
+
+
+def same_treedef(a: Any, b: Any) -> bool:
+    """Whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
+    try:
+        return bool(a == b)
+    except Exception:  # static arrays, whose `==` has no truth value
+        return False
+
+
+def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """`operator.itemgetter` that returns a tuple for any number of indices."""
+    if len(indices) == 1:
+        only = indices[0]
+        return lambda items: (items[only],)
+    return operator.itemgetter(*indices) if indices else lambda _: ()
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
+    try:
+        return _one_level_down(tree)
+    except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
+        sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
+        _give_back_levels()
+        path = _find_cycle(tree, (), ())
+        if path is None:
+            raise
+        raise ValueError(
+            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
+            "keep one of the two references, or hold it in a static field"
+        ) from error
+
+
+# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
+# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost.
+# The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
+_SPARE = 50
+_ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
+
+
+def _one_level_down(tree: Any) -> tuple[list[Any], Any]:
+    return jtu.tree_flatten(tree)
+
+
+def _give_back_levels() -> None:
+    def left(count: int = 0) -> int:
+        try:
+            return left(count + 1)
+        except RecursionError:
+            return count
+
+    frame, used = inspect.currentframe(), 0
+    while frame is not None:
+        frame, used = frame.f_back, used + 1
+    limit = sys.getrecursionlimit()
+    lost = limit - used - left()
+    sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
+
+
+def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
+    if any(node is each for each in above):
+        return join_path(entries)
+    taken = jtu.default_registry.flatten_one_level_with_keys(node)
+    children = list(taken[0]) if taken is not None else []
+    for entry, (_, child) in zip(sibling_entries([key for key, _ in children], entries), children, strict=True):
+        found = _find_cycle(child, (*above, node), (*entries, entry))
+        if found is not None:
+            return found
+    return None
