@@ -133,12 +133,12 @@ def scan_carries(eqn: Any) -> tuple[int, int]:
     return start, start + count
 
 
-def called(eqn: Any) -> ClosedJaxpr | Jaxpr | None:
+def called(eqn: Any) -> ClosedJaxpr | None:
     """The program that an operation calls with its own operands, if that is what it does."""
     for program in _closed_programs(eqn) if eqn.primitive.name in _CALLS else ():
-        jaxpr = getattr(program, "jaxpr", program)
-        if (len(jaxpr.invars), len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
-            return program
+        closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+        if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
+            return closed
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from .._programs import bind, called
 from .._tree.types import PyTree
@@ -59,9 +59,9 @@ def run_apart(
     return [treedef.unflatten([each.of(history) for each in results]) for history in range(count)]
 
 
-def _run(program: ClosedJaxpr | Jaxpr, values: Sequence[Value], count: int) -> list[Value]:
-    jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, ())
-    known: dict[Any, Value] = {var: Value((const,)) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+def _run(program: ClosedJaxpr, values: Sequence[Value], count: int) -> list[Value]:
+    jaxpr = program.jaxpr
+    known: dict[Any, Value] = {var: Value((const,)) for var, const in zip(jaxpr.constvars, program.consts, strict=True)}
     known.update(zip(jaxpr.invars, values, strict=True))
     look = lambda atom: Value((atom.val,)) if isinstance(atom, Literal) else known[atom]
     for eqn in jaxpr.eqns:
