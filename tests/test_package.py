@@ -152,7 +152,7 @@ def test_nothing_is_installed_from_where_it_is_not():
 def test_what_contributors_are_told_holds():
     page = ROOT / ".github/CONTRIBUTING.md"
     namespace, blocks = run(page)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for name in ("bf16 with f32", "same array twice", "batch norm"):
         namespace["test_norms_are_those_of_the_global_norm"](ZOO[name])
     files = re.findall(r"`([\w.-]+/[\w./-]+\w)`", page.read_text())

@@ -64,7 +64,7 @@ def ravel(
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype}, not {jnp.dtype(dtype)} as asked, unless jax_enable_x64 is set")
     try:
-        return form.join(parts.slots), restructure_over(parts.rest, form)
+        return form.join(parts.slots), Restructure(parts.rest, form)
     except (RuntimeError, ValueError) as error:
         name_deleted(error, model)
         raise
