@@ -16,6 +16,7 @@ ground up:
     _separability  whether a rule is the same over joined leaves
     _apart         one update of parameters that have taken different numbers of steps
     _sight         what a rule is shown in one update
+    _boundary      what is refused at the boundary between models and Optax
     _rule          a rule over the parameters of models
     _trainable     trainable: the boundary between models and Optax
     _flat          flat: the same over one vector

@@ -6,16 +6,12 @@ is copies of that form (see `_states`), divided once, when a state is made.
 
 import dataclasses
 import functools
-import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-import optax
 from jax.core import Tracer
 
 from .._forms.form import Form
@@ -24,9 +20,10 @@ from .._grad import nothing_trained
 from .._slots.layout import Layout, Trainable, trained_at
 from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
-from .._tree.messages import OURS, warn
+from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
+from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
 from ._separability import Kinds, check_form
@@ -39,8 +36,6 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
-    nodes_of,
-    rates_in,
     settled,
     steady,
 )
@@ -48,16 +43,6 @@ from ._state import (
 FormMaker = Callable[[Layout], Form]
 Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
 """The step of each slot, and the next state and count of each history."""
-
-# By their states.
-_OTHER = {
-    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
-    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
-}
-_ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
-# One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
-# twice, or those of ties added up.
-_handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 class Rule:
@@ -93,12 +78,9 @@ class Rule:
 
     def init(self, params: PyTree) -> TrainableState:
         """A fresh state."""
-        if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
-            raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
-        if nodes_of(optax.MaskedNode, params):
-            raise ValueError(f"a mask, or optax.partition, stands around a transformation over models; {ONE}")
+        check_model(params)
         parts = take_apart(params, self.trainable)
-        _check_ties(params, parts)
+        check_ties(params, parts)
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
@@ -119,17 +101,7 @@ class Rule:
         form = self.form_of(parts.layout)
         self._right_for = check_form(self.tx, form, self._words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
-        if nodes_of(TrainableState, run):
-            raise ValueError(ONE)
-        for kind, why in _OTHER.items():
-            if nodes_of(kind, run):
-                raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
-        is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
-        if is_complex and len(parts.index.complex_slots) < len(parts.slots):
-            raise ValueError(
-                "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
-                "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
-            )
+        check_run(run, parts)
         return settled(run)
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
@@ -166,15 +138,12 @@ class Rule:
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         histories = self.histories(state)
-        _refuse_another()
+        refuse_another()
         parts = take_apart(params, state.roles.layout)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
         tree = parts.everywhere(steps)
-        if parts.index.ties or parts.index.complex_slots:
-            first = next(iter(jtu.tree_leaves(tree)), None)
-            if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(updates))):
-                _handed_out[id(first)] = first
+        note_updates(parts, tree, updates)
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
 
     def steps(
@@ -264,10 +233,7 @@ class Rule:
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
         gradients = slot_gradients(parts.index, grads, None, wide=True)
-        if parts.index.ties or parts.index.complex_slots:
-            first = next(iter(jtu.tree_leaves(grads)), None)
-            if first is not None and _handed_out.get(id(first)) is first:
-                raise ValueError(_ANOTHER)
+        check_no_updates(parts, grads)
         return gradients
 
     def _argument(self, sight: Sight, name: str, value: Any) -> Any:
@@ -300,21 +266,6 @@ class Rule:
         return sight.show([jnp.zeros_like(leaf) if each is None else each for leaf, each in pairs])
 
 
-def _refuse_another() -> None:
-    """Refuses to be one of two transformations over models in a combination of Optax.
-
-    Each by itself is given what the other one made, with all places of a tie filled and complex numbers conjugated, and
-    would do so again. What one is called with does not tell, so it is the state of what calls it that is looked at.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("optax."):
-        frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
-        if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
-            raise ValueError(_ANOTHER)
-        frame = frame.f_back
-
-
 def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
     """Whether two states have the same arrays of the same parameters.
 
@@ -323,23 +274,3 @@ def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
     """
     of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
     return like == division or (not is_one and of_each(like) == of_each(division))
-
-
-def _check_ties(model: PyTree, parts: Parts[Any]) -> None:
-    """Checks that the places of each tie that trains agree, where there are values to see it."""
-    index, leaves = parts.index, jtu.tree_leaves(model)
-    for alias in index.ties:
-        pair = have, source = leaves[alias.leaf], leaves[alias.source]
-        is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
-        if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
-            continue
-        with jax.ensure_compile_time_eval():  # in a trace, too
-            want = alias.value_from(source, index.structure.spec(alias.source))
-            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
-            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
-        if not is_equal:
-            paths = index.structure.paths
-            raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
-                "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
-            )

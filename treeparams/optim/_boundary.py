@@ -1,0 +1,101 @@
+"""What is refused at the boundary between models and Optax: a second one, a mask around it, updates for gradients."""
+
+import inspect
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._slots.parts import Parts
+from .._tree.messages import OURS
+from .._tree.types import PyTree
+from ._state import ONE, TrainableState, nodes_of, rates_in
+
+# By their states.
+_OTHER = {
+    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
+    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
+}
+_ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
+# One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
+# twice, or those of ties added up.
+_handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def check_model(params: PyTree) -> None:
+    """Checks that `init` has been given a model, and a whole one."""
+    if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
+        raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
+    if nodes_of(optax.MaskedNode, params):
+        raise ValueError(f"a mask, or optax.partition, stands around a transformation over models; {ONE}")
+
+
+def check_run(run: PyTree, parts: Parts[Any]) -> None:
+    """Checks that the fresh state of a rule is of plain Optax over the parameters of one model."""
+    if nodes_of(TrainableState, run):
+        raise ValueError(ONE)
+    for kind, why in _OTHER.items():
+        if nodes_of(kind, run):
+            raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
+    is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
+    if is_complex and len(parts.index.complex_slots) < len(parts.slots):
+        raise ValueError(
+            "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
+            "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
+        )
+
+
+def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:
+    """Remembers updates that are handed out, where as gradients they would be wrong; not those that were given."""
+    if parts.index.ties or parts.index.complex_slots:
+        first = next(iter(jtu.tree_leaves(updates)), None)
+        if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(given))):
+            _handed_out[id(first)] = first
+
+
+def check_no_updates(parts: Parts[Any], grads: PyTree) -> None:
+    """Refuses updates of another transformation over models as gradients."""
+    if parts.index.ties or parts.index.complex_slots:
+        first = next(iter(jtu.tree_leaves(grads)), None)
+        if first is not None and _handed_out.get(id(first)) is first:
+            raise ValueError(_ANOTHER)
+
+
+def refuse_another() -> None:
+    """Refuses to be one of two transformations over models in a combination of Optax.
+
+    Each by itself is given what the other one made, with all places of a tie filled and complex numbers conjugated, and
+    would do so again. What one is called with does not tell, so it is the state of what calls it that is looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("optax."):
+        frame = frame.f_back if frame.f_code.co_filename.startswith(OURS) else None
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
+        if len(nodes_of(TrainableState, frame.f_locals.get("state"))) > 1:
+            raise ValueError(_ANOTHER)
+        frame = frame.f_back
+
+
+def check_ties(model: PyTree, parts: Parts[Any]) -> None:
+    """Checks that the places of each tie that trains agree, where there are values to see it."""
+    index, leaves = parts.index, jtu.tree_leaves(model)
+    for alias in index.ties:
+        pair = have, source = leaves[alias.leaf], leaves[alias.source]
+        is_seen = all(isinstance(each, (jax.Array, np.ndarray)) and not isinstance(each, Tracer) for each in pair)
+        if not (is_seen and index.trained[alias.source]) or (have is source and not alias.transforms):
+            continue
+        with jax.ensure_compile_time_eval():  # in a trace, too
+            want = alias.value_from(source, index.structure.spec(alias.source))
+            tolerance = float(jnp.finfo(want.dtype).eps) ** 0.5 if alias.transforms else 0.0  # many steps of rounding
+            is_equal = bool(jnp.allclose(have, want, tolerance, tolerance, equal_nan=True))
+        if not is_equal:
+            paths = index.structure.paths
+            raise ValueError(
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
+                "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
+            )
