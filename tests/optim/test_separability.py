@@ -10,6 +10,8 @@ from optax import contrib
 import treeparams as tp
 from treeparams import optim
 
+from ..zoo import enable_x64
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
@@ -70,6 +72,12 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_takes_what_treats_elements_alike(name, form):
     jax.eval_shape(form(RIGHT[name]).init, MODEL)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_takes_it_with_64_bits_where_indices_are_of_two_dtypes(name):
+    with enable_x64(True):
+        jax.eval_shape(optim.flat(RIGHT[name]).init, MODEL)
 
 
 WRONG = {

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from .._programs import called, scan_carries
 from ._formulas import NO_FORMULA, Blocks, Value, equal, in_runs, is_equal, of_no_block, runs_of, with_formulas
@@ -32,6 +32,7 @@ _EACH = frozenset({
     "tan", "tanh", "xor", "zeta",
 })  # fmt: skip
 _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"}
+_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # between which nothing that is counted here overflows
 _UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
 _DRAWS = ("random_", "threefry", "rng_")
 _KNOWN = {
@@ -93,7 +94,7 @@ class Reader(Blocks):
         name, program = eqn.primitive.name, called(eqn)
         if program is not None:
             return self.run(program, its)
-        if name in _SAME:
+        if name in _SAME or (name == "convert_element_type" and _is_widening(eqn)):
             return its
         if not (name in _KNOWN or name.startswith(_DRAWS)):
             return [equal(NO_FORMULA)] * len(eqn.outvars)
@@ -125,6 +126,8 @@ class Reader(Blocks):
         if jnp.issubdtype(getattr(given, "dtype", float), jax.dtypes.prng_key):
             given = jax.random.key_data(given)
         array = np.asarray(given)
+        if array.dtype in _WHOLE:
+            array = array.astype(np.int64)
         first, everything = array.ravel()[:1].tobytes(), array.tobytes()
         if everything == first * array.size:
             return equal(self.formulas.of("constant", array.dtype.name, first))
@@ -217,6 +220,14 @@ class Reader(Blocks):
         loop = self.formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
         of = {n: self.formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
         return loop, with_formulas(found.carried, [of[n] for n in found.numbers])
+
+
+def _is_widening(eqn: JaxprEqn) -> bool:
+    """Whether an operation only turns whole numbers into wider or narrower ones.
+
+    With 64 bits JAX indexes some arrays by int32 and others by int64, according to their rank.
+    """
+    return eqn.invars[0].aval.dtype in _WHOLE and eqn.params["new_dtype"] in _WHOLE
 
 
 def _numbered(keys: Sequence[Any]) -> list[int]:
