@@ -12,9 +12,7 @@ it again (`optax.flatten`) is refused too, whatever it does between. Only what P
 many leaves there are, leaves no mark.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._programs import carry, primitives, until_steady
+from .._tree.types import PyTree
 from ._formulas import alike_p
 from ._named import Asked, Named
 
@@ -36,10 +35,9 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
     """
     asked = Asked()
     leaves = Named([row for row in rows for _ in range(2)], asked)
-    loss = lambda params, *_, **__: sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
 
     def step(grads: Any, state: Any, params: Any, value: Any) -> Any:
-        known = {"value": value, "grad": grads, "value_fn": loss}
+        known = {"value": value, "grad": grads, "value_fn": _loss}
         return tx.update(grads, state, params, **(known if extra is None else extra))
 
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
@@ -62,27 +60,20 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
     return ", and ".join(found)
 
 
+def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
+    return sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
+
+
 def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
 
 
 # -- A rule over rows, within one that is read as a whole --------------------------------------------------------------
 
-is_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("is_unread", default=False)
-"""Whether `optim.per_leaf` is not to run, and stands for one operation on each leaf or stack."""
 
-
-@contextlib.contextmanager
-def rows_unread(is_so: bool) -> Iterator[None]:
-    """Within this, `optim.per_leaf` stands for one operation, if it is so that all arrays are stacks."""
-    token = is_unread.set(is_so)
-    try:
-        yield
-    finally:
-        is_unread.reset(token)
-
-
-def unread(rule: Any, row: jax.ShapeDtypeStruct, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
+def as_one_operation(
+    rule: Any, row: jax.ShapeDtypeStruct, updates: PyTree, params: PyTree | None, extra: dict[str, Any]
+) -> PyTree:
     """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
 
     What the rule closes over, such as a rate that was made outside of it, goes into the operation.

@@ -15,8 +15,9 @@ from .._forms.form import stacked_leaves
 from .._forms.mesh import is_sharded, laid_as, split
 from .._tree.text import count_of, describe, in_short
 from .._tree.types import PyTree
-from ._coupling import coupling, is_unread, unread
+from ._coupling import as_one_operation, coupling
 from ._groups import GroupsState
+from ._named import is_compared
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
 
@@ -121,7 +122,7 @@ class _Each:
 
     def init(self, params: PyTree) -> Any:
         """The state of each leaf."""
-        if is_unread.get():
+        if is_compared(params):
             return PerLeafState(())
         leaves, treedef = jtu.tree_flatten(params)
         stacked = stacked_leaves(params)
@@ -137,9 +138,9 @@ class _Each:
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         stacked = stacked_leaves(updates, _is_nothing)
-        if is_unread.get():
+        if is_compared(updates):
             rows = [_row(leaf, many) for leaf, many in zip(leaves, stacked, strict=True) if not _is_nothing(leaf)]
-            return (unread(self.rule, rows[0], updates, params, extra) if rows else updates), state
+            return (as_one_operation(self.rule, rows[0], updates, params, extra) if rows else updates), state
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
