@@ -185,3 +185,7 @@ def test_tries_what_no_program_shows(form):
         form(optax.chain(_called_back(1.0), optax.lamb(0.1))).init(MODEL)
     with pytest.raises(ValueError, match="tried with numbers, and has traced ones in it"):
         jax.vmap(lambda scale: form(_called_back(scale)).init(MODEL))(jnp.ones(2))
+
+
+def test_rows_run_in_earnest_where_they_are_tried():
+    optim.stacked(optax.chain(_called_back(1.0), optim.per_leaf(optax.lamb(0.1)))).init(MODEL)

@@ -112,7 +112,7 @@ class _Sample(NamedTuple):
 def _difference(rule: Rule, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
     """What a rule does otherwise, in words; the empty text if nothing."""
     asked = Asked()
-    sample = _few(kinds, is_stacks, _LONG, asked)
+    sample = _few(kinds, is_stacks, _LONG, Rows if is_stacks else Named, asked)
     if not is_stacks and _has_groups(rule, jax.eval_shape(sample.joined.show, sample.shapes)):
         return _BY_NAME
     formulas = Formulas()
@@ -120,7 +120,7 @@ def _difference(rule: Rule, kinds: Kinds, is_stacks: bool, extra: Mapping[str, A
     if asked.names:
         return _BY_NAME
     if NO_FORMULA in (*joined, *apart):
-        gap = _gap(rule, _few(kinds, is_stacks, _TRIED, asked), extra)
+        gap = _gap(rule, _few(kinds, is_stacks, _TRIED, Named, asked), extra)
         tried = "looks at the shapes of leaves: tried on a few, apart and joined, its updates differ by"
         return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
     for leaf, one, two in zip(sample.shapes, joined, apart, strict=True):
@@ -130,8 +130,8 @@ def _difference(rule: Rule, kinds: Kinds, is_stacks: bool, extra: Mapping[str, A
     return ""
 
 
-def _few(kinds: Kinds, is_stacks: bool, long: int, asked: Asked) -> _Sample:
-    """A few leaves, joined and apart."""
+def _few(kinds: Kinds, is_stacks: bool, long: int, list_of: type[Named], asked: Asked) -> _Sample:
+    """A few leaves, joined and apart: apart in such a list, in which a rule over rows runs, or is one operation."""
     leaves = _leaves(kinds, long)
     shapes = [leaf for _, leaf in leaves]
     groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
@@ -139,18 +139,13 @@ def _few(kinds: Kinds, is_stacks: bool, long: int, asked: Asked) -> _Sample:
         groups.setdefault(group or None, []).append(i)
     layout = take_apart(shapes, None).layout
     form = stacks_in_groups(layout, groups) if is_stacks else vector_of(layout)
-    # A vector has no rows, and a rule over rows runs as it is.
-    list_of = Rows if is_stacks else Named
-
-    def join(arrays: Sequence[Any]) -> PyTree:
-        is_stacks = lambda node: isinstance(node, Stacks)
-        return jax.tree.map(_compared, form.join(arrays), is_leaf=is_stacks)
 
     def keep_apart(arrays: Sequence[Any]) -> PyTree:
         found = {group: list_of([arrays[i] for i in slots], asked) for group, slots in groups.items()}
         return found.get(None, found)
 
     apart = _Way(keep_apart, jtu.tree_leaves, [[i] for i in range(len(shapes))])
+    join = (lambda arrays: _compared(form.join(arrays))) if list_of is Rows else form.join
     return _Sample(shapes, _Way(join, form.cut, form.members), apart)
 
 
@@ -171,8 +166,9 @@ def _leaves(kinds: Kinds, long: int) -> list[tuple[str, jax.ShapeDtypeStruct]]:
     return sorted(found, key=lambda each: (each[0], describe(each[1])))
 
 
-def _compared(node: Any) -> Any:
-    return RowsJoined(node) if isinstance(node, Stacks) else node
+def _compared(tree: PyTree) -> PyTree:
+    """Stacks, or stacks in groups, as those that a rule over rows is compared on."""
+    return RowsJoined(tree) if isinstance(tree, Stacks) else {name: RowsJoined(own) for name, own in tree.items()}
 
 
 def _has_groups(rule: Rule, shown: PyTree) -> bool:
