@@ -19,16 +19,22 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import optax
 
 from .._programs import carry, primitives, until_steady
 from .._tree.types import PyTree
 from ._formulas import alike_p
 from ._named import Asked, Named
 
+Extended = optax.GradientTransformationExtraArgs
+"""A rule of Optax as `extended` gives it."""
+
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
 
-def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any] | None) -> str:
+def coupling(
+    tx: optax.GradientTransformation, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any] | None
+) -> str:
     """How a rule couples leaves, in words: of a tree with two leaves of each kind. The empty text if it does not.
 
     Without `extra` arguments of `update` it gets those that rules of Optax ask for.
@@ -36,7 +42,7 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
     asked = Asked()
     leaves = Named([row for row in rows for _ in range(2)], asked)
 
-    def step(grads: Any, state: Any, params: Any, value: Any) -> Any:
+    def step(grads: Named, state: PyTree, params: Named, value: jax.Array) -> tuple[PyTree, PyTree]:
         known = {"value": value, "grad": grads, "value_fn": _loss}
         return tx.update(grads, state, params, **(known if extra is None else extra))
 
@@ -48,7 +54,10 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
         return "it goes by the names of leaves, of which a row has none"
     own = [1 << i for i in range(2 * len(rows))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
-    run = lambda kept: carry(update.jaxpr, [*own, *kept, *own, 0])
+
+    def run(kept: list[int]) -> list[int]:
+        return carry(update.jaxpr, [*own, *kept, *own, 0])
+
     kept = until_steady(lambda kept: run(kept)[len(slots) :], carry(init.jaxpr, own))
     found = []
     if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, run(kept), strict=False)):
@@ -72,7 +81,11 @@ def _draws(name: str) -> bool:
 
 
 def as_one_operation(
-    rule: Any, row: jax.ShapeDtypeStruct, updates: PyTree, params: PyTree | None, extra: dict[str, Any]
+    rule: Extended,
+    row: jax.ShapeDtypeStruct,
+    updates: PyTree,
+    params: PyTree | None,
+    extra: dict[str, Any],
 ) -> PyTree:
     """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
 

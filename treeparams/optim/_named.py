@@ -4,7 +4,6 @@ A rule over rows (`optim.per_leaf`) sees by the type of a node that it is compar
 and stands for one operation there.
 """
 
-import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -43,8 +42,11 @@ class RowsJoined(Stacks):
 
 def is_compared(tree: PyTree) -> bool:
     """Whether a tree holds rows that are compared with stacks of them, or those stacks."""
-    is_node = lambda node: isinstance(node, (Rows, RowsJoined))
-    return any(map(is_node, jtu.tree_leaves(tree, is_leaf=is_node)))
+    return any(map(_is_row_node, jtu.tree_leaves(tree, is_leaf=_is_row_node)))
+
+
+def _is_row_node(node: Any) -> bool:
+    return isinstance(node, (Rows, RowsJoined))
 
 
 def _with_keys(tree: Named) -> tuple[list[tuple[Any, Any]], Asked]:
@@ -57,9 +59,12 @@ def _stacks_with_keys(stacks: RowsJoined) -> tuple[list[tuple[Any, Any]], tuple[
     return [(jtu.DictKey(key), stacks[key]) for key in keys], keys
 
 
-for cls in (Named, Rows):
-    make = functools.partial(lambda cls, asked, leaves: cls(leaves, asked), cls)
-    jtu.register_pytree_with_keys(cls, _with_keys, make, lambda tree: (tuple(tree), tree.asked))
+def _without_keys(tree: Named) -> tuple[tuple[Any, ...], Asked]:
+    return tuple(tree), tree.asked
+
+
+jtu.register_pytree_with_keys(Named, _with_keys, lambda asked, leaves: Named(leaves, asked), _without_keys)
+jtu.register_pytree_with_keys(Rows, _with_keys, lambda asked, leaves: Rows(leaves, asked), _without_keys)
 jtu.register_pytree_with_keys(
     RowsJoined, _stacks_with_keys, lambda keys, arrays: RowsJoined(zip(keys, arrays, strict=True))
 )

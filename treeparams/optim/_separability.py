@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from .._forms.form import Form, Stacks, stacked_leaves
@@ -22,6 +21,7 @@ from .._forms.makers import stacks_in_groups, vector_of
 from .._slots.parts import take_apart
 from .._tree.text import describe, in_short
 from .._tree.types import PyTree
+from ._coupling import Extended
 from ._formulas import NO_FORMULA, Formulas, Value
 from ._groups import GroupsState
 from ._named import Asked, Named, Rows, RowsJoined
@@ -30,8 +30,6 @@ from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
 """Of leaves: the group, empty where there are no groups; the rank; and whether it is 1 or, for several, 2."""
-
-Rule = optax.GradientTransformationExtraArgs
 
 ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
 """For a form in which it does not matter which leaves there are."""
@@ -57,7 +55,7 @@ def kinds_of(form: Form) -> Kinds:
 
 
 def check_form(
-    rule: Rule,
+    rule: Extended,
     form: Form,
     words: tuple[str, str],
     extra: Mapping[str, Any],
@@ -109,7 +107,7 @@ class _Sample(NamedTuple):
     apart: _Way
 
 
-def _difference(rule: Rule, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
+def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
     """What a rule does otherwise, in words; the empty text if nothing."""
     asked = Asked()
     sample = _few(kinds, is_stacks, _LONG, Rows if is_stacks else Named, asked)
@@ -171,7 +169,7 @@ def _compared(tree: PyTree) -> PyTree:
     return RowsJoined(tree) if isinstance(tree, Stacks) else {name: RowsJoined(own) for name, own in tree.items()}
 
 
-def _has_groups(rule: Rule, shown: PyTree) -> bool:
+def _has_groups(rule: Extended, shown: PyTree) -> bool:
     """Whether `optim.groups`, which goes by names, is in a rule."""
     with contextlib.suppress(Exception):
         return bool(nodes_of(GroupsState, jax.eval_shape(rule.init, shown)))
@@ -182,7 +180,7 @@ def _has_groups(rule: Rule, shown: PyTree) -> bool:
 
 
 def _updates(
-    formulas: Formulas, rule: Rule, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
+    formulas: Formulas, rule: Extended, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
 ) -> list[Any]:
     """What tells the updates of leaves apart: equal if they are the same."""
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
@@ -212,7 +210,7 @@ def _mark(rounds: Any, update: Value, block: int) -> Any:
 
 
 def _step(
-    rule: Rule, extra: Mapping[str, Any], scale: Any, grads: PyTree, state: PyTree, params: PyTree, value: Any
+    rule: Extended, extra: Mapping[str, Any], scale: Any, grads: PyTree, state: PyTree, params: PyTree, value: Any
 ) -> tuple[PyTree, PyTree]:
     """The updates and the next state."""
     known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
@@ -228,7 +226,7 @@ def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
 # -- Tried -------------------------------------------------------------------------------------------------------------
 
 
-def _gap(rule: Rule, sample: _Sample, extra: Mapping[str, Any]) -> float:
+def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
     """The largest difference of a leaf's updates at any scale and step, relative to the largest of them there."""
     begin, both = functools.partial(_begin, rule, sample), functools.partial(_both, rule, sample, extra)
     programs = (begin, ()), (both, (jax.eval_shape(begin), np.float32(1)))
@@ -249,7 +247,7 @@ def _gap(rule: Rule, sample: _Sample, extra: Mapping[str, Any]) -> float:
     return worst
 
 
-def _begin(rule: Rule, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
+def _begin(rule: Extended, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
     """Parameters and state at first, in each way."""
     rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
     start = [
@@ -261,7 +259,7 @@ def _begin(rule: Rule, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
 
 
 def _both(
-    rule: Rule, sample: _Sample, extra: Mapping[str, Any], carries: Sequence[tuple[PyTree, PyTree]], scale: Any
+    rule: Extended, sample: _Sample, extra: Mapping[str, Any], carries: Sequence[tuple[PyTree, PyTree]], scale: Any
 ) -> list[tuple[Sequence[Any], tuple[PyTree, PyTree]]]:
     """One step in each way: the update of each leaf, and the next parameters and state."""
     found = []
