@@ -10,6 +10,8 @@ from optax import contrib
 import treeparams as tp
 from treeparams import optim
 
+from ..zoo import enable_x64
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
@@ -70,6 +72,12 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_takes_what_treats_elements_alike(name, form):
     jax.eval_shape(form(RIGHT[name]).init, MODEL)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_takes_it_with_64_bits_where_indices_are_of_two_dtypes(name):
+    with enable_x64(True):
+        jax.eval_shape(optim.flat(RIGHT[name]).init, MODEL)
 
 
 WRONG = {
@@ -177,3 +185,7 @@ def test_tries_what_no_program_shows(form):
         form(optax.chain(_called_back(1.0), optax.lamb(0.1))).init(MODEL)
     with pytest.raises(ValueError, match="tried with numbers, and has traced ones in it"):
         jax.vmap(lambda scale: form(_called_back(scale)).init(MODEL))(jnp.ones(2))
+
+
+def test_rows_run_in_earnest_where_they_are_tried():
+    optim.stacked(optax.chain(_called_back(1.0), optim.per_leaf(optax.lamb(0.1)))).init(MODEL)

@@ -12,34 +12,38 @@ it again (`optax.flatten`) is refused too, whatever it does between. Only what P
 many leaves there are, leaves no mark.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import optax
 
 from .._programs import carry, primitives, until_steady
+from .._tree.types import PyTree
 from ._formulas import alike_p
 from ._named import Asked, Named
+
+Extended = optax.GradientTransformationExtraArgs
+"""A rule of Optax as `extended` gives it."""
 
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
 
-def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any] | None) -> str:
+def coupling(
+    tx: optax.GradientTransformation, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any] | None
+) -> str:
     """How a rule couples leaves, in words: of a tree with two leaves of each kind. The empty text if it does not.
 
     Without `extra` arguments of `update` it gets those that rules of Optax ask for.
     """
     asked = Asked()
     leaves = Named([row for row in rows for _ in range(2)], asked)
-    loss = lambda params, *_, **__: sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
 
-    def step(grads: Any, state: Any, params: Any, value: Any) -> Any:
-        known = {"value": value, "grad": grads, "value_fn": loss}
+    def step(grads: Named, state: PyTree, params: Named, value: jax.Array) -> tuple[PyTree, PyTree]:
+        known = {"value": value, "grad": grads, "value_fn": _loss}
         return tx.update(grads, state, params, **(known if extra is None else extra))
 
     init, state = jax.make_jaxpr(tx.init, return_shape=True)(leaves)
@@ -50,7 +54,10 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
         return "it goes by the names of leaves, of which a row has none"
     own = [1 << i for i in range(2 * len(rows))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
-    run = lambda kept: carry(update.jaxpr, [*own, *kept, *own, 0])
+
+    def run(kept: list[int]) -> list[int]:
+        return carry(update.jaxpr, [*own, *kept, *own, 0])
+
     kept = until_steady(lambda kept: run(kept)[len(slots) :], carry(init.jaxpr, own))
     found = []
     if any(marks & ~own[path[0].idx] for (path, _), marks in zip(slots, run(kept), strict=False)):
@@ -62,27 +69,24 @@ def coupling(tx: Any, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any
     return ", and ".join(found)
 
 
+def _loss(params: PyTree, *_: Any, **__: Any) -> Any:
+    return sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(params))
+
+
 def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
 
 
 # -- A rule over rows, within one that is read as a whole --------------------------------------------------------------
 
-is_unread: contextvars.ContextVar[bool] = contextvars.ContextVar("is_unread", default=False)
-"""Whether `optim.per_leaf` is not to run, and stands for one operation on each leaf or stack."""
 
-
-@contextlib.contextmanager
-def rows_unread(is_so: bool) -> Iterator[None]:
-    """Within this, `optim.per_leaf` stands for one operation, if it is so that all arrays are stacks."""
-    token = is_unread.set(is_so)
-    try:
-        yield
-    finally:
-        is_unread.reset(token)
-
-
-def unread(rule: Any, row: jax.ShapeDtypeStruct, updates: Any, params: Any, extra: dict[str, Any]) -> Any:
+def as_one_operation(
+    rule: Extended,
+    row: jax.ShapeDtypeStruct,
+    updates: PyTree,
+    params: PyTree | None,
+    extra: dict[str, Any],
+) -> PyTree:
     """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
 
     What the rule closes over, such as a rate that was made outside of it, goes into the operation.

@@ -6,13 +6,23 @@ each *element* comes out the same. So an array is described by the formula of it
 as "x squared, over slots 0 and 1", so that a sum over all leaves is one formula, whether it was made leaf by leaf or at
 once, and the norm of one leaf is another formula than the norm of all.
 
-Formulas are numbers, given out by one `Formulas` to all programs that are compared: equal formulas have equal numbers.
+Formulas are numbers, given out by one `Formulas` to all programs that are compared. A formula is an operation and the
+numbers of the formulas that it is over, and the same operation over the same numbers gets the same number again. So to
+compare two formulas, however deep, is to compare two numbers, and the programs are never compared with each other.
+
 A value is an array, as runs of elements with one formula each: of one array, one run; of arrays that were joined, some.
+
+Example: the norm of all leaves. Leaf by leaf a program has `add(reduce_sum(mul(a, a)), reduce_sum(mul(b, b)))`, with
+the leaf `a` in slot 0 and `b` in slot 1. Over a vector it has `reduce_sum(mul(v, v))`, with both slots in `v`. The
+elements of `a`, `b` and `v` have one formula, that of the gradient, say 7, so all three products are 8, `mul(7, 7)`.
+The first total has two terms, 8 over slot 0 and 8 over slot 1. The second has one, 8 over both. Slots of equal terms
+are united, so each is "8 over slots 0 and 1", and has one number.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.core import Tracer
 from jax.extend.core import Primitive
 
 NO_FORMULA = -1
@@ -24,16 +34,23 @@ alike_p = Primitive("alike")
 alike_p.def_abstract_eval(lambda array, *_, **__: array)
 
 
+Place = int | tuple[str, int] | None
+"""The block in which elements lie; `("of size", n)` in an array of no block; `None` if all are equal."""
+
+Key = tuple[Any, ...]
+"""An operation: its name, and what else tells it from others."""
+
+
 class Run(NamedTuple):
     """Elements of an array that have one formula."""
 
     formula: int
-    place: Any  # the block in which they lie so; `("of size", n)` in an array of no block; `None` if all are equal
+    place: Place
     size: int  # of the block, or how many they are; if all are equal, and there is no other run, nothing is known of it
 
 
 Value = tuple[Run, ...]
-Terms = Mapping[tuple[int, Any], int]
+Terms = Mapping[tuple[int, Place], int]
 """How often each formula, over the elements at a place, is in a total."""
 
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
@@ -46,11 +63,11 @@ class Formulas:
     """The numbers of formulas."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._keys: list[tuple[Any, tuple[int, ...]]] = []
-        self.kept: list[Any] = []  # of which there are ids in keys
+        self._numbers: dict[tuple[Key, tuple[int, ...]], int] = {}
+        self._keys: list[tuple[Key, tuple[int, ...]]] = []
+        self.kept: list[Tracer] = []  # of which there are ids in keys
 
-    def of(self, *key: Any, over: Iterable[int] = ()) -> int:
+    def of(self, *key: Hashable, over: Iterable[int] = ()) -> int:
         """The number of a formula, of other formulas `over` which it is."""
         whole = key, tuple(over)
         if NO_FORMULA in whole[1]:
@@ -86,14 +103,14 @@ class Blocks:
         """An argument of this name: a block, or a number."""
         return (Run(self.formulas.of(name), block, 1 if block is None else self._sizes[block]),)
 
-    def lies(self, value: Value) -> Any:
+    def lies(self, value: Value) -> Key:
         """Where the elements of a value lie, in the words of slots."""
         slots = [self._slots[run.place] if isinstance(run.place, int) else run.place for run in value]
         return tuple((own, run.size if len(value) > 1 else 0) for own, run in zip(slots, value, strict=True))
 
-    def each(self, key: tuple[Any, ...], its: Sequence[Value]) -> Value | None:
+    def each(self, key: Key, its: Sequence[Value]) -> Value | None:
         """What is made element by element; `None` where places differ: the first of one leaf, and that of another."""
-        longest = max(its, key=len)
+        longest = max(its, key=len)  # what is equal everywhere, such as a rate, goes with each run of the others
         found = []
         for runs in zip(*(in_runs(value, longest) for value in its), strict=True):
             placed = {run.place: run for run in runs if run.place is not None}
@@ -114,49 +131,50 @@ class Blocks:
             terms.append({(formula if ahead == 1 else self.formulas.of("ahead", ahead, over=[formula]), place): 1})
         return self._total(kind, terms)
 
-    def of_totals(self, key: tuple[Any, ...], its: Sequence[Value], is_floating: bool) -> Value | None:
+    def of_totals(self, key: Key, its: Sequence[Value], is_floating: bool) -> Value | None:
         """What is made of totals, if that is one too: leaf by leaf they are added up, and may be scaled before."""
         formulas = [value[0].formula for value in its]
         totals = {i: self._terms[formula] for i, formula in enumerate(formulas) if formula in self._terms}
         kinds = {kind for kind, _ in totals.values()}
         if not kinds or not all(map(is_equal, its)):
             return None
-        if key[0] == "sub" and "add" in kinds:
+        if key[0] == "sub" and "add" in kinds:  # as the sum with what is negative
             negative = self.of_totals(("neg",), its[1:], is_floating) or self.each(("neg",), its[1:])
             return None if negative is None else self.of_totals(("add",), [its[0], negative], is_floating)
         if key[0] in kinds:
             return self._total(key[0], [self._terms_of(key[0], formula, 1) for formula in formulas])
-        # Whole numbers are not linear: half of a sum is not that of its terms.
-        if (
-            kinds != {"add"}
-            or len(totals) > 1
-            or not (key[0] in _LINEAR and is_floating)
-            or (key[0] == "div" and 1 in totals)
-        ):
+        at, *others = totals
+        # Half of a sum is the sum of the halves, so that it is one number whether the sum was halved or its terms. In
+        # whole numbers it is not, and the reciprocal of a sum is not made of those of its terms.
+        if key[0] not in _LINEAR or not is_floating or kinds != {"add"} or others or (key[0] == "div" and at == 1):
             return None
-        ((at, (_, terms)),) = totals.items()
-        scaled = lambda term: self.formulas.of(*key, over=[*formulas[:at], term, *formulas[at + 1 :]])
-        return self._total("add", [{(scaled(term), place): count} for (term, place), count in terms.items()])
+        scaled = {}
+        for (term, place), count in totals[at][1].items():
+            formulas[at] = term
+            scaled[self.formulas.of(*key, over=formulas), place] = count
+        return self._total("add", [scaled])
 
     def _terms_of(self, kind: str, formula: int, count: int) -> Terms:
         own, terms = self._terms.get(formula, ("", {}))
         return {term: n * count for term, n in terms.items()} if own == kind else {(formula, None): count}
 
     def _total(self, kind: str, several: Sequence[Terms]) -> Value:
-        terms: dict[tuple[int, Any], int] = {}
+        """The total of some others: their terms together, of which each slot is united with the others."""
+        terms: dict[tuple[int, Place], int] = {}
         for term, count in (item for each in several for item in each.items()):
             terms[term] = terms.get(term, 0) + count if kind == "add" else 1
         if [*terms.values()] == [1] and next(iter(terms))[1] is None:
             return equal(next(iter(terms))[0])
-        if any(formula == NO_FORMULA for formula, _ in terms):
-            return equal(NO_FORMULA)
-        reached: dict[Any, frozenset[int]] = {}  # the slots of all blocks over which a formula is added up
+        # The blocks of leaves and those of a vector are others, so it is slots that tell over what a formula is added
+        # up; and of two leaves apart the slots are united, as they are in the vector.
+        reached: dict[tuple[int, int, Place], frozenset[int]] = {}
         for (formula, place), count in terms.items():
             slots, other = (self._slots[place], None) if isinstance(place, int) else (frozenset[int](), place)
             reached[formula, count, other] = reached.get((formula, count, other), frozenset()) | slots
         over = sorted({formula for formula, _ in terms})
         total = self.formulas.of("total", kind, frozenset(reached.items()), over=over)
-        self._terms[total] = kind, terms
+        if total != NO_FORMULA:
+            self._terms[total] = kind, terms
         return equal(total)
 
 

@@ -1,10 +1,17 @@
-"""A list of leaves that notices who asks for their names."""
+"""What a rule is shown while its programs are read: leaves whose names are noticed if they are asked for, and stacks.
+
+A rule over rows (`optim.per_leaf`) sees by the type of a node that it is compared over leaves and over stacks of them,
+and stands for one operation there.
+"""
 
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import jax.tree_util as jtu
+
+from .._forms.form import Stacks
+from .._tree.types import PyTree
 
 
 class Asked:
@@ -25,13 +32,41 @@ class Named(list[Any]):
         self.asked = asked
 
 
+class Rows(Named):
+    """Leaves that are compared with stacks of them."""
+
+
+class RowsJoined(Stacks):
+    """The stacks with which they are compared."""
+
+
+def is_compared(tree: PyTree) -> bool:
+    """Whether a tree holds rows that are compared with stacks of them, or those stacks."""
+    return any(map(_is_row_node, jtu.tree_leaves(tree, is_leaf=_is_row_node)))
+
+
+def _is_row_node(node: Any) -> bool:
+    return isinstance(node, (Rows, RowsJoined))
+
+
 def _with_keys(tree: Named) -> tuple[list[tuple[Any, Any]], Asked]:
     tree.asked.names |= _is_asked_by_a_rule()
     return [(jtu.SequenceKey(i), leaf) for i, leaf in enumerate(tree)], tree.asked
 
 
+def _stacks_with_keys(stacks: RowsJoined) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    keys = tuple(sorted(stacks))
+    return [(jtu.DictKey(key), stacks[key]) for key in keys], keys
+
+
+def _without_keys(tree: Named) -> tuple[tuple[Any, ...], Asked]:
+    return tuple(tree), tree.asked
+
+
+jtu.register_pytree_with_keys(Named, _with_keys, lambda asked, leaves: Named(leaves, asked), _without_keys)
+jtu.register_pytree_with_keys(Rows, _with_keys, lambda asked, leaves: Rows(leaves, asked), _without_keys)
 jtu.register_pytree_with_keys(
-    Named, _with_keys, lambda asked, leaves: Named(leaves, asked), lambda tree: (tuple(tree), tree.asked)
+    RowsJoined, _stacks_with_keys, lambda keys, arrays: RowsJoined(zip(keys, arrays, strict=True))
 )
 
 

@@ -15,8 +15,9 @@ from .._forms.form import stacked_leaves
 from .._forms.mesh import is_sharded, laid_as, split
 from .._tree.text import count_of, describe, in_short
 from .._tree.types import PyTree
-from ._coupling import coupling, is_unread, unread
+from ._coupling import Extended, as_one_operation, coupling
 from ._groups import GroupsState
+from ._named import is_compared
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
 
@@ -106,22 +107,25 @@ class _Rows(NamedTuple):
             return jax.lax.map(lambda row: f(*row), args, batch_size=limit if limit > 1 else None)
         # Rows that run together are far apart: where devices have as many equal parts of the rows, each runs one.
         apart = jax.tree.map(lambda rows: rows.reshape(limit, -1, *rows.shape[1:]), args)
-        pick = lambda i: jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, i, 1, keepdims=False), apart)
-        found = jax.lax.map(lambda i: jax.vmap(f)(*pick(i)), jnp.arange(count // limit))
+        found = jax.lax.map(lambda i: jax.vmap(f)(*_at(apart, i)), jnp.arange(count // limit))
         return jax.tree.map(lambda rows: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]), found)
+
+
+def _at(apart: PyTree, i: jax.Array) -> PyTree:
+    return jax.tree.map(lambda rows: jax.lax.dynamic_index_in_dim(rows, i, 1, keepdims=False), apart)
 
 
 class _Each:
     """A rule over each leaf, and over each row of a stack."""
 
-    def __init__(self, rule: Any, rows: _Rows) -> None:
+    def __init__(self, rule: Extended, rows: _Rows) -> None:
         self.rule = rule
         self.rows = rows
         self.known = set[Any]()  # rows, with the names of extra arguments, that the rule treats one by one
 
     def init(self, params: PyTree) -> Any:
         """The state of each leaf."""
-        if is_unread.get():
+        if is_compared(params):
             return PerLeafState(())
         leaves, treedef = jtu.tree_flatten(params)
         stacked = stacked_leaves(params)
@@ -137,9 +141,9 @@ class _Each:
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         stacked = stacked_leaves(updates, _is_nothing)
-        if is_unread.get():
+        if is_compared(updates):
             rows = [_row(leaf, many) for leaf, many in zip(leaves, stacked, strict=True) if not _is_nothing(leaf)]
-            return (unread(self.rule, rows[0], updates, params, extra) if rows else updates), state
+            return (as_one_operation(self.rule, rows[0], updates, params, extra) if rows else updates), state
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
@@ -171,7 +175,10 @@ class _Each:
 
 
 _KINDS = 6  # of rows; each takes some 10 ms
-_is_nothing: Callable[[Any], bool] = lambda node: node is None or isinstance(node, optax.MaskedNode)
+
+
+def _is_nothing(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _row(leaf: Any, is_stack: bool) -> jax.ShapeDtypeStruct:
@@ -180,7 +187,7 @@ def _row(leaf: Any, is_stack: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape[1:] if is_stack else shape, jnp.result_type(leaf))
 
 
-def _start_rows(rule: Any, stack: Any) -> PyTree:
+def _start_rows(rule: Extended, stack: Any) -> PyTree:
     """The state of all rows, over the devices as they lie: `jax.vmap` leaves whole on each what starts alike."""
     state = jax.vmap(rule.init)(stack)
     if not is_sharded(stack) and split(stack) is None:
@@ -202,7 +209,10 @@ def _like(treedef: Any, tree: PyTree) -> list[Any]:
 
 
 def _check(
-    rule: Any, known: set[Any], each: Iterable[jax.ShapeDtypeStruct], extra: dict[str, Any] | None = None
+    rule: Extended,
+    known: set[Any],
+    each: Iterable[jax.ShapeDtypeStruct],
+    extra: dict[str, Any] | None = None,
 ) -> bool:
     """Checks that a rule treats such rows one by one, which it does for those that are known.
 
@@ -238,7 +248,7 @@ def _check(
     return True
 
 
-def _check_alone(rule: Any, row: jax.ShapeDtypeStruct) -> None:
+def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
     """Checks that a rule can start with one array, and has nothing in it that goes by the paths of a model."""
     try:
         state = jax.eval_shape(rule.init, row)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from .._programs import called, scan_carries
 from ._formulas import NO_FORMULA, Blocks, Value, equal, in_runs, is_equal, of_no_block, runs_of, with_formulas
-from ._moves import MOVES
+from ._moves import MOVES, aval_of
 
 # Each element of the result is made of the elements at its place.
 _EACH = frozenset({
@@ -32,6 +32,7 @@ _EACH = frozenset({
     "tan", "tanh", "xor", "zeta",
 })  # fmt: skip
 _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"}
+_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # between which nothing that is counted here overflows
 _UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
 _DRAWS = ("random_", "threefry", "rng_")
 _KNOWN = {
@@ -43,6 +44,8 @@ Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
 
 
 class _Loop(NamedTuple):
+    """What goes round."""
+
     start: Sequence[Value]
     carried: Sequence[Value]  # as the body takes it
     numbers: list[int]  # of each run that is carried, equal if the runs are
@@ -61,7 +64,7 @@ class Reader(Blocks):
         known = dict(zip(jaxpr.invars, args, strict=True))
         known |= zip(jaxpr.constvars, map(self._constant, getattr(program, "consts", ())), strict=True)
 
-        def look(atoms: Sequence[Any]) -> list[Value]:
+        def look(atoms: Sequence[Var | Literal]) -> list[Value]:
             return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
         for eqn in jaxpr.eqns:
@@ -72,6 +75,10 @@ class Reader(Blocks):
         """What there is beside what is carried round: all rounds that it depends on, and its formulas in one.
 
         `None` where what is carried does not stay what it was.
+
+        The state of an optimiser may hold what no update depends on, such as the norm of each leaf to be plotted, which
+        is another over a vector. So only those numbers of the loop count that the updates are made of, in this round or
+        by way of the rounds before.
         """
         found = self._loop(start, body)
         if found is None:
@@ -80,7 +87,8 @@ class Reader(Blocks):
         while more := self.formulas.carried_in(self._depth + 1, formulas) - needed:
             needed |= more
             formulas = [found.rounds[n][1] for n in more]
-        if needed < found.rounds.keys():  # some is kept to be looked at, and may be kept leaf by leaf
+        if needed < found.rounds.keys():
+            # Read again without the others, which else would take part in the numbers of those that count.
             pairs = zip(found.numbers, runs_of(found.start), strict=True)
             kept = [run.formula if n in needed else NO_FORMULA for n, run in pairs]
             found = self._loop(with_formulas(found.start, kept), body)
@@ -88,12 +96,12 @@ class Reader(Blocks):
 
     # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def _step(self, eqn: Any, its: list[Value]) -> Sequence[Value]:
+    def _step(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
         """The results of an operation."""
         name, program = eqn.primitive.name, called(eqn)
         if program is not None:
             return self.run(program, its)
-        if name in _SAME:
+        if name in _SAME or (name == "convert_element_type" and _keeps_whole_numbers(eqn)):
             return its
         if not (name in _KNOWN or name.startswith(_DRAWS)):
             return [equal(NO_FORMULA)] * len(eqn.outvars)
@@ -101,7 +109,7 @@ class Reader(Blocks):
         if name in _EACH:
             params = (repr(value) for key, value in sorted(eqn.params.items()) if key not in _UNNAMED)
             key = name.removesuffix("_any"), *params
-            is_floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+            is_floating = jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
             value = self.of_totals(key, its, is_floating) or self.each(key, its)
             found = None if value is None else [value]
         elif name in MOVES:
@@ -110,13 +118,13 @@ class Reader(Blocks):
             found = {"cond": self._branches, "while": self._while, "scan": self._scan}[name](eqn, its)
         return self._whole(eqn, its) if found is None else found
 
-    def _whole(self, eqn: Any, its: Sequence[Value]) -> list[Value]:
+    def _whole(self, eqn: JaxprEqn, its: Sequence[Value]) -> list[Value]:
         """The results of an operation of which nothing is known but what goes into it, as it lies there."""
         params = repr(sorted((key, repr(value)) for key, value in eqn.params.items()))
-        key = eqn.primitive.name, params, *(str(atom.aval) for atom in eqn.invars), *map(self.lies, its)
+        key = eqn.primitive.name, params, *(str(aval_of(atom)) for atom in eqn.invars), *map(self.lies, its)
         over = [run.formula for run in runs_of(its)]
         formulas = (self.formulas.of("whole", i, *key, over=over) for i in itertools.count())
-        return [of_no_block(formula, var.aval.size) for formula, var in zip(formulas, eqn.outvars, strict=False)]
+        return [of_no_block(formula, aval_of(var).size) for formula, var in zip(formulas, eqn.outvars, strict=False)]
 
     def _constant(self, given: Any) -> Value:
         if isinstance(given, Tracer):
@@ -125,6 +133,8 @@ class Reader(Blocks):
         if jnp.issubdtype(getattr(given, "dtype", float), jax.dtypes.prng_key):
             given = jax.random.key_data(given)
         array = np.asarray(given)
+        if array.dtype in _WHOLE:
+            array = array.astype(np.int64)
         first, everything = array.ravel()[:1].tobytes(), array.tobytes()
         if everything == first * array.size:
             return equal(self.formulas.of("constant", array.dtype.name, first))
@@ -132,7 +142,7 @@ class Reader(Blocks):
 
     # -- Branches and loops --------------------------------------------------------------------------------------------
 
-    def _branches(self, eqn: Any, its: list[Value]) -> list[Value]:
+    def _branches(self, eqn: JaxprEqn, its: list[Value]) -> list[Value]:
         ends = [self.run(branch, its[1:]) for branch in eqn.params["branches"]]
         found = []
         for i, several in enumerate(zip(*ends, strict=True)):
@@ -140,7 +150,7 @@ class Reader(Blocks):
             found.append(self._whole(eqn, [*its, *several])[i] if either is None else either)
         return found
 
-    def _while(self, eqn: Any, its: list[Value]) -> list[Value] | None:
+    def _while(self, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
         start = eqn.params["cond_nconsts"]
         end = start + eqn.params["body_nconsts"]
 
@@ -153,10 +163,10 @@ class Reader(Blocks):
             return None
         return self._after(found, "while", self.lies(found.others[0]), over=[run.formula for run in found.others[0]])[1]
 
-    def _scan(self, eqn: Any, its: list[Value]) -> list[Value] | None:
+    def _scan(self, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
         start, end = scan_carries(eqn)
         given = eqn.params["jaxpr"].jaxpr.invars[end:]
-        found_rows = [self._row(value, var.aval.size) for value, var in zip(its[end:], given, strict=True)]
+        found_rows = [self._row(value, aval_of(var).size) for value, var in zip(its[end:], given, strict=True)]
         rows = [row for row in found_rows if row is not None]
 
         def body(carried: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -170,7 +180,9 @@ class Reader(Blocks):
         for value, var in zip(found.others, eqn.outvars[end - start :], strict=True):
             formula = self.formulas.of("rows", self.lies(value), over=[loop, *(run.formula for run in value)])
             is_block = len(value) == 1 and isinstance(value[0].place, int)
-            results.append((value[0]._replace(formula=formula),) if is_block else of_no_block(formula, var.aval.size))
+            results.append(
+                (value[0]._replace(formula=formula),) if is_block else of_no_block(formula, aval_of(var).size)
+            )
         return results
 
     def _row(self, value: Value, size: int) -> Value | None:
@@ -186,7 +198,12 @@ class Reader(Blocks):
     def _loop(self, start: Sequence[Value], body: Body) -> _Loop | None:
         """What goes round; `None` where what is carried does not stay what it was.
 
-        Runs that begin with one formula are taken to be one, until a round makes different ones of them.
+        A round is read with symbols, "what is carried under this number". Which runs share a number is found from
+        above. At first it is all runs that begin with one formula, such as the moments of all leaves, which begin with
+        zero. If a round makes different formulas of two of them, they get numbers of their own, and the round is read
+        again. That ends, as there are more numbers each time and no more than runs. What shares a number then has begun
+        alike, and each round does the same to it, so it is equal after any number of rounds. The moment of a vector
+        that holds these leaves gets one number in the same way, and so the same symbol.
         """
         self._depth += 1
         carried, numbers = [*start], _numbered([run.formula for run in runs_of(start)])
@@ -198,11 +215,14 @@ class Reader(Blocks):
             if len(joined) < len(merged):
                 self._depth -= 1
                 return None
-            if [*map(len, joined)] != [*map(len, carried)]:  # zeros that have become several runs
+            # Zeros lie nowhere, and are one run. A round may turn them into a block, or into the runs of several, if
+            # leaves were joined: they are taken to have been that from the start.
+            if [*map(len, joined)] != [*map(len, carried)]:
                 carried, start = joined, [*map(in_runs, start, joined)]
                 numbers = _numbered([run.formula for run in runs_of(start)])
                 continue
             ends = [run.formula for run in runs_of(map(in_runs, after, joined))]
+            # Two that had other numbers stay apart, even where this round makes them equal.
             finer = _numbered([NO_FORMULA if NO_FORMULA in pair else pair for pair in zip(numbers, ends, strict=True)])
             if finer == numbers and joined == carried:
                 break
@@ -217,6 +237,14 @@ class Reader(Blocks):
         loop = self.formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
         of = {n: self.formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
         return loop, with_formulas(found.carried, [of[n] for n in found.numbers])
+
+
+def _keeps_whole_numbers(eqn: JaxprEqn) -> bool:
+    """Whether an operation only turns whole numbers into wider or narrower ones.
+
+    With 64 bits JAX indexes some arrays by int32 and others by int64, according to their rank.
+    """
+    return aval_of(eqn.invars[0]).dtype in _WHOLE and eqn.params["new_dtype"] in _WHOLE
 
 
 def _numbered(keys: Sequence[Any]) -> list[int]:

@@ -18,22 +18,18 @@ from jax.core import Tracer
 
 from .._forms.form import Form, Stacks, stacked_leaves
 from .._forms.makers import stacks_in_groups, vector_of
-from .._slots.layout import Layout
 from .._slots.parts import take_apart
 from .._tree.text import describe, in_short
 from .._tree.types import PyTree
-from ._coupling import rows_unread
+from ._coupling import Extended
 from ._formulas import NO_FORMULA, Formulas, Value
 from ._groups import GroupsState
-from ._named import Asked, Named
+from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
 """Of leaves: the group, empty where there are no groups; the rank; and whether it is 1 or, for several, 2."""
-
-Make = Callable[[Layout, Mapping[Any, Sequence[int]]], Form]
-"""From a layout, and the slots of each group (or those of `None`), to its form."""
 
 ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
 """For a form in which it does not matter which leaves there are."""
@@ -43,12 +39,8 @@ _LONG, _TRIED = 4096, 128
 _CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not zero: a rule may gather, or warm up
 _SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
 _TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
+_BY_NAME = "goes by the names of leaves, and where they are joined they have none"
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
-
-
-def over_vector(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
-    """The vector of a layout, which has no groups."""
-    return vector_of(layout)
 
 
 def kinds_of(form: Form) -> Kinds:
@@ -58,12 +50,16 @@ def kinds_of(form: Form) -> Kinds:
         kind = keys[0].key if len(keys) > 1 else "", block.rank
         counts[kind] = counts.get(kind, 0) + len(block.shapes)
     tree = jtu.tree_unflatten(form.treedef, form.blocks)
-    empty = [name for name, group in tree.items() if isinstance(group, Stacks) and not group]
-    return frozenset((*kind, min(count, 2)) for kind, count in (*counts.items(), *(((name, 0), 0) for name in empty)))
+    counts |= {(name, 0): 0 for name, group in tree.items() if isinstance(group, Stacks) and not group}
+    return frozenset((name, rank, min(count, 2)) for (name, rank), count in counts.items())
 
 
 def check_form(
-    rule: Any, form: Form, words: tuple[str, str], extra: Mapping[str, Any], known: Kinds = frozenset()
+    rule: Extended,
+    form: Form,
+    words: tuple[str, str],
+    extra: Mapping[str, Any],
+    known: Kinds = frozenset(),
 ) -> Kinds:
     """Checks that a rule is the same over a form as over the leaves in it.
 
@@ -83,7 +79,7 @@ def check_form(
         return known
     name, instead = words
     try:
-        reason = _difference(rule, kinds, stacks_in_groups if any(stacked) else over_vector, extra)
+        reason = _difference(rule, kinds, any(stacked), extra)
     except Exception as error:
         raise ValueError(
             f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
@@ -98,81 +94,94 @@ def check_form(
 class _Way(NamedTuple):
     """A way to show leaves to a rule."""
 
-    show: Callable[[Sequence[Any]], Any]
-    read: Callable[[Any], Sequence[Any]]  # and back to the leaves
+    show: Callable[[Sequence[Any]], PyTree]
+    read: Callable[[PyTree], Sequence[Any]]  # and back to the leaves
     slots: Sequence[Sequence[int]]  # the leaves in each array that it is shown
 
 
-def _difference(rule: Any, kinds: Kinds, make: Make, extra: Mapping[str, Any]) -> str:
+class _Sample(NamedTuple):
+    """A few leaves, and the two ways to show them."""
+
+    shapes: list[jax.ShapeDtypeStruct]
+    joined: _Way
+    apart: _Way
+
+
+def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
     """What a rule does otherwise, in words; the empty text if nothing."""
     asked = Asked()
-    shapes, ways = _few(rule, kinds, make, _LONG, asked)
-    formulas, stacks = Formulas(), stacked_leaves(jax.eval_shape(ways[0].show, shapes))
-    with rows_unread(all(stacks)):
-        together, apart = (_updates(formulas, rule, way, shapes, extra) for way in ways)
+    sample = _few(kinds, is_stacks, _LONG, Rows if is_stacks else Named, asked)
+    if not is_stacks and _has_groups(rule, jax.eval_shape(sample.joined.show, sample.shapes)):
+        return _BY_NAME
+    formulas = Formulas()
+    joined, apart = (_updates(formulas, rule, way, sample.shapes, extra) for way in (sample.joined, sample.apart))
     if asked.names:
-        return "goes by the names of leaves, and where they are joined they have none"
-    if NO_FORMULA in (*together, *apart):
-        gap = _gap(rule, *_few(rule, kinds, make, _TRIED, asked), extra)
+        return _BY_NAME
+    if NO_FORMULA in (*joined, *apart):
+        gap = _gap(rule, _few(kinds, is_stacks, _TRIED, Named, asked), extra)
         tried = "looks at the shapes of leaves: tried on a few, apart and joined, its updates differ by"
         return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
-    pairs = zip(shapes, together, apart, strict=True)
-    other = next((describe(leaf) for leaf, one, two in pairs if one != two), "")
-    return (
-        other and f"looks at the shapes of leaves, their axes or norms: {other} has another update where it is joined"
-    )
+    for leaf, one, two in zip(sample.shapes, joined, apart, strict=True):
+        if one != two:
+            other = f"{describe(leaf)} has another update where it is joined"
+            return f"looks at the shapes of leaves, their axes or norms: {other}"
+    return ""
 
 
-def _few(
-    rule: Any, kinds: Kinds, make: Make, long: int, asked: Asked
-) -> tuple[list[jax.ShapeDtypeStruct], tuple[_Way, _Way]]:
-    """A few leaves, and how they are shown, joined and apart.
+def _few(kinds: Kinds, is_stacks: bool, long: int, list_of: type[Named], asked: Asked) -> _Sample:
+    """A few leaves, joined and apart: apart in such a list, in which a rule over rows runs, or is one operation."""
+    leaves = _leaves(kinds, long)
+    shapes = [leaf for _, leaf in leaves]
+    groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
+    for i, (group, _) in enumerate(leaves):
+        groups.setdefault(group or None, []).append(i)
+    layout = take_apart(shapes, None).layout
+    form = stacks_in_groups(layout, groups) if is_stacks else vector_of(layout)
 
-    A vector and matrices are among them whatever the model has: the stack of a scalar is a vector, and so on.
+    def keep_apart(arrays: Sequence[Any]) -> PyTree:
+        found = {group: list_of([arrays[i] for i in slots], asked) for group, slots in groups.items()}
+        return found.get(None, found)
+
+    apart = _Way(keep_apart, jtu.tree_leaves, [[i] for i in range(len(shapes))])
+    join = (lambda arrays: _compared(form.join(arrays))) if list_of is Rows else form.join
+    return _Sample(shapes, _Way(join, form.cut, form.members), apart)
+
+
+def _leaves(kinds: Kinds, long: int) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """Leaves of some kinds, each with its group, in the order in which stacks lie in their dictionary.
+
+    In each group that has leaves there are a vector and matrices, since the stack of a scalar is a vector, and so on.
     """
     known = {kind[:2] for kind in kinds}
     added = [(group, rank, 1) for group in {group for group, _, count in kinds if count} for rank in (1, 2)]
     of_rank = {0: [()], 1: [(3,)], 2: [(2, 3), (long, long)], 3: [(2, 3, 4), (2, long, long)]}
-    each = [
-        (group, describe(leaf), leaf)
+    found = [
+        (group, jax.ShapeDtypeStruct(shape, np.float32))
         for group, rank, count in (*kinds, *(kind for kind in added if kind[:2] not in known))
         for shape in of_rank.get(rank, [(2,) * (rank - 1) + (3,)])
-        for leaf in [jax.ShapeDtypeStruct(shape, np.float32)] * count
+        for _ in range(count)
     ]
-    each.sort(key=lambda leaf: leaf[:2])  # as stacks lie in their dictionary: what is carried comes in one order
-    shapes = [leaf for *_, leaf in each]
-    groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
-    for i, (group, *_) in enumerate(each):
-        groups.setdefault(group or None, []).append(i)
-    form = make(take_apart(shapes, None).layout, groups)
-    if None in groups:
-        asked.names |= _has_groups(rule, jax.eval_shape(form.join, shapes))
-
-    def tree(leaves: Sequence[Any]) -> Any:
-        found = {group: Named([leaves[i] for i in slots], asked) for group, slots in groups.items()}
-        return found.get(None, found)
-
-    together = _Way(form.join, form.cut, form.members)
-    apart = _Way(tree, jtu.tree_leaves, [[i] for i in range(len(shapes))])
-    return shapes, (together, apart)
+    return sorted(found, key=lambda each: (each[0], describe(each[1])))
 
 
-def _has_groups(rule: Any, shown: PyTree) -> bool:
-    """Whether `optim.groups`, which goes by names, is in a rule that is shown no groups."""
-    with contextlib.suppress(Exception), rows_unread(True):
+def _compared(tree: PyTree) -> PyTree:
+    """Stacks, or stacks in groups, as those that a rule over rows is compared on."""
+    return RowsJoined(tree) if isinstance(tree, Stacks) else {name: RowsJoined(own) for name, own in tree.items()}
+
+
+def _has_groups(rule: Extended, shown: PyTree) -> bool:
+    """Whether `optim.groups`, which goes by names, is in a rule."""
+    with contextlib.suppress(Exception):
         return bool(nodes_of(GroupsState, jax.eval_shape(rule.init, shown)))
     return False
 
 
-def _step(rule: Any, extra: Mapping[str, Any], scale: Any, grads: Any, state: Any, params: Any, value: Any) -> Any:
-    """The updates and the next state; the loss is the sum of squares, times a scale."""
-    loss = lambda params, *_, **__: scale * sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
-    known = {"value": value, "grad": grads, "value_fn": loss}
-    updates, after = rule.update(grads, state, params, **known | dict(extra))
-    return updates, steady(after, state)
+# -- Read --------------------------------------------------------------------------------------------------------------
 
 
-def _updates(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], extra: Mapping[str, Any]) -> list[Any]:
+def _updates(
+    formulas: Formulas, rule: Extended, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
+) -> list[Any]:
     """What tells the updates of leaves apart: equal if they are the same."""
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
@@ -193,31 +202,33 @@ def _updates(formulas: Formulas, rule: Any, way: _Way, shapes: Sequence[Any], ex
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:
+    """What tells the update of a block apart; equal to nothing else if it is not element by element of that block."""
     run, *others = update
     if run.formula == NO_FORMULA:
         return NO_FORMULA
     return (rounds, run.formula) if not others and run.place in (None, block) else object()
 
 
-def _gap(rule: Any, shapes: Sequence[Any], ways: Sequence[_Way], extra: Mapping[str, Any]) -> float:
+def _step(
+    rule: Extended, extra: Mapping[str, Any], scale: Any, grads: PyTree, state: PyTree, params: PyTree, value: Any
+) -> tuple[PyTree, PyTree]:
+    """The updates and the next state."""
+    known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
+    updates, after = rule.update(grads, state, params, **known | dict(extra))
+    return updates, steady(after, state)
+
+
+def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
+    """The sum of squares, times a scale."""
+    return scale * sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
+
+
+# -- Tried -------------------------------------------------------------------------------------------------------------
+
+
+def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
     """The largest difference of a leaf's updates at any scale and step, relative to the largest of them there."""
-    rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
-    start = [
-        factor * rng.normal(size=leaf.shape).astype(np.float32) for factor, leaf in zip(factors, shapes, strict=False)
-    ]
-
-    def begin() -> list[Any]:
-        shown = [way.show(list(map(jnp.asarray, start))) for way in ways]
-        return [(params, settled(rule.init(params))) for params in shown]
-
-    def step(way: _Way, carry: Any, scale: Any) -> Any:
-        params, state = carry
-        grads = jax.tree.map(lambda leaf: 2 * scale * leaf, params)
-        value = scale * sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
-        updates, after = _step(rule, extra, scale, grads, state, params, value)
-        return way.read(updates), (jax.tree.map(jnp.add, params, updates), after)
-
-    both = lambda carries, scale: [step(way, carry, scale) for way, carry in zip(ways, carries, strict=True)]
+    begin, both = functools.partial(_begin, rule, sample), functools.partial(_both, rule, sample, extra)
     programs = (begin, ()), (both, (jax.eval_shape(begin), np.float32(1)))
     if any(isinstance(const, Tracer) for f, args in programs for const in jax.make_jaxpr(f)(*args).consts):
         raise ValueError("it calls kernels or Python, which is tried with numbers, and has traced ones in it")
@@ -234,3 +245,26 @@ def _gap(rule: Any, shapes: Sequence[Any], ways: Sequence[_Way], extra: Mapping[
                 gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
                 worst = float(np.maximum(worst, np.max(gap) / max(np.nanmax(np.abs([a, b])), 1e-30)))
     return worst
+
+
+def _begin(rule: Extended, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
+    """Parameters and state at first, in each way."""
+    rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
+    start = [
+        jnp.asarray(factor * rng.normal(size=leaf.shape).astype(np.float32))
+        for factor, leaf in zip(factors, sample.shapes, strict=False)
+    ]
+    shown = [way.show(start) for way in (sample.joined, sample.apart)]
+    return [(params, settled(rule.init(params))) for params in shown]
+
+
+def _both(
+    rule: Extended, sample: _Sample, extra: Mapping[str, Any], carries: Sequence[tuple[PyTree, PyTree]], scale: Any
+) -> list[tuple[Sequence[Any], tuple[PyTree, PyTree]]]:
+    """One step in each way: the update of each leaf, and the next parameters and state."""
+    found = []
+    for way, (params, state) in zip((sample.joined, sample.apart), carries, strict=True):
+        grads = jax.tree.map(lambda leaf: 2 * scale * leaf, params)
+        updates, after = _step(rule, extra, scale, grads, state, params, _loss(scale, params))
+        found.append((way.read(updates), (jax.tree.map(jnp.add, params, updates), after)))
+    return found
