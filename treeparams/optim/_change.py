@@ -178,10 +178,10 @@ def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[H
         return fresh
     form = rule.form_of(history.layout)
     made, now = (_by_rule(form, state) for state in (rule.begun(history.layout), history.state))
-    place = _place_of_rule(rule.form_of(layout))
+    site = _site_of_rule(rule.form_of(layout))
 
     def restore(path: tuple[Any, ...], node: Any) -> Any:
-        key = place(path)
+        key = site(path)
         if key not in now:
             return node
         old, rates = made[key].hyperparams, free_rates(now[key])
@@ -199,16 +199,16 @@ def _width(rates: Sequence[Mapping[str, Any]]) -> int:
 
 def _by_rule(form: Form, state: PyTree) -> dict[Any, Any]:
     """The nodes of `optax.inject_hyperparams` by where the rule stands; of `optim.per_leaf` those of the first leaf."""
-    place, nodes = _place_of_rule(form), dict[Any, Any]()
-    map_injected(lambda path, node: nodes.setdefault(place(path), node) and node, state)
+    site, nodes = _site_of_rule(form), dict[Any, Any]()
+    map_injected(lambda path, node: nodes.setdefault(site(path), node) and node, state)
     return nodes
 
 
-def _place_of_rule(form: Form) -> Callable[[Any], Any]:
+def _site_of_rule(form: Form) -> Callable[[Any], Any]:
     """From a path in a state to where the rule stands: without the leaf, for each of which `optim.per_leaf` has one."""
     leaves, states, spare = set(form.keys), jtu.GetAttrKey("states"), jtu.GetAttrKey("spare")
 
-    def place(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    def site(path: tuple[Any, ...]) -> tuple[Any, ...]:
         if spare in path:
             at = path.index(spare)
             return (*path[:at], states, *path[at + 1 :])
@@ -216,7 +216,7 @@ def _place_of_rule(form: Form) -> Callable[[Any], Any]:
         end = next((end for end in range(start, len(path) + 1) if path[start:end] in leaves), start)
         return path[:start] + path[end:]
 
-    return place
+    return site
 
 
 def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:

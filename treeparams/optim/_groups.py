@@ -136,7 +136,7 @@ class _Groups:
         leaves = jtu.tree_flatten_with_path(stacks)[0]
         given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
         if self._has_default():
-            # A rule for a group that the stacks do not have is a mistake: to the default goes what no rule is for.
+            # A rule for a group that the stacks do not have is a mistake: the default is for groups without a rule.
             is_fine = self.wheres.keys() <= set(stacks)
         else:
             is_fine = self.rules.keys() >= set(given.values())
