@@ -5,9 +5,9 @@ flattened and averaged like any other. A constrained array holds raw parameters,
 
 The files, from the ground up:
 
-    _nodes        what matrices and constrained arrays share: no arrays themselves, they say how to get one
-    _matrix       AbstractMatrix: what follows from two products; transposes, products, sums
-    _lineax       from_lineax, to_lineax; what constructors take for a matrix
+    _nodes        the base of matrices and constrained arrays: no arrays themselves, they say how to get one
+    _matrix       AbstractMatrix, from two products; transposes, products, sums
+    _lineax       from_lineax, to_lineax; the matrix that a constructor was given
     _orthogonal   Orthogonal, Givens: products of reflections and of rotations
     _svd          SVD
     _imputing     PreImputing, PostImputing

@@ -1,4 +1,4 @@
-"""What every constrained array of this module is: a node that holds raw parameters and stands for a function of them.
+"""The base of all constrained arrays: a node that holds raw parameters and stands for a function of them.
 
 The function is total, so that nothing has to be projected or clipped after a step. A node is no array itself: with a
 `__jax_array__` that gives one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
@@ -67,15 +67,18 @@ def materialise(model: PyTree) -> PyTree:
     >>> grads.weight  # of the raw parameters
     Positive(raw=f32[3,2])
 
-    To be called once per step, at the top of the loss: what a scan or a loop then uses are arrays, and a tie is
-    computed once. Outside of a loss, as to look at it, `node.to_dense()` is the array of one. Matrices stay what they
-    are, made of arrays. Nodes of paramax are unwrapped, as by `paramax.unwrap`.
+    Call it once per step, at the top of the loss: a scan or a loop then uses arrays, and a tie is computed once.
+    Outside of a loss `node.to_dense()` gives you the array of one node. Matrices stay matrices, made of arrays. Nodes
+    of paramax are unwrapped, as by `paramax.unwrap`.
 
     Args:
-        model: any pytree; at all places of a tie, that is, of nodes made of the very same arrays, one array will stand.
+        model: any pytree; one array will stand at all paths of a tie, that is, of nodes made of the very same arrays.
     """
-    value = lambda node: node.to_dense() if isinstance(node, AbstractConstrained) else node.unwrap()
-    return replace(model, constrained_kinds(), value)
+    return replace(model, constrained_kinds(), _value_of)
+
+
+def _value_of(node: Any) -> Any:
+    return node.to_dense() if isinstance(node, AbstractConstrained) else node.unwrap()
 
 
 def constrained_kinds() -> tuple[type, ...]:
@@ -84,19 +87,25 @@ def constrained_kinds() -> tuple[type, ...]:
     return (AbstractConstrained, *([paramax.AbstractUnwrappable] if paramax else []))
 
 
-def concrete(value: Any) -> np.ndarray | None:
-    """The entries in float64, to be checked; `None` for what is traced, whose entries are not known."""
+def concrete(value: Array | np.ndarray) -> np.ndarray | None:
+    """The entries in float64, to be checked; `None` for a traced array, whose entries are not known."""
     return None if isinstance(value, Tracer) else np.asarray(value).astype(np.float64)
 
 
-def refuse(node: Any, entries: Any, fine: Any, expected: str, instead: str) -> None:
+def refuse(
+    node: AbstractConstrained,
+    entries: np.ndarray | np.floating,
+    fine: np.ndarray | np.bool_,
+    expected: str,
+    instead: str,
+) -> None:
     """An error for the first entry that is not fine, if there is one."""
     if np.all(fine):
         return
     index = tuple(map(int, np.argwhere(~np.asarray(fine))[0]))
-    place = f" at index {list(index)}" if index else ""
+    where = f" at index {list(index)}" if index else ""
     raise ValueError(
-        f"{type(node).__name__} takes {expected}, got {np.asarray(entries)[index]:.8g}{place}. To make such ones, "
+        f"{type(node).__name__} takes {expected}, got {np.asarray(entries)[index]:.8g}{where}. To make such ones, "
         f"write for example {instead}"
     )
 

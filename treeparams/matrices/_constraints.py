@@ -2,12 +2,12 @@
 
 import functools
 import operator
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ._constrained import AbstractConstrained, concrete, refuse
@@ -178,11 +178,11 @@ def softplus(x: Array, least: float) -> Array:
 
 def inverse_softplus(w: Array) -> Array:
     """The x with softplus(x) = w."""
-    # log(exp(w) - 1) neither overflows nor cancels in this form.
+    # log(exp(w) - 1) neither overflows nor cancels when it is written so.
     return w + jnp.log(-jnp.expm1(-w))
 
 
-def _inward(low: float, high: float, dtype: Any) -> tuple[float, float]:
+def _inward(low: float, high: float, dtype: DTypeLike) -> tuple[float, float]:
     """The least and the largest number of the dtype that are not outside of two numbers."""
     with np.errstate(over="ignore"):
         least, most = np.asarray(low, dtype), np.asarray(high, dtype)
@@ -198,7 +198,7 @@ def _inward(low: float, high: float, dtype: Any) -> tuple[float, float]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _clamped(x: Array, least: float, most: float) -> Array:
-    """What rounding put outside, back inside. The derivative is that of the function that is not rounded."""
+    """Entries that rounding put outside, back inside. The derivative is that of the function that is not rounded."""
     return jnp.clip(x, least, most)
 
 
@@ -221,7 +221,7 @@ def _from_the_end(axis: int, shape: tuple[int, ...]) -> int:
     return axis if axis < 0 else axis - len(shape)
 
 
-def _is_one(entries: Any, dtype: Any) -> Any:
+def _is_one(entries: np.ndarray | np.floating, dtype: DTypeLike) -> np.ndarray | np.bool_:
     return abs(entries - 1) <= float(jnp.finfo(dtype).eps) ** 0.5
 
 

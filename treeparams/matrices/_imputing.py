@@ -1,4 +1,4 @@
-"""Matrices that know what to do where a sample is missing, in part or as a whole; NaN is what is missing.
+"""Matrices that fill in missing data, single entries of a sample or whole samples; NaN marks a missing entry.
 
 No NaN may reach a gradient. One that is only selected away after the product still does: the product's derivative is
 zero times NaN. So every NaN is replaced before the product, and the result is selected once more after it.
@@ -20,7 +20,7 @@ from ._nodes import as_parameter, as_row, is_array
 
 
 class AbstractImputing(AbstractMatrix):
-    """A matrix, and what stands for missing data in the product with it."""
+    """A matrix, and the values that stand for missing data in the product with it."""
 
     matrix: Weight = eqx.field(converter=as_weight)
     psi: Inexact[Array, " entries"] = eqx.field(converter=as_parameter)
@@ -50,11 +50,11 @@ class AbstractImputing(AbstractMatrix):
         return _nan_where(spoilt, y, refusal)
 
     def to_dense(self) -> Array:
-        """The entries of the matrix alone, with which what is not missing is multiplied."""
+        """The entries of the matrix alone, with which entries that are not missing are multiplied."""
         return to_dense(self.matrix).astype(self.dtype)
 
     def matmul(self, x: Array | np.ndarray, *, missing: ArrayLike | None = None) -> Array:
-        """The product `M @ x`, with a mask of what is missing.
+        """The product `M @ x`, with a mask of missing entries.
 
         >>> import jax.numpy as jnp
         >>> from treeparams import matrices
@@ -68,7 +68,8 @@ class AbstractImputing(AbstractMatrix):
         Args:
             x: shape `(in,)`, `(in, batch)` or `(..., in, batch)`, an array.
             missing: bools of the shape of x; for a `PostImputing` also of whole samples, of the shape of x without the
-                axis `in`. `None`: what is NaN is missing, as in `M @ x`. With a mask, NaN elsewhere is not missing.
+                axis `in`. `None`: entries that are NaN are missing, as in `M @ x`. With a mask, NaN elsewhere is not
+                missing.
 
         Raises:
             ValueError: x holds NaN that the mask does not cover, and as `M @ x`; within a trace such products are NaN.
@@ -110,10 +111,10 @@ class PreImputing(AbstractImputing):
     >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi
     Array([ 4., 12.], dtype=float32)
 
-    NaN is missing, of a complex number NaN in either part; integers have nothing missing. Samples are columns in
-    `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works unchanged.
-    `x @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there is a `ValueError`, found by a
-    reduction, or NaN within a trace. Where the mask is known apart from the data, use `matmul`.
+    An entry that is NaN is missing, of a complex number one with either part NaN; integers have none. Samples are
+    columns in `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works
+    unchanged. `x @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there is a `ValueError`,
+    found by a reduction, or NaN within a trace. If you know the mask apart from the data, use `matmul`.
 
     With psi at zero and inputs that are centred it starts as mean imputation does. No NaN of x reaches a gradient, of
     any order: missing entries of x get zero, and so does psi where nothing is missing.
@@ -147,12 +148,12 @@ class PostImputing(AbstractImputing):
     >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # how many are missing
     Array([1., 1.], dtype=float32)
 
-    It is for what is there or not as a whole: the readings of one instrument of several, one branch of a record. A
+    It is for data that are there or not as a whole: the readings of one of several instruments, a branch of a record. A
     sample of which only some entries are missing is a `ValueError` where the values are known, which is outside of
     `jax.jit` and `jax.vmap`; `jax.grad` alone hides none. There each product costs one reduction more, and waits for
     it. Within a trace the product with such a sample is NaN, and no gradient of the matrix or of x has a share of it.
 
-    What counts as missing, where samples may stand, and gradients are as of `PreImputing`. A layer's bias is added to
+    Missing entries, where samples may stand, and gradients are as of `PreImputing`. A layer's bias is added to
     psi as to any product. Source: as of `PreImputing`.
 
     Args:

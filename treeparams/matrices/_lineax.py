@@ -1,7 +1,8 @@
-"""lineax operators as matrices, matrices as lineax operators, and so what a constructor takes for a matrix."""
+"""lineax operators as matrices, matrices as lineax operators, and the matrix that a constructor was given."""
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ class Lineax(AbstractMatrix):
         return self.operator.as_matrix()
 
 
-def _each(f: Any, x: Array) -> Array:
+def _each(f: Callable[[Array], Array], x: Array) -> Array:
     y = jax.vmap(f)(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -53,13 +54,13 @@ def from_lineax(operator: Any) -> AbstractMatrix:
     """
     if not _is_operator(operator):
         raise TypeError(f"expected a lineax operator, got {type(operator).__name__}")
-    for structure, what in ((operator.in_structure(), "takes"), (operator.out_structure(), "gives")):
+    for structure, verb in ((operator.in_structure(), "takes"), (operator.out_structure(), "gives")):
         if not isinstance(structure, jax.ShapeDtypeStruct) or len(structure.shape) != 1:
-            raise TypeError(f"expected an operator between vectors, but {type(operator).__name__} {what} {structure}")
+            raise TypeError(f"expected an operator between vectors, but {type(operator).__name__} {verb} {structure}")
     return Lineax(operator)
 
 
-def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
+def to_lineax(matrix: AbstractMatrix, tags: object = ()) -> Any:
     """A matrix as a lineax operator, for its solvers.
 
     >>> import jax.numpy as jnp, lineax
@@ -71,7 +72,8 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
 
     Args:
         matrix: any matrix of this module.
-        tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`; it is not checked.
+        tags: the properties that lineax may take for granted, such as `lineax.positive_semidefinite_tag`; they are not
+            checked.
     """
     lineax = imported("lineax", "lineax", "to_lineax")
     return lineax.FunctionLinearOperator(
@@ -79,14 +81,14 @@ def to_lineax(matrix: AbstractMatrix, tags: Any = ()) -> Any:
     )
 
 
-def _is_operator(value: Any) -> bool:
+def _is_operator(value: object) -> bool:
     """Whether it is a lineax operator; where lineax has not been imported, nothing is."""
     lineax = sys.modules.get("lineax")
     return lineax is not None and isinstance(value, lineax.AbstractLinearOperator)
 
 
-def as_weight(value: Any) -> Any:
-    """What a constructor was given for a matrix, checked; for the `converter` of a field."""
+def as_weight(value: object) -> Any:
+    """The matrix, array or operator that a constructor was given, checked; for the `converter` of a field."""
     if _is_operator(value):
         return from_lineax(value)
     weight = value if isinstance(value, AbstractMatrix) else as_parameter(value)

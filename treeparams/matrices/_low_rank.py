@@ -13,6 +13,7 @@ from jaxtyping import Array, Inexact
 from .._slots.ties import find_ties
 from .._slots.where import Where, declared_frozen, select
 from .._tree.declare import field
+from .._tree.dtypes import is_complex
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
 from .._tree.types import PyTree
@@ -32,7 +33,7 @@ class LowRank(AbstractMatrix):
     >>> weight @ jnp.ones(2), tp.layout(weight).paths
     (Array([2., 2., 2.], dtype=float32), ('a', 'b'))
 
-    The dtype is that of the base, so that what comes out of a layer does not change; factors may have a wider one.
+    The dtype is that of the base, so that the dtype of a layer's output does not change; factors may have a wider one.
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 
     Args:
@@ -55,11 +56,9 @@ class LowRank(AbstractMatrix):
                 f"expected factors of shapes ({m}, rank) and (rank, {n}) for a base of shape ({m}, {n}), "
                 f"got {self.a.shape} and {self.b.shape}"
             )
-        is_complex = lambda dtype: jnp.issubdtype(dtype, jnp.complexfloating)
         if is_complex(jnp.result_type(self.a, self.b)) and not is_complex(self.dtype):
             raise TypeError(f"the factors are complex, but the base is {self.dtype}: imaginary parts would be lost")
-        imputes = lambda node: isinstance(node, AbstractImputing)
-        for node in filter(imputes, jax.tree.leaves(self.base, is_leaf=imputes)):
+        for node in filter(_imputes, jax.tree.leaves(self.base, is_leaf=_imputes)):
             name = type(node).__name__
             raise ValueError(
                 f"a LowRank cannot have a {name} in its base: the change would multiply the NaN of missing data. Put "
@@ -103,6 +102,10 @@ class LowRank(AbstractMatrix):
         return _changed(base, (self.scale * wide(self.a) @ wide(self.b)).astype(base.dtype))
 
 
+def _imputes(node: object) -> bool:
+    return isinstance(node, AbstractImputing)
+
+
 @jax.custom_jvp
 def _changed(base: Array, change: Array) -> Array:
     # Minus zero plus zero is zero: an untouched base is to be the same bit for bit.
@@ -117,7 +120,7 @@ def _changed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) ->
 def lora(
     model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
 ) -> PyTree:
-    """The model with low-rank changes of what `where` selects, which alone is frozen.
+    """The model with low-rank changes of the matrices that `where` selects, which alone are frozen.
 
     Frozen for this library: differentiate with `tp.grad`, or split with `tp.partition`. A plain loop of Equinox, with
     `eqx.filter_grad` and Optax over all arrays, knows nothing of it and moves the base as well.
@@ -136,15 +139,15 @@ def lora(
     layers.0.weight.base  float32[8,4]       frozen    32
     5 slots, 50 elements, 200 bytes; 32 elements frozen
 
-    At first the model computes what it did. (Not so an embedding, which looks rows up and multiplies nothing: leave it
+    At first the model computes the same. (Not so an embedding, which looks rows up and multiplies nothing: leave it
     out.) Within a plain `jax.jit` ties are not known. To train the factors alone, pass
     `tp.layout(model, matrices.LowRank)` or write `trainable=matrices.LowRank`; `merge` folds them in.
 
     Args:
         model: any pytree.
-        where: as for `tp.layout`. Of what it selects, every parameter with two axes is changed; those with one or none,
-            such as biases, stay as they are. An array at several paths must be selected at all of them and gets one
-            change.
+        where: as for `tp.layout`. Every parameter with two axes that it selects is changed; those with one or
+            none, such as biases, stay as they are. An array at several paths must be selected at all of them and gets
+            one change.
         rank: of the changes.
         key: of `jax.random`.
         scale: of the changes.
@@ -157,9 +160,9 @@ def lora(
     leaves, treedef, structure = structure_of(model)
     chosen = _bases(structure, where)
     first = _first_of_tie(structure, chosen, where)
-    places = sorted(set(first.values()))
-    keys = dict(zip(places, jax.random.split(key, len(places)), strict=True))
-    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in places}
+    bases = sorted(set(first.values()))
+    keys = dict(zip(bases, jax.random.split(key, len(bases)), strict=True))
+    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in bases}
     for i in chosen:
         leaves[i] = changed[first[i]]
     return jtu.tree_unflatten(treedef, leaves)
@@ -175,7 +178,7 @@ def merge(model: PyTree) -> PyTree:
     >>> bool(jnp.all(matrices.merge(model).weight == layer.weight))
     True
 
-    One that stands at several places becomes one array. An untouched one gives its base bit for bit.
+    One that stands at several paths becomes one array. An untouched one gives its base bit for bit.
 
     Args:
         model: any pytree.
@@ -201,12 +204,12 @@ def _bases(structure: Structure, where: Where) -> list[int]:
         inside = [paths[i] for i in chosen if node.start <= i < node.stop]
         if not inside or not issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
             continue
-        what = f"{inside[0]!r} is a part of {f'{node.path!r}, ' if node.path else ''}a {node.cls.__name__}"
+        is_inside = f"{inside[0]!r} is a part of {f'{node.path!r}, ' if node.path else ''}a {node.cls.__name__}"
         if not issubclass(node.cls, AbstractMatrix):
-            raise ValueError(f"{what}, which a low-rank change would take off its set: leave it out")
-        place = "the place of its field `matrix`" if issubclass(node.cls, AbstractImputing) else "its place"
+            raise ValueError(f"{is_inside}, which a low-rank change would take off its set: leave it out")
+        there = "the place of its field `matrix`" if issubclass(node.cls, AbstractImputing) else "its place"
         raise ValueError(
-            f"{what}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {place} by "
+            f"{is_inside}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {there} by "
             "equinox.tree_at"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""What every matrix of this module is: a node of the model that stands where an array stood.
+"""The base of all matrices: a node of the model that stands where an array stood.
 
 There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M` ever asks the matrix.
 """
@@ -6,7 +6,7 @@ There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M
 import abc
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -44,8 +44,8 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     Ones(shape=(3, 3), value=f32[], n=3)
 
     `M @ x` and `x @ M` take arrays of JAX and of NumPy, with the shapes and the dtype that `jnp.matmul` gives. `M @ N`,
-    `M + N`, `2 * M` and `M.T` of matrices are matrices that hold the same arrays, so that these are tied. What needs
-    all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raises a `TypeError` that says `to_dense()`.
+    `M + N`, `2 * M` and `M.T` of matrices are matrices that hold the same arrays, so that these are tied. Operations
+    that need all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raise a `TypeError` that says `to_dense()`.
     """
 
     instead = "M.to_dense()"
@@ -87,7 +87,7 @@ class AbstractMatrix(NotAnArray, eqx.Module):
 
     # -- Products
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         if isinstance(other, AbstractMatrix):
             return Product(self, other)
         if not is_array(other):
@@ -96,13 +96,13 @@ class AbstractMatrix(NotAnArray, eqx.Module):
         x = self._operand(other, axis)
         return jnp.moveaxis(self.apply(x).astype(x.dtype), -1, axis)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         if not is_array(other):
             return NotImplemented
         x = self._operand(other, -1, transposed=True)
         return self.apply_transposed(x).astype(x.dtype)
 
-    def _operand(self, x: Any, axis: int, transposed: bool = False) -> Array:
+    def _operand(self, x: Array | np.ndarray, axis: int, transposed: bool = False) -> Array:
         """In the dtype of the product, with the axis that is multiplied as the last."""
         x, size = jnp.asarray(x), self.shape[-2 if transposed else -1]
         # Without these two an array that JAX can broadcast would give numbers that mean nothing.
@@ -121,16 +121,16 @@ class AbstractMatrix(NotAnArray, eqx.Module):
 
     # -- Sums and multiples
 
-    def __add__(self, other: Any) -> "AbstractMatrix":
+    def __add__(self, other: object) -> "AbstractMatrix":
         return Sum(self, other) if isinstance(other, AbstractMatrix) else super().__add__(other)
 
-    def __sub__(self, other: Any) -> "AbstractMatrix":
+    def __sub__(self, other: object) -> "AbstractMatrix":
         return Sum(self, -other) if isinstance(other, AbstractMatrix) else super().__sub__(other)
 
-    def __mul__(self, other: Any) -> "AbstractMatrix":
+    def __mul__(self, other: object) -> "AbstractMatrix":
         return Scaled(self, other) if _is_scalar(other) else super().__mul__(other)
 
-    def __truediv__(self, other: Any) -> "AbstractMatrix":
+    def __truediv__(self, other: object) -> "AbstractMatrix":
         return Scaled(self, 1 / other) if _is_scalar(other) else super().__truediv__(other)
 
     def __neg__(self) -> "AbstractMatrix":
@@ -139,8 +139,8 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     __rmul__ = __mul__
 
     def __pdoc__(self, **kwargs: Any) -> Any:
-        """With the shape that it stands for, then what it holds: `Class(shape=(3, 3), field=f32[2,3])`."""
-        import wadler_lindig as wl  # what Equinox prints by; it calls this, so it is there
+        """With the shape that it stands for, then its fields: `Class(shape=(3, 3), field=f32[2,3])`."""
+        import wadler_lindig as wl  # Equinox prints by it and calls this, so it is there
 
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr]
         # There is no shape where a tree of other things has the structure of a model, such as a mask.
@@ -149,7 +149,7 @@ class AbstractMatrix(NotAnArray, eqx.Module):
         return wl.bracketed(name, docs, wl.comma, wl.TextDoc(")"), kwargs["indent"])
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: object) -> TypeGuard[ArrayLike]:
     return isinstance(value, numbers.Number | np.generic) or (is_array(value) and value.ndim == 0)
 
 

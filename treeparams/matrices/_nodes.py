@@ -1,12 +1,13 @@
-"""What matrices and constrained arrays share: nodes of a model that stand where an array stood, and are none."""
+"""The base of matrices and constrained arrays: nodes of a model that stand where an array stood, and are none."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._tree.structure import same_treedef
@@ -16,14 +17,14 @@ from .._tree.types import PyTree
 def refused(operation: str) -> Callable[..., Any]:
     """For a class body: a method that says how to get an array."""
 
-    def refuse(self: "NotAnArray", *_: Any, **__: Any) -> Any:
+    def refuse(self: "NotAnArray", *_: object, **__: object) -> Any:
         raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: take {self.instead} first")
 
     return refuse
 
 
 class NotAnArray:
-    """A base of nodes. What only an array can do is an error that says how to get one."""
+    """A base of nodes. Operations that need an array are errors that say how to get one."""
 
     instead: ClassVar[str]  # how to get one
 
@@ -39,8 +40,8 @@ class NotAnArray:
     __iter__ = refused("iteration")
 
 
-def replace(model: PyTree, cls: Any, dense: Callable[[Any], Any]) -> PyTree:
-    """The model with every node of a class, or of one in a tuple, replaced by what `dense` makes of it.
+def replace(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], Any]) -> PyTree:
+    """The model with every node of a class, or of one in a tuple, replaced by `dense(node)`.
 
     Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that are made of the very
     same arrays in the very same way, as those of a tie are, become one object.
@@ -62,16 +63,16 @@ def replace(model: PyTree, cls: Any, dense: Callable[[Any], Any]) -> PyTree:
     return jtu.tree_map(visit, model, is_leaf=lambda node: isinstance(node, cls))
 
 
-# -- What constructors take
+# -- The arguments of constructors
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Whether it is an array of JAX or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def as_parameter(value: Any) -> Array:
-    """What a constructor was given for a floating array, checked; for the `converter` of a field."""
+def as_parameter(value: object) -> Array:
+    """The floating array that a constructor was given, checked; for the `converter` of a field."""
     if not is_array(value):
         raise TypeError(f"expected an array, got {type(value).__name__}")
     array = jnp.asarray(value)
@@ -80,8 +81,8 @@ def as_parameter(value: Any) -> Array:
     return array
 
 
-def as_real(value: Any) -> Array:
-    """What a constructor was given for a real array, checked; for the `converter` of a field."""
+def as_real(value: object) -> Array:
+    """The real array that a constructor was given, checked; for the `converter` of a field."""
     array = as_parameter(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"expected real numbers, got {array.dtype}")
@@ -92,12 +93,12 @@ def as_real(value: Any) -> Array:
 
 
 def wide(x: Array | np.ndarray) -> Array:
-    """In at least float32: what is computed in several steps loses too much in less."""
+    """In at least float32: in less, a value that is computed in several steps loses too many digits."""
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
-def least_positive(dtype: Any) -> float:
+def least_positive(dtype: DTypeLike) -> float:
     """The least normal number: smaller ones are zero on most devices."""
     return float(jnp.finfo(dtype).tiny)
 

@@ -203,16 +203,19 @@ def _reflected(vectors: Array, x: Array, transposed: bool) -> Array:
     size = -(-count // blocks)
     if blocks == 1:
         return _block(vectors, x, transposed).astype(dtype)
-    x, vectors = varying_alike([x, vectors])  # what a scan carries keeps its type
+    x, vectors = varying_alike([x, vectors])  # the carry of a scan keeps its type
     stacked = jnp.pad(vectors, ((0, blocks * size - count), (0, 0))).reshape(blocks, size, n)
-    each = lambda x, block: (_block(block, x, transposed), None)
-    return jax.lax.scan(each, x, stacked, reverse=not transposed)[0].astype(dtype)
+
+    def next_block(x: Array, block: Array) -> tuple[Array, None]:
+        return _block(block, x, transposed), None
+
+    return jax.lax.scan(next_block, x, stacked, reverse=not transposed)[0].astype(dtype)
 
 
 def _block(vectors: Array, x: Array, transposed: bool) -> Array:
     gram = _matmul(vectors, vectors.T)
     squares = jnp.diagonal(gram)
-    # With a one on the diagonal a vector of zeros takes no part.
+    # With a one on the diagonal a vector of zeros has no effect.
     triangle = jnp.triu(gram, 1) + jnp.diag(jnp.where(squares > 0, squares / 2, 1))
     middle = _triangular_inverse(triangle).astype(x.dtype)
     vectors = vectors.astype(x.dtype)
@@ -257,11 +260,10 @@ def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
         return x
     dtype, x = x.dtype, wide(x)
     angles = angles.astype(jnp.finfo(x.dtype).dtype)
-    x, angles = varying_alike([x, angles])  # what a scan carries keeps its type
+    x, angles = varying_alike([x, angles])  # the carry of a scan keeps its type
     own, other = _coefficients(-angles if transposed else angles, x.shape[-1])
-    two_by_two = lambda array: jnp.pad(array, ((0, -len(array) % 2), (0, 0))).reshape(-1, 2, x.shape[-1])
     # A layer of zeros that fills up the last two is to be the identity.
-    pairs = two_by_two(own - 1) + 1, two_by_two(other)
+    pairs = _two_by_two(own - 1) + 1, _two_by_two(other)
     # With axes of one where x has batches: a mask of their shape would not lie over a mesh as x does.
     first = (jnp.arange(x.shape[-1]) % 2 == 0).reshape((1,) * (x.ndim - 1) + (-1,))
 
@@ -276,7 +278,7 @@ def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
 
 
 def _coefficients(angles: Float[Array, "layers pairs"], n: int) -> tuple[Array, Array]:
-    """Per layer and entry: what the entry itself is multiplied by, and what its partner is; shape `(layers, n)`.
+    """Per layer and entry: the factor of the entry itself, and the factor of its partner; shape `(layers, n)`.
 
     Products with whole rows, and rows that are rolled, take less than half the time of slices with a stride of two.
     """
@@ -285,8 +287,13 @@ def _coefficients(angles: Float[Array, "layers pairs"], n: int) -> tuple[Array, 
     own = jnp.pad(jnp.repeat(cos, 2, axis=1), unpaired, constant_values=1)
     other = jnp.pad(jnp.stack([-sin, sin], axis=-1).reshape(len(angles), -1), unpaired)
     is_odd = jnp.broadcast_to((jnp.arange(len(angles)) % 2 == 1)[:, None], own.shape)
-    shifted = lambda rows: jnp.where(is_odd, jnp.roll(rows, 1, axis=1), rows)
-    return shifted(own), shifted(other)
+    own, other = (jnp.where(is_odd, jnp.roll(rows, 1, axis=1), rows) for rows in (own, other))
+    return own, other
+
+
+def _two_by_two(layers: Float[Array, "layers n"]) -> Float[Array, "pairs 2 n"]:
+    """Pairs of layers that follow one another; where the last has no other, one of zeros."""
+    return jnp.pad(layers, ((0, -len(layers) % 2), (0, 0))).reshape(-1, 2, layers.shape[1])
 
 
 Givens.__module__ = Orthogonal.__module__ = "treeparams.matrices"

@@ -134,16 +134,16 @@ class SVD(AbstractInvertible):
         sign = self.u.slogdet()[0] * jnp.prod(jnp.sign(self.d), axis=-1) * self.v.slogdet()[0]
         return sign, -logarithm if self.inverted else logarithm
 
-    def _changed(self, **changes: Any) -> "SVD":
+    def _changed(self, **changes: object) -> "SVD":
         """With other fields. The constructor would convert arrays of NumPy, and new arrays are tied to nothing."""
         other = object.__new__(SVD)
         for field in dataclasses.fields(self):
             object.__setattr__(other, field.name, changes.get(field.name, getattr(self, field.name)))
         return other
 
-    def _check_square(self, what: str) -> None:
+    def _check_square(self, noun: str) -> None:
         if self.u.shape[-1] != self.v.shape[-1]:
-            raise ValueError(f"only a square matrix has {what}, and this SVD has shape {self.shape}")
+            raise ValueError(f"only a square matrix has {noun}, and this SVD has shape {self.shape}")
 
 
 def _reflections(q: Float[Array, "n k"]) -> tuple[Float[Array, "k n"], Float[Array, " k"]]:

@@ -4,7 +4,6 @@ Packed is the lower triangle, row by row: `w[0, 0], w[1, 0], w[1, 1], w[2, 0], .
 """
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ class Symmetric(AbstractConstrained):
         return _unpacked(self.raw)
 
 
-def _square(node: Any, w: Any) -> Array:
+def _square(node: AbstractConstrained, w: Array | np.ndarray) -> Array:
     w = as_real(w)
     if w.ndim < 2 or w.shape[-1] != w.shape[-2]:
         raise ValueError(f"{type(node).__name__} takes an array that is square in its last two axes, got {w.shape}")

@@ -1,14 +1,14 @@
 """Derivatives within losses, curvature of trained parameters, and derivatives sample by sample.
 
-What is differentiated of a model are its trained parameters, ties once; what is frozen costs nothing. Tangents are
-vectors, as of `tp.ravel`, or trees, as of `tp.grad`, and results have the form of the tangent. `gradient`, `jacobian`
+Derivatives are taken in the trained parameters of a model, ties once; frozen arrays cost nothing. You may give a
+tangent as a vector, as of `tp.ravel`, or as a tree, as of `tp.grad`, and get such a one back. `gradient`, `jacobian`
 and `laplacian` are of a model's output in its input.
 
 The files, from the ground up:
 
-    _slots        real_vector; a loss as a function of the trained parameters; tangents in either form
+    _slots        real_vector; a loss as a function of the trained parameters; tangents, vectors or trees
     _inputs       gradient, jacobian; a map over all values or some at a time
-    _series       what the forward Laplacian carries, through one equation
+    _series       value, Jacobian and Laplacian of a result, through one equation
     _laplacian    laplacian: the same through a program
     _curvature    hvp, hessian, hessian_diagonal
     _operator     hessian_operator, ggn_operator

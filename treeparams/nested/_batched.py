@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from .._tree.text import count_of
 from ._inputs import basis, mapped
 
-_ROUNDING = 16  # of what a sample's output may differ by, in units of its dtype; in most programs by nothing
+_ROUNDING = 16  # units of the dtype that a sample's output may differ by; in most programs it differs by nothing
 
 
 def batched_gradient(f: Callable[..., Array], *, check: bool = False) -> Callable[..., Array]:
@@ -38,8 +39,11 @@ def batched_gradient(f: Callable[..., Array], *, check: bool = False) -> Callabl
         TypeError: when called: as `batched_jacobian`.
     """
 
-    def gradient(x: Any, *args: Any) -> jax.Array:
-        x, of_x = _batch(x), lambda x: f(x, *args)
+    def gradient(x: ArrayLike, *args: object) -> jax.Array:
+        def of_x(x: jax.Array) -> jax.Array:
+            return f(x, *args)
+
+        x = _batch(x)
         y, pull = jax.vjp(of_x, x)
         _check_output(x, y)
         if y.ndim != 1:
@@ -84,7 +88,7 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
     if chunk is not None:
         count_of("chunk", chunk, "sweeps")
 
-    def jacobian(x: Any, *args: Any) -> jax.Array:
+    def jacobian(x: ArrayLike, *args: object) -> jax.Array:
         x = _batch(x)
         y, push = jax.linearize(lambda x: f(x, *args), x)
         _check_output(x, y)
@@ -99,7 +103,7 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
     return jacobian
 
 
-def _batch(x: Any) -> Float[Array, "batch ..."]:
+def _batch(x: ArrayLike) -> Float[Array, "batch ..."]:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected real floating samples, got {x.dtype}; convert them with x.astype(float)")
@@ -108,7 +112,7 @@ def _batch(x: Any) -> Float[Array, "batch ..."]:
     return x
 
 
-def _check_output(x: Any, y: Any) -> None:
+def _check_output(x: jax.Array, y: Any) -> None:
     if not hasattr(y, "shape") or y.ndim == 0 or y.shape[0] != len(x):
         got = f"shape {tuple(y.shape)}" if hasattr(y, "shape") else type(y).__name__
         raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got {got}")
@@ -130,14 +134,23 @@ def _check_independence(push: Callable[[Any], Any], x: jax.Array) -> None:
     if isinstance(together, Tracer):
         raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
     number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
-    signed = lambda signs, array: array * jnp.asarray(signs.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
-    size = lambda array: np.linalg.norm(np.asarray(array, float).reshape(len(x), math.prod(array.shape[1:])), axis=1)
     for digit in range((len(x) - 1).bit_length()):
         signs = 1 - 2 * (number >> digit & 1)
-        expected = signed(signs, together)
-        mixed = np.flatnonzero(size(push(signed(signs, direction)) - expected) > _ROUNDING * eps * size(expected))
+        expected = _signed(signs, together)
+        difference = push(_signed(signs, direction)) - expected
+        mixed = np.flatnonzero(_norms(difference) > _ROUNDING * eps * _norms(expected))
         if mixed.size:
             raise ValueError(
                 "f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample "
                 f"{mixed[0]} with others, so there is no Jacobian per sample; use jax.jacobian"
             )
+
+
+def _signed(signs: np.ndarray, samples: jax.Array) -> jax.Array:
+    """Each sample times its sign."""
+    return samples * jnp.asarray(signs.reshape(-1, *[1] * (samples.ndim - 1)), samples.dtype)
+
+
+def _norms(samples: jax.Array) -> np.ndarray:
+    """The norm of each sample."""
+    return np.linalg.norm(np.asarray(samples, float).reshape(len(samples), math.prod(samples.shape[1:])), axis=1)

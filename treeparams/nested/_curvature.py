@@ -25,21 +25,21 @@ def hvp(loss: Callable[..., Array], model: PyTree, tangent: PyTree, *args: Any, 
     >>> nested.hvp(loss, model, {"w": jnp.array([1.0, 0.0])}, 2.0, trainable="w")["w"]
     Array([12.,  0.], dtype=float32)
 
-    For many products at one model, `hessian_operator` shares what they have in common.
+    For many products at one model, `hessian_operator` shares the work that they have in common.
 
     Args:
         loss: called as `loss(model, *args)`, returns a scalar.
         model: any pytree.
-        tangent: a vector, as of `tp.ravel`, or a tree with entries at paths of the model, where what is missing counts
+        tangent: a vector, as of `tp.ravel`, or a tree with entries at paths of the model, where missing entries count
             as zero. It is a value of the parameters: at a tie the slot's own entry counts. Of a complex parameter it is
             the change of the real part plus i times that of the imaginary one; the real vector of `real_vector` is fine
             too.
         *args: passed on.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The product, in the form of the tangent: a vector of the layout's dtype, or a canonical tree. Of a complex
-        parameter it is the derivative in its real part plus i times that in the imaginary one, so that the Hessian of
+        The product, like the tangent a vector of the layout's dtype or a canonical tree. Of a complex parameter it is
+        the derivative in its real part plus i times that in the imaginary one, so that the Hessian of
         `|z|^2 / 2` is the identity. (Gradients of JAX and of `tp.grad` are the conjugate of that.)
 
     Raises:
@@ -122,7 +122,12 @@ def hessian_diagonal(
 
 
 def _over_columns(
-    loss: Callable[..., Any], model: PyTree, args: Any, trainable: Any, chunk: int | None, diagonal: bool = False
+    loss: Callable[..., Any],
+    model: PyTree,
+    args: tuple[Any, ...],
+    trainable: Trainable,
+    chunk: int | None,
+    diagonal: bool = False,
 ) -> jax.Array:
     # Differentiated in the vector and not leaf by leaf: one column is then one array, and compiles in less time.
     parts = parts_of(model, trainable)

@@ -19,7 +19,7 @@ from .._tree.types import PyTree
 def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     """The gradient of `f(model, x, *args)` in x, to stand in a loss.
 
-    The gradient of that loss reaches all parameters of the model, what f captured, x and the other arguments.
+    The gradient of that loss reaches all parameters of the model, arrays that f captured, x and the other arguments.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -32,7 +32,7 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     >>> tp.grad(loss, "k")(model)["k"]
     Array(160., dtype=float32, weak_type=True)
 
-    It is `jax.grad` in x, so the gradient of the loss goes in reverse over reverse; what other orders cost stands in
+    It is `jax.grad` in x, so the gradient of the loss goes in reverse over reverse; the cost of other orders is in
     the documentation, under "A derivative in a loss". The model may be a bound method of a Module or a
     `jax.tree_util.Partial`, which carry their parameters:
     `nested.gradient(lambda energy, x: energy(x))(net.energy, x)`. For one point; `jax.vmap(force, (None, 0))` takes
@@ -48,14 +48,14 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
         TypeError: when called: x has a leaf that is not floating; f returns no real floating scalar.
     """
 
-    def of(model: PyTree, x: Any, *args: Any) -> Any:
+    def of(model: PyTree, x: PyTree, *args: object) -> PyTree:
         for i, leaf in enumerate(jax.tree.leaves(x)):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
                 path = structure_of(x)[2].paths[i]
                 got = describe(leaf) + (f" at {path!r}" if path else "")
                 raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
 
-        def scalar(x: Any) -> Any:
+        def scalar(x: PyTree) -> Any:
             y = f(model, x, *args)
             is_real_array = hasattr(y, "dtype") and jnp.issubdtype(y.dtype, jnp.floating)
             if isinstance(y, float) or (is_real_array and y.shape == ()):
@@ -99,12 +99,16 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
     if chunk is not None:
         count_of("chunk", chunk, "sweeps")
 
-    def of(model: PyTree, x: Any, *args: Any) -> jax.Array:
+    def of(model: PyTree, x: object, *args: object) -> jax.Array:
         x = real_array(x)
         # f is called here alone: within nested derivatives two calls at each level would be many.
         closed, out = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
         check_output(out)
-        of_x, shape = lambda x: jnp.asarray(jaxpr_as_fun(closed)(x)[0]), closed.out_avals[0].shape
+        shape = closed.out_avals[0].shape
+
+        def of_x(x: jax.Array) -> jax.Array:
+            return jnp.asarray(jaxpr_as_fun(closed)(x)[0])
+
         if x.size <= math.prod(shape):
             columns = mapped(lambda column: jax.jvp(of_x, (x,), (column,))[1], basis(x), chunk, "sweeps")
             return jnp.moveaxis(columns, 0, -1).reshape(*shape, *x.shape)
@@ -114,10 +118,10 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
     return of
 
 
-def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -> Any:
+def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: str) -> PyTree:
     """`f` of each of the values, a tree of arrays with one leading axis; about `chunk` of them at once, stacked."""
     length = len(jax.tree.leaves(values)[0])
-    size = length if chunk is None else count_of("chunk", chunk, what)
+    size = length if chunk is None else count_of("chunk", chunk, noun)
     if size >= length:
         return jax.vmap(f)(values)
     # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies it where
@@ -126,16 +130,16 @@ def mapped(f: Callable[[Any], Any], values: Any, chunk: int | None, what: str) -
     size = -(-length // count)
     values = jax.tree.map(lambda leaf: first_axis_whole(jnp.asarray(leaf)), values)
 
-    def piece(start: Any) -> Any:
+    def piece(start: jax.Array) -> PyTree:
         return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))
 
     starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
     program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
 
-    def empty(shape: Any, aval: Any) -> jax.Array:
+    def empty(shape: jax.ShapeDtypeStruct, aval: Any) -> jax.Array:
         return vary(jnp.zeros((length, *shape.shape[1:]), shape.dtype), varying(aval))
 
-    def put(done: Any, start: Any) -> tuple[Any, None]:
+    def put(done: PyTree, start: Any) -> tuple[PyTree, None]:
         update = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, start, 0)
         return jax.tree.map(update, done, piece(start)), None
 
@@ -158,7 +162,7 @@ def basis(like: jax.Array) -> jax.Array:
     return unit + jnp.zeros_like(like)[None]  # within `jax.shard_map` it varies over the devices as the given one does
 
 
-def real_array(x: Any) -> jax.Array:
+def real_array(x: object) -> jax.Array:
     """An input as an array, if it is a real floating one."""
     if not hasattr(x, "dtype") and not isinstance(x, float):
         raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there is nested.gradient")

@@ -13,7 +13,7 @@ from .._slots.layout import Trainable
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.types import PyTree
 from ._inputs import basis, check_output, length_of, mapped
-from ._slots import in_reals, of_reals, own_copies, parts_of, taken
+from ._slots import Reals, in_reals, of_reals, own_copies, parts_of, taken
 
 Mode = Literal["real", "complex", "holomorphic"]
 
@@ -54,12 +54,12 @@ def parameter_jacobian(
         model: any pytree.
         xs: a tree of arrays with one leading axis, the samples.
         chunk: how many samples are differentiated at once. Beside the result nothing is then larger than their rows,
-            `(chunk, outputs, n)`, and what f itself computes; `None`: all.
+            `(chunk, outputs, n)`, and the values in f itself; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
             real parts, then all imaginary ones, as variational Monte Carlo needs. In both a complex parameter is a pair
             of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f must
             be holomorphic in them, which is not checked.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         The Jacobian, shape `(samples, outputs, n)`, with one output for a scalar, and twice as many with
@@ -77,13 +77,11 @@ def parameter_jacobian(
     of = Outputs(f, model, xs, mode, trainable)
     length = of.form.blocks[0].size
 
-    def one(x: Any) -> jax.Array:
+    def one(x: PyTree) -> jax.Array:
         y, push = jax.linearize(lambda slots: of(slots, x), of.slots)
         if y.size > length:
-            # As each slot varies over devices.
-            along = lambda column: jax.tree.map(lambda x, slot: x + jnp.zeros_like(slot), of.cut(column), of.slots)
             columns = jnp.eye(length, dtype=of.form.dtype)
-            return jax.vmap(lambda column: push(along(column)), out_axes=1)(columns).astype(of.dtype)
+            return jax.vmap(lambda column: push(of.cut(column)), out_axes=1)(columns).astype(of.dtype)
         pull = jax.linear_transpose(push, of.slots)
         return jax.vmap(lambda row: of.form.join(jtu.tree_leaves(pull(row)[0])))(basis(y))
 
@@ -111,7 +109,7 @@ class Outputs:
                 )
         self.slots = own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
 
-    def __call__(self, slots: PyTree, x: Any) -> jax.Array:
+    def __call__(self, slots: Reals, x: PyTree) -> jax.Array:
         """The outputs of one sample."""
         y = of_reals(self._f, self._parts, x)(slots)
         check_output(y, "floating or complex")
@@ -125,13 +123,14 @@ class Outputs:
         flat = jnp.asarray(y).reshape(-1)
         return jnp.concatenate([flat.real, flat.imag]) if self.mode == "complex" else flat
 
-    def cut(self, vector: jax.Array) -> PyTree:
-        """The slots of a vector."""
-        return jtu.tree_unflatten(jtu.tree_structure(self.slots), self.form.cut(vector))
+    def cut(self, vector: jax.Array) -> Reals:
+        """The slots of a vector, each as it varies over devices."""
+        slots = jtu.tree_unflatten(jtu.tree_structure(self.slots), self.form.cut(vector))
+        return jax.tree.map(lambda cut, slot: cut + jnp.zeros_like(slot), slots, self.slots)
 
 
 def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable = None) -> Callable[..., PyTree]:
-    """A model as it is near its parameters: `f` plus its derivative along a direction, affine in that.
+    """`f` near the parameters of a model: its value plus its derivative along a direction.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -144,13 +143,13 @@ def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable 
     Jacot et al., 2018) is convex in the direction where the loss is in the outputs.
 
     Args:
-        f: called as `f(model, *args)`, returns an array or a tree of arrays; what is not floating stays as it is.
+        f: called as `f(model, *args)`, returns an array or a tree of arrays; those not floating stay as they are.
         model: any pytree; the parameters to start from.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         A function `(direction, *args)`, where the direction is a tangent as for `hvp`: a vector of `tp.ravel`, one of
-        `real_vector`, or a tree. It returns what f does.
+        `real_vector`, or a tree. It returns a tree like that of f.
 
     Raises:
         ValueError: as `tp.layout`; when called: the direction does not fit, as for `hvp`.
@@ -158,10 +157,9 @@ def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable 
     """
     parts = parts_of(model, trainable)
 
-    def near(direction: PyTree, *args: Any) -> PyTree:
+    def near(direction: PyTree, *args: object) -> PyTree:
         along = taken(parts.layout, direction)
         value, change = jax.jvp(of_reals(f, parts, *args), (in_reals(parts.slots),), (along,))
-        add = lambda value, change: value if change.dtype == jax.dtypes.float0 else value + change
-        return jax.tree.map(add, value, change)
+        return jax.tree.map(lambda y, dy: y if dy.dtype == jax.dtypes.float0 else y + dy, value, change)
 
     return near

@@ -1,8 +1,8 @@
 """Products of Jacobians in the trained parameters, without the Jacobians."""
 
+import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def kernel(
     chunk: int | None = None,
     mode: Mode = "real",
     trainable: Trainable = None,
-    axis_name: Any = None,
+    axis_name: Hashable = None,
 ) -> Inexact[Array, "rows columns"]:
     """The product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
 
@@ -40,7 +40,7 @@ def kernel(
 
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for the samples of one
-    output at a time, so that J is never there: beside the result and what f itself computes, no array is larger than
+    output at a time, so that J is never there: beside the result and the values in f itself, no array is larger than
     samples x the largest parameter. The price: the backward pass is done anew for each pair of blocks of rows, a block
     being one output of all samples, or of a chunk. Beside the products of dense weights that is little, but not where
     samples or chunks are few, or f is long (convolutions): if J fits into memory, `parameter_jacobian` is faster there.
@@ -53,9 +53,9 @@ def kernel(
         model: any pytree.
         xs: a tree of arrays with one leading axis, the samples.
         ys: the samples of the second Jacobian; `None`: those of the first, of which then one triangle is computed.
-        chunk: how many samples are differentiated at once: for samples read chunk in what is said above; `None`: all.
+        chunk: how many samples are differentiated at once, which bounds the memory; `None`: all.
         mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         axis_name: the axis of a mesh along which the samples lie, inside of `jax.shard_map`. Each device passes its own
             samples, xs and ys, and gets the kernel of all.
 
@@ -73,9 +73,9 @@ def kernel(
     dtype = widened(of.dtype)
     left = right = _Blocks(of, xs, chunk)
     if ys is not None or axis_name is not None:
-        own = xs if ys is None else ys
-        gather = lambda leaf: leaf if axis_name is None else jax.lax.all_gather(leaf, axis_name, tiled=True)
-        right = _Blocks(of, jax.tree.map(gather, own), max(1, length_of(own)) if chunk is None else chunk)
+        ys = xs if ys is None else ys
+        at_once = max(1, length_of(ys)) if chunk is None else chunk  # as many as one device has
+        right = _Blocks(of, ys if axis_name is None else jax.lax.all_gather(ys, axis_name, tiled=True), at_once)
 
     def product(rows: list[jax.Array], columns: list[jax.Array]) -> jax.Array:
         total = jnp.zeros((left.size, right.size), dtype)
@@ -83,13 +83,13 @@ def kernel(
             total += jnp.matmul(a, b.conj().T, preferred_element_type=dtype)
         return total
 
-    def across(i: Any) -> jax.Array:
+    def across(i: int | jax.Array) -> jax.Array:
         rows = left.rows(i)
         if left is not right:
             return _each(lambda j: product(rows, right.rows(j)), right.count)
         if left.count == 1:
             return product(rows, rows)[None]
-        nothing = jnp.zeros_like(product(rows, rows))  # what is above the diagonal is that below it, turned
+        nothing = jnp.zeros_like(product(rows, rows))  # above the diagonal, where blocks are filled in below
         return _each(lambda j: jax.lax.cond(j <= i, lambda: product(rows, left.rows(j)), lambda: nothing), left.count)
 
     shape = left.samples * left.outputs, right.samples * right.outputs
@@ -98,25 +98,31 @@ def kernel(
         return jnp.zeros((devices * shape[0], shape[1]), dtype)
     blocks = _each(across, left.count)
     if left is right:
+        # Block (j, i) is `J_j J_i^H`, and so block (i, j) turned and conjugated.
         number = jnp.arange(left.count)
         is_above = (number[:, None] < number[None])[:, :, None, None]
         blocks = jnp.where(is_above, blocks.conj().transpose(1, 0, 3, 2), blocks)
-    # From (piece, output) pairs of blocks to rows and columns that go sample by sample, outputs within.
+    # `blocks[i, j, a, b]` is of sample a of block i and sample b of block j. The number of a block is
+    # `piece * outputs + output`, that of a row of the kernel `(piece * size + a) * outputs + output`. So i and j are
+    # split into piece and output, and the output moves behind the sample. The samples that only fill up the last piece
+    # are then the last rows and columns, and are cut off.
     pieces = blocks.reshape(-1, left.outputs, right.pieces, right.outputs, left.size, right.size)
     padded = pieces.transpose(0, 4, 1, 2, 5, 3).reshape(left.count * left.size, right.count * right.size)
     whole = padded[: shape[0], : shape[1]]
     if axis_name is None:
         return whole
-    # Summed and not gathered: so the type says that it is the same on all devices.
-    place = jax.lax.axis_index(axis_name)
+    # Each device has the rows of its own samples. Summed and not gathered, their type says that all devices have the
+    # same kernel.
     zeros = jnp.zeros((devices * shape[0], shape[1]), dtype)
-    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, place * shape[0], 0), axis_name)
+    start = jax.lax.axis_index(axis_name) * shape[0]
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, whole, start, 0), axis_name)
 
 
 class _Blocks:
     """The rows of a Jacobian, those of one output of some samples at a time.
 
-    There are `pieces` of the samples, each of `size`, and for each the blocks of all outputs follow one another.
+    The samples are divided into `pieces` of `size` each. A block has one row for each sample of a piece, that of one
+    output; its number is `piece * outputs + output`, so that the blocks of one piece follow one another.
     """
 
     def __init__(self, of: Outputs, samples: PyTree, chunk: int | None) -> None:
@@ -124,20 +130,19 @@ class _Blocks:
         self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
         at_once = max(1, self.samples) if chunk is None else count_of("chunk", chunk, "samples")
         self.pieces = max(1, -(-self.samples // at_once))
-        self.size = -(-self.samples // self.pieces)  # of each; the last sample fills up what is missing
+        self.size = -(-self.samples // self.pieces)  # the last sample fills up the last piece
         self.count = self.pieces * self.outputs
         missing = self.pieces * self.size - self.samples
-        pad = lambda leaf: jnp.pad(leaf, ((0, missing), *[(0, 0)] * (jnp.ndim(leaf) - 1)), mode="edge")
         samples = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf)), samples)
-        self._samples = jax.tree.map(pad, samples) if missing else samples
+        self._samples = jax.tree.map(functools.partial(_with_last, missing), samples) if missing else samples
         self._of = of
 
-    def rows(self, block: Any) -> list[jax.Array]:
+    def rows(self, block: int | jax.Array) -> list[jax.Array]:
         """The rows of one block, a matrix for each slot."""
         of, start = self._of, block // self.outputs * self.size
         some = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, self.size), self._samples)
 
-        def one(x: Any) -> PyTree:
+        def one(x: PyTree) -> PyTree:
             y, pull = jax.vjp(lambda slots: of(slots, x), of.slots)
             unit = jax.nn.one_hot(block % self.outputs, self.outputs, dtype=y.dtype)
             return pull(unit + jnp.zeros_like(y))[0]  # as y varies over devices
@@ -146,6 +151,11 @@ class _Blocks:
         return [leaf.reshape(self.size, math.prod(leaf.shape[1:])) for leaf in leaves]
 
 
-def _each(f: Callable[[Any], jax.Array], count: int) -> jax.Array:
+def _with_last(count: int, samples: jax.Array) -> jax.Array:
+    """Samples and so many more of the last one."""
+    return jnp.pad(samples, ((0, count), *[(0, 0)] * (samples.ndim - 1)), mode="edge")
+
+
+def _each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
     """`f` of each number below the count; without a loop where there is one."""
     return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

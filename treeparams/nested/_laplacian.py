@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal as Constant, Var
 from jaxtyping import Array
 
 from .._programs import bind, is_floating
@@ -40,7 +40,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
 
     Value, Jacobian and Laplacian go forward together through the program (Li et al., 2024, "Forward Laplacian"), which
     takes about half the operations of the Hessian's trace. For one point; `jax.vmap(laplacian(f), (None, 0))` takes
-    many. What it knows:
+    many. It knows:
 
     - linear and piecewise linear: sums, reshapes, slices, gathers, padding, `max`, `sort`, `where`;
     - products: `dot_general`, convolutions, `mul`;
@@ -48,9 +48,9 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
       `jax.nn` that are made of them, such as `gelu`, as one;
     - `jax.jit` and `jax.checkpoint` around all this, and functions with a rule for `jvp`, whose rule is used.
 
-    What is in between may be complex, and the output. Anything else that JAX differentiates forward (loops, branches,
-    factorisations) is as exact, by one second derivative of that part alone per entry of x, and a warning names it. It
-    makes no use of entries of x that are treated independently.
+    Intermediate results may be complex, and the output. Anything else that JAX differentiates forward (loops, branches,
+    factorisations) is as exact, by one second derivative of that operation alone per entry of x, and a warning names
+    it. No use is made of entries of x that are treated independently.
 
     Args:
         f: called as `f(model, x, *args)` with an array x, returns an array.
@@ -65,7 +65,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
             rule for `vjp` alone (within a loop the error is JAX's own).
     """
 
-    def of(model: PyTree, x: Any, *args: Any) -> Any:
+    def of(model: PyTree, x: object, *args: object) -> Any:
         x = real_array(x)
         closed, shape = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
         check_output(shape, "floating or complex")
@@ -94,7 +94,7 @@ class _Chain:
     not at each equation: three times as fast for a dense net with `jax.nn.gelu`, which is ten equations.
     """
 
-    def __init__(self, root: Series, eqn: Any, operands: list[Any], value: jax.Array) -> None:
+    def __init__(self, root: Series, eqn: JaxprEqn, operands: list[Any], value: jax.Array) -> None:
         self.root, self.eqn, self.operands, self.value = root, eqn, operands, value
         earlier = [operand.steps for operand in operands if isinstance(operand, _Chain)]
         self.steps: dict[int, _Chain] = {key: step for steps in earlier for key, step in steps.items()}
@@ -113,8 +113,12 @@ class _Chain:
         return elementwise(replay, [self.root])
 
 
-def _series(operand: Any) -> Any:
+def _series(operand: object) -> Any:
     return operand.series if isinstance(operand, _Chain) else operand
+
+
+def _root(operand: object) -> Any:
+    return operand.root if isinstance(operand, _Chain) else operand
 
 
 def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown: set[str]) -> list[Any]:
@@ -123,13 +127,16 @@ def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown
     The primitives that it went through without a rule are added to `unknown`.
     """
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda var: values[var] if isinstance(var, Var) else var.val
+
+    def read(var: Var | Constant) -> Any:
+        return values[var] if isinstance(var, Var) else var.val
+
     for eqn in jaxpr.eqns:
         values.update(zip(eqn.outvars, _evaluate(eqn, list(map(read, eqn.invars)), unknown), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]:
+def _evaluate(eqn: JaxprEqn, operands: list[Any], unknown: set[str]) -> Sequence[Any]:
     which = [isinstance(operand, Series | _Chain) for operand in operands]
     depends = [operand for operand, moves in zip(operands, which, strict=True) if moves]
     values = [operand.value if moves else operand for operand, moves in zip(operands, which, strict=True)]
@@ -138,21 +145,23 @@ def _evaluate(eqn: Any, operands: list[Any], unknown: set[str]) -> Sequence[Any]
         return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)
     chains = [operand for operand in depends if isinstance(operand, _Chain)]
-    root = lambda operand: operand.root if isinstance(operand, _Chain) else operand
     # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
     begins_linear = not chains and is_linear_in(eqn, which)
     is_long = any(len(chain.steps) >= _LONGEST for chain in chains)
-    if pointwise and all(root(each) is root(depends[0]) for each in depends) and not (begins_linear or is_long):
-        return [_Chain(root(depends[0]), eqn, operands, *bind(eqn, values))]
+    if pointwise and all(_root(each) is _root(depends[0]) for each in depends) and not (begins_linear or is_long):
+        return [_Chain(_root(depends[0]), eqn, operands, *bind(eqn, values))]
     if eqn.primitive.name in CALLS and not pointwise:
         return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands, unknown)
     if eqn.primitive.name == CHECKPOINT:
-        run = lambda operands: list(map(_series, _propagate(eqn.params["jaxpr"], (), operands, unknown)))
+
+        def run(operands: list[Any]) -> list[Any]:
+            return list(map(_series, _propagate(eqn.params["jaxpr"], (), operands, unknown)))
+
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(list(map(_series, operands)))
 
-    def of(*moving: Any) -> list[Any]:
-        """The equation as a function of what depends on the input; of the results those that can be differentiated."""
+    def of(*moving: jax.Array) -> list[Any]:
+        """The equation as a function of the operands that depend on the input; returns the floating results."""
         given = iter(moving)
         filled = [next(given) if moves else value for moves, value in zip(which, values, strict=True)]
         return [result for result, keep in zip(bind(eqn, filled), kept, strict=True) if keep]

@@ -1,5 +1,6 @@
 """The Hessian and the Gauss-Newton matrix as operators, linearised once."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree
 from ._inputs import mapped
-from ._slots import from_reals, given_back, in_reals, of_reals, parts_of, taken
+from ._slots import Reals, from_reals, given_back, in_reals, of_reals, parts_of, taken
 
 
 class Operator(eqx.Module):
@@ -39,7 +40,7 @@ class Operator(eqx.Module):
     Attributes:
         layout: of the model.
         shape: `(n, n)` with n the length of `real_vector`, in which a complex parameter is a pair of reals.
-        damping: what is added to the diagonal; `None`: nothing.
+        damping: the number added to the diagonal; `None`: nothing.
     """
 
     _linear: Any
@@ -65,8 +66,7 @@ class Operator(eqx.Module):
         direction = taken(self.layout, tangent)
         product = self._linear(typed_as(direction, self._shardings))
         if self.damping is not None:
-            damped = lambda each, along: each + jnp.asarray(self.damping, each.dtype) * along
-            product = jax.tree.map(damped, product, direction)
+            product = jax.tree.map(functools.partial(_damped, self.damping), product, direction)
         return given_back(self.layout, product, tangent)
 
     def __matmul__(self, matrix: Any) -> Array:
@@ -92,10 +92,13 @@ class Operator(eqx.Module):
         block = reals_of(self.layout).blocks[0]
         if block.size == 0:
             return jnp.zeros(0, block.dtype)
-        one = lambda i: self(jax.nn.one_hot(i, block.size, dtype=block.dtype))[i]
-        return mapped(one, jnp.arange(block.size), chunk, "products")
 
-    def as_lineax(self, tags: Any = None) -> Any:
+        def entry(i: jax.Array) -> jax.Array:
+            return self(jax.nn.one_hot(i, block.size, dtype=block.dtype))[i]
+
+        return mapped(entry, jnp.arange(block.size), chunk, "products")
+
+    def as_lineax(self, tags: object = None) -> Any:
         """The operator for lineax's solvers, over the real vector of the parameters.
 
         >>> import jax.numpy as jnp, lineax
@@ -107,8 +110,8 @@ class Operator(eqx.Module):
         [0.125      0.07142857]
 
         Args:
-            tags: what lineax may take for granted, such as `lineax.positive_semidefinite_tag`, which is not checked;
-                `None`: that it is symmetric.
+            tags: the properties that lineax may take for granted, such as `lineax.positive_semidefinite_tag`, which are
+                not checked; `None`: that it is symmetric.
 
         Returns:
             A `lineax.FunctionLinearOperator` from vectors `(n,)` to the same, as of `diagonal`.
@@ -124,10 +127,14 @@ class Operator(eqx.Module):
 Operator.__module__ = "treeparams.nested"
 
 
+def _damped(damping: ArrayLike, product: jax.Array, direction: jax.Array) -> jax.Array:
+    return product + jnp.asarray(damping, product.dtype) * direction
+
+
 def hessian_operator(
     loss: Callable[..., Array], model: PyTree, *args: Any, damping: ArrayLike | None = None, trainable: Trainable = None
 ) -> Operator:
-    """The Hessian of a loss as an operator, linearised once: each product costs the linear part alone.
+    """The Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -211,7 +218,7 @@ def ggn_operator(
     return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout, shardings_of(slots))
 
 
-def _between(forward: Any, curvature: Any, direction: PyTree) -> PyTree:
+def _between(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:
     """`J^T H J` times a direction, of linear functions that are pytrees."""
     (product,) = jax.linear_transpose(forward, direction)(curvature(forward(direction)))
     return product

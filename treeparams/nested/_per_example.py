@@ -59,7 +59,10 @@ def per_example_gradients(
     """
     length_of(batch)
     parts = parts_of(model, trainable)
-    form = vector_of(parts.layout).join if flat else parts.canonical
-    of = lambda slots, example: loss(parts.model(slots), example)
+    joined = vector_of(parts.layout).join if flat else parts.canonical
+
+    def of(slots: tuple[jax.Array, ...], example: PyTree) -> jax.Array:
+        return loss(parts.model(slots), example)
+
     slots = own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
-    return mapped(lambda example: form(jax.grad(of)(slots, example)), batch, chunk, "examples")
+    return mapped(lambda example: joined(jax.grad(of)(slots, example)), batch, chunk, "examples")

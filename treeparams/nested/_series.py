@@ -1,8 +1,8 @@
-"""What the forward Laplacian carries along, and how it goes through one equation of a program.
+"""Value, Jacobian and Laplacian of a result, and how they go through one equation of a program.
 
 Of `y = g(z)` with z known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`: all
 second derivatives are summed as soon as they arise (Li et al., 2024, "A computational framework for neural
-network-based variational Monte Carlo with Forward Laplacian"). What a primitive needs of its own is the last term.
+network-based variational Monte Carlo with Forward Laplacian"). Only the last term needs a rule for each primitive.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from .._programs import derivative, is_floating
 
@@ -25,20 +26,20 @@ _LINEAR = frozenset({
     "select_n", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unstack",
 })  # fmt: skip
 
-# or made of linear pieces, of what is real.
+# or made of linear pieces, of real operands.
 _PIECEWISE = frozenset({"abs", "clamp", "max", "min", "reduce_max", "reduce_min", "sort"})
 
 # Linear in each of two operands.
 _BILINEAR = frozenset({"conv_general_dilated", "dot_general", "mul"})
 
-# Each entry of the result depends on the entries of the operands at its own place, and has a derivative in them.
+# Each entry of the result depends on the entries of the operands at its own index, and has a derivative in them.
 _ELEMENTWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
     "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow", "lgamma", "log", "log1p", "log2", "logistic",
     "one_minus_square", "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
 })  # fmt: skip
 
-# The same of what is no function of interest by itself, but stands within one, such as `jax.nn.gelu`.
+# The same, and operations that are no functions of interest by themselves, but stand within one, as `jax.nn.gelu`.
 _POINTWISE = _ELEMENTWISE | {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "eq", "floor",
     "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
@@ -49,7 +50,7 @@ Function = Callable[..., list[Any]]  # of values, returns the results
 
 
 class Series(NamedTuple):
-    """What is known of an intermediate result; n is the number of entries of the input."""
+    """An intermediate result with its derivatives; n is the number of entries of the input."""
 
     value: jax.Array
     jacobian: jax.Array  # (n, *shape)
@@ -59,12 +60,12 @@ class Series(NamedTuple):
 Rule = Callable[[Any, Function, list[Series]], list[Series]]
 
 
-def inner(eqn: Any) -> Any:
+def inner(eqn: JaxprEqn) -> Any:
     """The closed program that an equation calls."""
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
 
 
-def rule_of(eqn: Any, which: Sequence[bool], pointwise: bool) -> Rule | None:
+def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | None:
     """How an equation is gone through of whose operands `which` depend on the input; `None` if only as `traced`."""
     name = eqn.primitive.name
     if is_linear_in(eqn, which):
@@ -81,7 +82,7 @@ def rule_of(eqn: Any, which: Sequence[bool], pointwise: bool) -> Rule | None:
     return traced if name in (CUSTOM, "abs") else None
 
 
-def is_linear_in(eqn: Any, which: Sequence[bool]) -> bool:
+def is_linear_in(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
     """Whether an equation is linear, at least in pieces, in those of its operands together."""
     name = eqn.primitive.name
     if name in _PIECEWISE:
@@ -89,40 +90,44 @@ def is_linear_in(eqn: Any, which: Sequence[bool]) -> bool:
     return name in _LINEAR or (name in _BILINEAR and sum(which) == 1) or (name == "div" and not which[1])
 
 
-def _is_complex(eqn: Any) -> bool:
-    return any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in (*eqn.invars, *eqn.outvars))
+def _is_complex(eqn: JaxprEqn) -> bool:
+    return any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in _avals(eqn))
 
 
-def _linear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
+def _avals(eqn: JaxprEqn) -> list[Any]:
+    """The shapes and dtypes of the operands and the results."""
+    return [var.aval for var in (*eqn.invars, *eqn.outvars)]
+
+
+def _linear(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
     values, jacobians, laplacians = zip(*depends, strict=True)
     results, laplacians = jax.jvp(of, values, laplacians)
-    push = lambda *tangents: jax.jvp(of, values, tangents)[1]
-    return list(map(Series, results, jax.vmap(push)(*jacobians), laplacians))
+    pushed = jax.vmap(lambda *tangents: jax.jvp(of, values, tangents)[1])(*jacobians)
+    return list(map(Series, results, pushed, laplacians))
 
 
-def _bilinear(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
+def _bilinear(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
     ((value, jacobian, laplacian),) = _linear(eqn, of, depends)
     a, b = (operand.jacobian for operand in depends)
     if eqn.primitive.name == "dot_general":  # the products for all entries of the input, summed by the product itself
-        contracted, batched = eqn.params["dimension_numbers"]
-        shifted = lambda axes: tuple(axis + 1 for axis in axes)
-        contracted = tuple((0, *shifted(axes)) for axes in contracted)
-        params = eqn.params | {"dimension_numbers": (contracted, tuple(map(shifted, batched)))}
-        crossed = eqn.primitive.bind(a, b, **params)
+        pairs = eqn.params["dimension_numbers"]
+        contracted, batched = ([tuple(axis + 1 for axis in axes) for axes in pair] for pair in pairs)
+        numbers = tuple((0, *axes) for axes in contracted), tuple(batched)
+        crossed = eqn.primitive.bind(a, b, **eqn.params | {"dimension_numbers": numbers})
     else:
         crossed = jnp.sum(jax.vmap(of)(a, b)[0], 0)
     return [Series(value, jacobian, laplacian + 2 * crossed)]
 
 
 def elementwise(of: Function, depends: Sequence[Series]) -> Series:
-    """A function of entries at one place, also of arrays that are broadcast: a derivative is one number per entry."""
+    """A function of entries at one index, also of arrays that are broadcast: a derivative is one number per entry."""
     values, jacobians, laplacians = zip(*depends, strict=True)
     (result,) = of(*values)
     count, dtype = len(depends), result.dtype
     ones = [tuple(jnp.full_like(value, i == j) for i, value in enumerate(values)) for j in range(count)]
     first = [lambda *values, ones=each: jax.jvp(of, values, ones)[1][0] for each in ones]
-    ones_in = lambda jacobian: tuple(range(1, 2 + result.ndim - jacobian.ndim))  # of a scalar, beside an array
-    jacobians = [jnp.expand_dims(each, ones_in(each)) for each in jacobians]
+    # Axes of one behind the first, for a scalar that stands beside an array.
+    jacobians = [jnp.expand_dims(each, tuple(range(1, 2 + result.ndim - each.ndim))) for each in jacobians]
     jacobian, laplacian = jnp.zeros((), dtype), jnp.zeros((), dtype)
     for j in range(count):
         slope = first[j](*values)
@@ -134,13 +139,12 @@ def elementwise(of: Function, depends: Sequence[Series]) -> Series:
     return Series(result, jacobian, laplacian)
 
 
-def traced(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
+def traced(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
     """Any primitive: the last term by second derivatives, one per entry of the input."""
     values, jacobians, _ = zip(*depends, strict=True)
 
-    def second(*tangents: Any) -> list[Any]:
-        push = lambda *values: jax.jvp(of, values, tangents)[1]
-        return jax.jvp(push, values, tangents)[1]
+    def second(*tangents: jax.Array) -> list[Any]:
+        return jax.jvp(lambda *values: jax.jvp(of, values, tangents)[1], values, tangents)[1]
 
     last = jax.vmap(second)(*jacobians)
     return [
@@ -152,9 +156,10 @@ def traced(eqn: Any, of: Function, depends: list[Series]) -> list[Series]:
 # -- Which equations are elementwise
 
 
-def is_pointwise(eqn: Any, depends: Sequence[Any]) -> bool:
-    """Whether an equation, or all of what it calls, acts on each entry of real operands of the result's shape."""
-    shapes = {var.aval.shape for var in eqn.outvars} | {operand.value.shape for operand in depends}
+def is_pointwise(eqn: JaxprEqn, depends: Sequence[Any]) -> bool:
+    """Whether an equation, or all equations that it calls, act on each entry of real operands of the result's shape."""
+    results: list[Any] = eqn.outvars
+    shapes = {var.aval.shape for var in results} | {operand.value.shape for operand in depends}
     if len(shapes) != 1 or len(eqn.outvars) != 1 or _is_complex(eqn):
         return False
     if eqn.primitive.name in CALLS and len(depends) > 1:
@@ -164,9 +169,9 @@ def is_pointwise(eqn: Any, depends: Sequence[Any]) -> bool:
     return eqn.primitive.name in _POINTWISE
 
 
-def _is_within(eqn: Any, shape: tuple[int, ...], rules: int = 2) -> bool:
-    # Nothing here makes a scalar of what has the shape: scalars do not depend on the input unless all is one.
-    if not all(var.aval.shape in ((), shape) for var in (*eqn.invars, *eqn.outvars)) or _is_complex(eqn):
+def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:
+    # Nothing here makes a scalar of an array of the shape: scalars do not depend on the input unless all is one.
+    if not all(aval.shape in ((), shape) for aval in _avals(eqn)) or _is_complex(eqn):
         return False
     if eqn.primitive.name in CALLS:
         return all(_is_within(each, shape, rules) for each in inner(eqn).jaxpr.eqns)

@@ -1,7 +1,7 @@
 """A function of a model as one of its trained parameters, all of them real; tangents as vectors or as trees.
 
-A complex parameter is differentiated as the pair of its real and imaginary part: only so are Hessians symmetric and
-Jacobians of what is not holomorphic matrices. Tangents and products are complex again, `re + i im` of the pair.
+A complex parameter is differentiated as the pair of its real and imaginary part: only so are Hessians symmetric, and
+Jacobians matrices where f is not holomorphic. Tangents and products are complex again, `re + i im` of the pair.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._forms.makers import reals_of, vector_of
@@ -23,10 +24,14 @@ from .._tree.types import PyTree
 
 
 class Pair(NamedTuple):
-    """The real and the imaginary part of a complex array, in its place in a tree."""
+    """The real and the imaginary part of a complex array, which stand in a tree instead of it."""
 
     real: Any
     imag: Any
+
+
+Reals = tuple[jax.Array | Pair, ...]
+"""One value for each slot, complex ones as pairs."""
 
 
 def in_reals(tree: PyTree) -> PyTree:
@@ -36,8 +41,11 @@ def in_reals(tree: PyTree) -> PyTree:
 
 def from_reals(tree: PyTree) -> PyTree:
     """A tree of arrays with pairs as complex ones."""
-    is_pair = lambda node: isinstance(node, Pair)
-    return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
+    return jax.tree.map(lambda node: jax.lax.complex(*node) if _is_pair(node) else node, tree, is_leaf=_is_pair)
+
+
+def _is_pair(node: object) -> bool:
+    return isinstance(node, Pair)
 
 
 def parts_of(model: PyTree, trainable: Trainable) -> Parts:
@@ -46,12 +54,12 @@ def parts_of(model: PyTree, trainable: Trainable) -> Parts:
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
-def of_reals(f: Callable[..., Any], parts: Parts, *args: Any) -> Callable[[Any], Any]:
+def of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
     """`f(model, *args)` as a function of the slots in reals."""
     return lambda reals: f(parts.model(from_reals(reals)), *args)
 
 
-def own_copies(f: Callable[[Any], Any], slots: PyTree) -> PyTree:
+def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
     """The slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
 
     Of slots that are the same on all devices JAX would sum each gradient over the devices. The gradient of one example
@@ -66,16 +74,17 @@ def own_copies(f: Callable[[Any], Any], slots: PyTree) -> PyTree:
 
 def _shapes(layout: Layout) -> tuple[Any, ...]:
     """The slots in reals, shapes and dtypes alone."""
-    one = lambda slot: jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype)
-    return tuple(Pair(one(slot), one(slot)) if is_complex(slot.dtype) else one(slot) for slot in layout.slots)
+    reals = [jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in layout.slots]
+    pairs = zip(reals, layout.slots, strict=True)
+    return tuple(Pair(real, real) if is_complex(slot.dtype) else real for real, slot in pairs)
 
 
-def joined(layout: Layout, reals: PyTree) -> jax.Array:
+def joined(layout: Layout, reals: Reals) -> jax.Array:
     """The real vector of one value per slot in reals."""
     return reals_of(layout).join(jax.tree.leaves(reals))
 
 
-def divided(layout: Layout, vector: Any) -> PyTree:
+def divided(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
     """The inverse of `joined`."""
     if index_of(layout).complex_slots and jnp.iscomplexobj(vector):
         raise TypeError(
@@ -86,8 +95,8 @@ def divided(layout: Layout, vector: Any) -> PyTree:
     return jtu.tree_unflatten(jtu.tree_structure(_shapes(layout)), pieces) if index_of(layout).complex_slots else pieces
 
 
-def taken(layout: Layout, tangent: Any) -> PyTree:
-    """A tangent, vector, real vector or tree, as one value per slot in reals; what a tree has not is zero.
+def taken(layout: Layout, tangent: PyTree) -> Reals:
+    """A tangent, vector, real vector or tree, as one value per slot in reals; missing entries of a tree are zero.
 
     A tangent is a value of the parameters, so at a tie the slot's own entry counts, and not a sum of several.
     """
@@ -106,8 +115,8 @@ def taken(layout: Layout, tangent: Any) -> PyTree:
     return in_reals(tuple(slot_gradients(index, tangent, "zeros", tied="first")))
 
 
-def given_back(layout: Layout, reals: PyTree, tangent: Any) -> Any:
-    """One value per slot in reals, in the form of a tangent."""
+def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
+    """One value per slot in reals as a vector, a real vector or a tree, as the tangent is."""
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return vector_of(layout).join(from_reals(reals))
@@ -135,7 +144,7 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
     Args:
         model: any pytree.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         The vector, shape `(n,)`: slots in order, ties once, of a complex slot all real parts and then all imaginary
@@ -149,7 +158,7 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
     return joined(parts.layout, in_reals(parts.slots)), jtu.Partial(_restructured, parts.rest)
 
 
-def _restructured(rest: Rest[Any], vector: Any) -> Any:
+def _restructured(rest: Rest[Any], vector: jax.Array | np.ndarray) -> Any:
     slots = from_reals(divided(rest.layout, vector))
     refuse_functions(rest, slots, __name__)
     return put_together(rest, slots)

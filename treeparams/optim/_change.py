@@ -1,9 +1,9 @@
-"""set_trainable, adjust: what changes between steps."""
+"""set_trainable, adjust: the changes that are made between steps."""
 
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -40,7 +40,7 @@ S = TypeVar("S")
 
 
 def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None, *, reset: bool = False) -> S:
-    """The state with another choice of what trains; nothing that was learned about a leaf is lost.
+    """The state with another choice of trained leaves; nothing that was learned about a leaf is lost.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -53,29 +53,29 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     >>> model
     {'x': Array([ 0.7, -1. ], dtype=float32), 'y': Array([ -17., -196.], dtype=float32)}
 
-    Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`, or
-    what was thawed gets none. A leaf that is frozen takes its state with it, bit for bit and with its step count.
+    Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`,
+    or the thawed leaves get none. A leaf that is frozen takes its state with it, bit for bit and with its step count.
     Thawed, it goes on **with its own count**, as if the steps in between had not happened for it, also in schedules
     within `tx`. A leaf that is trained for the first time starts at count zero, with hyperparameters as `tx` makes
     them, or as `optim.adjust` has set them.
 
-    Leaves that were trained together from the start have one history, one run of `tx`. Parts of one that were never
-    trained apart are one again when they meet; others stay apart even where their counts are equal. Further histories
-    cost tracing, and in the vector form a run over the whole vector each. What is held is passed through each step:
-    donate the state, or it is copied (9 ms for 16 MB). To restore such a state with Orbax, pickle its structure beside
-    it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
+    Leaves that were trained together from the start have one history, one run of `tx`. If you freeze some of them, they
+    are of the same history again if the others take no step before you thaw them; else they stay apart, even where
+    their counts are equal. Further histories cost tracing, and with `optim.flat` a run over the whole vector each. Held
+    states are passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state
+    with Orbax, pickle its structure beside it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 
     Args:
         tx: the `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` that made the state.
         state: its state, or that of a chain or wrapper around `tx`, of which the rest stays as it is; not that of an
             ensemble (`jax.vmap` of `init`).
         model: the model as it is now.
-        trainable: what is trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-            Ties are those that the state knows.
+        trainable: the leaves that are trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
+            `tp.layout`. Ties are those that the state knows.
         reset: whether to forget all histories and hold nothing. Hyperparameters stay as they were set.
 
     Returns:
-        The new state. What is frozen costs no more than its held state.
+        The new state. A frozen leaf costs no more than its held state.
 
     Raises:
         ValueError: L-BFGS is in `tx`, whose memory is of all leaves together, and `reset` is not set; the model does
@@ -91,12 +91,18 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
         raise ValueError("set_trainable is called between steps, outside of jax.jit: it changes what is compiled")
-    is_whole = lambda node: isinstance(node, TrainableState)
-    change = lambda node: _changed(rule, node, model, trainable, reset) if is_whole(node) else node
-    return in_own_buffers(jax.tree.map(change, state, is_leaf=is_whole), jax.tree.leaves(model))
+
+    def change(node: Any) -> Any:
+        return _changed(rule, node, model, trainable, reset) if _is_ours(node) else node
+
+    return in_own_buffers(jax.tree.map(change, state, is_leaf=_is_ours), jax.tree.leaves(model))
 
 
-def _changed(rule: Rule, state: TrainableState, model: PyTree, trainable: Any, reset: bool) -> TrainableState:
+def _is_ours(node: object) -> bool:
+    return isinstance(node, TrainableState)
+
+
+def _changed(rule: Rule, state: TrainableState, model: PyTree, trainable: Trainable, reset: bool) -> TrainableState:
     roles = state.roles
     parts = take_apart(model, retrained(take_apart(model, roles.layout).layout, trainable))
     if parts.layout == roles.layout and not reset:
@@ -140,7 +146,7 @@ def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History]) -> Histo
 
 
 def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
-    """What histories have at some positions; those of one origin, which took their steps together, as one."""
+    """The histories of the leaves at some positions; those of one origin, which took their steps together, as one."""
     found: dict[int, list[History]] = {}
     for history in histories:
         if not positions.isdisjoint(index_of(history.layout).positions):
@@ -157,26 +163,25 @@ def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> 
 def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History]) -> TrainableState:
     """The state of these histories."""
     both = (*running, *held)
-    at = lambda side: tuple([index_of(history.layout).positions for history in side])
     origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
     runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
-    roles = Roles(layout, at(running), at(held), origins, divisions)
+    run_at, wait_at = (tuple([index_of(history.layout).positions for history in side]) for side in (running, held))
+    roles = Roles(layout, run_at, wait_at, origins, divisions)
     return TrainableState(runs, waiting, tuple([history.count for history in both]), roles)
 
 
 def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
     """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
-    width = lambda rates: max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
     known = [(rates_in(history.state), history) for history in histories]
-    rates, history = max(known, key=lambda pair: width(pair[0]), default=([], None))
-    if history is None or not width(rates):
+    rates, history = max(known, key=lambda pair: _width(pair[0]), default=([], None))
+    if history is None or not _width(rates):
         return fresh
     form = rule.form_of(history.layout)
     made, now = (_by_rule(form, state) for state in (rule.begun(history.layout), history.state))
-    place = _place_of_rule(rule.form_of(layout))
+    site = _site_of_rule(rule.form_of(layout))
 
-    def restore(path: Any, node: Any) -> Any:
-        key = place(path)
+    def restore(path: tuple[Any, ...], node: Any) -> Any:
+        key = site(path)
         if key not in now:
             return node
         old, rates = made[key].hyperparams, free_rates(now[key])
@@ -187,18 +192,23 @@ def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[H
     return map_injected(restore, fresh)
 
 
+def _width(rates: Sequence[Mapping[str, Any]]) -> int:
+    """The bytes of the widest hyperparameter; 0 where there is none."""
+    return max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
+
+
 def _by_rule(form: Form, state: PyTree) -> dict[Any, Any]:
     """The nodes of `optax.inject_hyperparams` by where the rule stands; of `optim.per_leaf` those of the first leaf."""
-    place, nodes = _place_of_rule(form), dict[Any, Any]()
-    map_injected(lambda path, node: nodes.setdefault(place(path), node) and node, state)
+    site, nodes = _site_of_rule(form), dict[Any, Any]()
+    map_injected(lambda path, node: nodes.setdefault(site(path), node) and node, state)
     return nodes
 
 
-def _place_of_rule(form: Form) -> Callable[[Any], Any]:
+def _site_of_rule(form: Form) -> Callable[[Any], Any]:
     """From a path in a state to where the rule stands: without the leaf, for each of which `optim.per_leaf` has one."""
     leaves, states, spare = set(form.keys), jtu.GetAttrKey("states"), jtu.GetAttrKey("spare")
 
-    def place(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    def site(path: tuple[Any, ...]) -> tuple[Any, ...]:
         if spare in path:
             at = path.index(spare)
             return (*path[:at], states, *path[at + 1 :])
@@ -206,17 +216,17 @@ def _place_of_rule(form: Form) -> Callable[[Any], Any]:
         end = next((end for end in range(start, len(path) + 1) if path[start:end] in leaves), start)
         return path[:start] + path[end:]
 
-    return place
+    return site
 
 
-def _for_rows(rate: Any, like: Any) -> jax.Array:
+def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:
     """A hyperparameter for a leaf, or for each row of a stack, of that of another one."""
     rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
     return jnp.array(rate, like.dtype)
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
-    """The state with other hyperparameters: those that `optax.inject_hyperparams` keeps in it.
+    """The state with other hyperparameters, if `optax.inject_hyperparams` keeps them in it.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -227,7 +237,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     >>> tx.update(model, state, model)[0]
     {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
 
-    A jitted step is not traced again. What is frozen now is adjusted too, so that it has the same rate when thawed.
+    A jitted step is not traced again. Leaves that are frozen now are adjusted too: thawed, they have the same rate.
 
     Args:
         state: any state, of this library or of Optax.
@@ -245,7 +255,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
     of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
 
-    def change(path: Any, node: Any) -> Any:
+    def change(path: tuple[Any, ...], node: Any) -> Any:
         keys = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
         above = {key for before, key in itertools.pairwise(keys) if before == "inner_states"}
         groups.update(above)

@@ -1,5 +1,6 @@
 """clip_by_global_norm: plain Optax, with the norm of this library."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ ClipState.__module__ = "treeparams.optim"
 def clip_by_global_norm(
     max_norm: float | int | Array, *, axis_name: str | Sequence[str] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales a gradient down to a global norm: each leaf once, right in every dtype.
+    """Scales a gradient down to a global norm: each leaf counts once, in every dtype.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -61,7 +62,7 @@ def clip_by_global_norm(
     Args:
         max_norm: the limit, positive; it may be traced (`optax.inject_hyperparams`).
         axis_name: one or more named axes (`jax.shard_map`, `jax.vmap`) over which the gradient is split: the norm is
-            that of all parts together. Not for gradients that are whole on each device.
+            that of all pieces together. Not for gradients that are whole on each device.
 
     Returns:
         A transformation with a `ClipState`; each leaf keeps its dtype.
@@ -82,12 +83,10 @@ def clip_by_global_norm(
         norm = jax.eval_shape(global_norm, [leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
         return ClipState(jnp.zeros((), norm.dtype), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **_: Any) -> tuple[PyTree, ClipState]:
+    def update(updates: PyTree, state: Any, params: object = None, **_: object) -> tuple[PyTree, ClipState]:
         norm = global_norm(updates)
-        if axis_name is not None:  # scaled by the largest, so that squares neither overflow nor vanish
-            largest = jax.lax.pmax(norm, axis_name)
-            safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-            norm = safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))
+        if axis_name is not None:
+            norm = _norm_over(axis_name, norm)
         with np.errstate(over="ignore"):  # 1e39 is infinity
             limit = jnp.asarray(max_norm, norm.dtype)
         is_within = norm <= limit
@@ -99,16 +98,25 @@ def clip_by_global_norm(
             clipped=state.clipped + (is_finite & ~is_within).astype(state.clipped.dtype),
             nonfinite=state.nonfinite + (~is_finite).astype(state.nonfinite.dtype),
         )
-
-        def scaled(leaf: Any) -> Any:
-            if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
-                return leaf
-            wide = common_dtype([leaf.dtype, scale.dtype])
-            return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
-
-        return jax.tree.map(scaled, updates), counted
+        return jax.tree.map(functools.partial(_scaled, scale), updates), counted
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
+    """The norm of a gradient that is split over named axes, from that of the piece on each device."""
+    # Scaled by the largest, so that squares neither overflow nor vanish.
+    largest = jax.lax.pmax(norm, axis_name)
+    safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))
+
+
+def _scaled(scale: jax.Array, leaf: Any) -> Any:
+    """A leaf of a gradient times the scale, in its own dtype; a leaf that is not floating stays as it is."""
+    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+        return leaf
+    wide = common_dtype([leaf.dtype, scale.dtype])
+    return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
 
 
 def clip_state(state: PyTree) -> ClipState:

@@ -1,7 +1,8 @@
-"""groups: a rule for each part of a model. report: which leaf goes where."""
+"""groups: a rule for each of several groups of parameters. report: the group of each parameter."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -14,15 +15,11 @@ from .._slots.parts import take_apart
 from .._slots.where import name_of, select
 from .._tree.paths import join_path
 from .._tree.recognise import structure_of
+from .._tree.structure import Structure
 from .._tree.text import describe, in_columns, quoted
 from .._tree.types import PyTree
 from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
-
-
-def _is_stacks(node: Any) -> bool:
-    """Whether the leaves below a node have no paths of the model."""
-    return isinstance(node, (Stacks, Named))
 
 
 class Group(NamedTuple):
@@ -39,7 +36,7 @@ class GroupsState:
 
     Attributes:
         inner_states: `{group: state}`, as `optax.partition` keeps it.
-        groups: what each group is called and the parameters in it; static.
+        groups: the name of each group and the parameters in it; static.
     """
 
     inner_states: Any
@@ -51,7 +48,7 @@ jtu.register_dataclass(GroupsState, ["inner_states"], ["groups"])
 
 
 def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -> optax.GradientTransformationExtraArgs:
-    """A rule for each part of a model; the first that selects a leaf gets it.
+    """A rule for each of several groups of parameters; the first that selects a leaf gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
     >>> from treeparams import optim
@@ -73,7 +70,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
 
     Args:
         transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.
-        default: for what no group selects.
+        default: the rule for the leaves that no group selects.
 
     Returns:
         A transformation with a `GroupsState`; `optim.adjust(state, where, ...)` sets the rates of one group.
@@ -91,66 +88,100 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
             f"two groups read alike, {', '.join(called)}; name functions by `def`, so that both can be named"
         )
     wheres = dict(zip(called, transformations, strict=False))
-    rules: dict[Any, Any] = dict(zip(wheres, map(extended, transformations.values()), strict=True))
+    rules = dict(zip(wheres, map(extended, transformations.values()), strict=True))
     if default is not None:
         rules["default"] = extended(default)
+    by_name = _Groups(rules, wheres)
+    return optax.GradientTransformationExtraArgs(by_name.init, by_name.update)
 
-    def init(params: PyTree) -> Any:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Groups:
+    """The rules by the names of their groups, and the keys that they were given under; the default has none."""
+
+    rules: Mapping[str, optax.GradientTransformationExtraArgs]
+    wheres: Mapping[str, Any]
+
+    def init(self, params: PyTree) -> Any:
+        """The states of the rules, and the parameters of each."""
         structure = structure_of(params)[2]
+        found = self.of_stacks(params) if _are_stacks(params) else self.of_parameters(structure)
+        members: dict[str, list[str]] = {name: [] for name in self.rules}
+        for i, path in enumerate(structure.paths):
+            members[found.get(i, "default")].append(path)
+        groups = tuple(Group(name, _globs(self.wheres.get(name)), tuple(own)) for name, own in members.items())
+        return GroupsState(self._partition(groups).init(params).inner_states, groups)
+
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
+        """The updates, each of the rule of its group, and the next states."""
+        updates, after = self._partition(state.groups).update(updates, state, params, **extra)  # reads `inner_states`
+        return updates, GroupsState(after.inner_states, state.groups)
+
+    def of_parameters(self, structure: Structure) -> dict[int, str]:
+        """The group of each leaf that one selects, the first that does."""
         found: dict[int, str] = {}
-        leaves = jtu.tree_flatten_with_path(params)[0]
-        if leaves and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks))):
-            # Rows of stacks have no paths here; it is the groups of the stacks that say where each goes.
-            given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
-            # With a default, a name that no group has is a mistake, not one for which nothing is left.
-            is_typo = default is not None and not wheres.keys() <= set(params)
-            if len(given) < len(leaves) or is_typo or (default is None and not rules.keys() >= set(given.values())):
-                names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
-                raise ValueError(
-                    f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(rules)}, got "
-                    f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
-                    "name the rules after these groups, with default= for those that are not named"
-                )
-            found = {i: name if name in rules else "default" for i, name in given.items()}
-            return start(params, structure.paths, found)
-        for name, where in wheres.items():
+        for name, where in self.wheres.items():
             for leaf in select(structure, where, may_be_empty=True):
                 found.setdefault(leaf, name)
         lost = [path for i, path in enumerate(structure.paths) if i not in found]
-        if lost and default is None:
+        if lost and not self._has_default():
             raise ValueError(
-                f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(wheres)}; write "
+                f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(self.wheres)}; write "
                 "optim.groups({...}, default=...) for all that is left"
             )
-        return start(params, structure.paths, found)
+        return found
 
-    def start(params: PyTree, paths: Sequence[str], found: Mapping[int, str]) -> Any:
-        members: dict[str, list[str]] = {name: [] for name in rules}
-        for i, path in enumerate(paths):
-            members[found.get(i, "default")].append(path)
-        groups = tuple(Group(name, globs(wheres.get(name)), tuple(own)) for name, own in members.items())
-        return GroupsState(parts(groups).init(params).inner_states, groups)
+    def of_stacks(self, stacks: PyTree) -> dict[int, str]:
+        """The group of each stack. Its rows have no paths here, so it goes by the group that the stacks have it in."""
+        leaves = jtu.tree_flatten_with_path(stacks)[0]
+        given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
+        if self._has_default():
+            # A rule for a group that the stacks do not have is a mistake: the default is for groups without a rule.
+            is_fine = self.wheres.keys() <= set(stacks)
+        else:
+            is_fine = self.rules.keys() >= set(given.values())
+        if len(given) < len(leaves) or not is_fine:
+            names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
+            raise ValueError(
+                f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(self.rules)}, got "
+                f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
+                "name the rules after these groups, with default= for those that are not named"
+            )
+        return {i: name if name in self.rules else "default" for i, name in given.items()}
 
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        updates, after = parts(state.groups).update(updates, state, params, **extra)  # it reads `inner_states`
-        return updates, GroupsState(after.inner_states, state.groups)
+    def _has_default(self) -> bool:
+        return self.rules.keys() > self.wheres.keys()
 
-    def parts(groups: tuple[Group, ...]) -> Any:
-        # Labels are a function, since a model of labels may itself be one that can be called, and would be.
+    def _partition(self, groups: Sequence[Group]) -> Any:
+        rules: Any = self.rules
         names = {path: group.name for group in groups for path in group.paths}
-        label = lambda tree: [names[path] for path in structure_of(tree)[2].paths]
-        labels = lambda tree: jtu.tree_unflatten(jtu.tree_structure(tree), label(tree))
-        return optax.partition(rules, labels, mask_compatible_extra_args=True)
-
-    def globs(where: Any) -> tuple[str, ...]:
-        several = where if isinstance(where, (tuple, frozenset)) else (where,)
-        return tuple(each for each in several if isinstance(each, str) and not each.startswith("!"))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        # Labels are a function, since a model of labels may itself be one that can be called, and would be.
+        return optax.partition(rules, functools.partial(_labelled, names), mask_compatible_extra_args=True)
 
 
-def group_name(where: Any) -> str:
-    """What a group is called, of its key."""
+def _are_stacks(params: PyTree) -> bool:
+    """Whether all leaves are in stacks, and there are any."""
+    return bool(jtu.tree_leaves(params)) and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks)))
+
+
+def _is_stacks(node: object) -> bool:
+    """Whether the leaves below a node have no paths of the model."""
+    return isinstance(node, (Stacks, Named))
+
+
+def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
+    """A tree of parameters with the name of its group in place of each."""
+    return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in structure_of(tree)[2].paths])
+
+
+def _globs(where: Hashable) -> tuple[str, ...]:
+    """The globs of a `where` that select; those behind an exclamation mark leave out."""
+    several = where if isinstance(where, (tuple, frozenset)) else (where,)
+    return tuple(each for each in several if isinstance(each, str) and not each.startswith("!"))
+
+
+def group_name(where: object) -> str:
+    """The name of a group that a rule was given under this key."""
     return where if isinstance(where, str) else name_of(where).strip("'")
 
 
@@ -183,11 +214,11 @@ def _paths_at(form: Form, paths: Sequence[str]) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Which leaf goes where; prints as a table.
+    """The group of each leaf; you see it printed as a table.
 
     Attributes:
         groups: `{path: group}` of each trained parameter; the empty text where there is one rule for all.
-        table: what is printed.
+        table: the text that is printed.
     """
 
     groups: dict[str, str]
@@ -203,7 +234,7 @@ Report.__module__ = "treeparams.optim"
 
 
 def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Report:
-    """Shows which leaf goes to which group of a transformation, what is frozen, and how many steps each leaf has taken.
+    """Shows the group of a transformation that each leaf goes to, which are frozen, and how many steps each has taken.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -219,11 +250,11 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
         model: any pytree. No state is made of it.
-        state: a state of `tx`: what trains is then what it says, and the histories and their counts are shown. Steps in
-            which a row of stacks waited (`active=`) are counted too; its own count is in the state.
+        state: a state of `tx`: you then see the leaves that train by this state, their histories and their counts.
+            Steps in which a row of stacks waited (`active=`) are counted too; its own count is in the state.
 
     Returns:
-        What prints as this table; groups within groups stand with a slash.
+        An object that prints as this table; groups within groups stand with a slash.
 
     Raises:
         TypeError: `tx` is plain Optax; as `tp.layout`.

@@ -37,10 +37,10 @@ Plain = optax.GradientTransformation | optax.MultiSteps
 class Roles:
     """Which parameters each history is of, as positions of leaves; static."""
 
-    layout: Layout  # of what trains
+    layout: Layout  # of the parameters that train
     running: tuple[tuple[int, ...], ...]  # the parameters of each history that trains
     held: tuple[tuple[int, ...], ...]  # of each that waits
-    origins: tuple[int, ...]  # of all: the number of the history that it is a part of
+    origins: tuple[int, ...]  # of all: the number of the history that it was split from
     divisions: tuple[Division, ...]  # of all: the parameters that each array of the state is of
 
 
@@ -52,11 +52,11 @@ class TrainableState:
     """The state of `optim.trainable`, `optim.flat` and `optim.stacked`, a pytree.
 
     Attributes:
-        runs: the states of the rule, one per history of what trains; in the usual case one, `state.runs[0]`, which is
+        runs: the states of the rule, one per history that trains; in the usual case one, `state.runs[0]`, which is
             plain Optax: pass it to functions of Optax that read or map a state (`optax.tree_utils`).
-        held: those of what is frozen now and was trained before.
+        held: the states of the histories that are frozen now and were trained before.
         counts: how many steps each history has taken, those of `runs` and then of `held`; int32.
-        roles: which parameters each is of; static.
+        roles: which parameters each history is of; static.
     """
 
     runs: Any  # tuples; of a state that was mapped over, anything
@@ -66,7 +66,7 @@ class TrainableState:
 
     @property
     def layout(self) -> Layout:
-        """What trains, and its ties: a `Layout` as all functions of this library take under `trainable`."""
+        """The parameters that train, and their ties: you may pass it to any function that takes `trainable`."""
         return self.roles.layout
 
 
@@ -79,7 +79,7 @@ def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
 
 
-def extended(tx: Any) -> optax.GradientTransformationExtraArgs:
+def extended(tx: object) -> optax.GradientTransformationExtraArgs:
     """A transformation that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
         return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
@@ -102,21 +102,23 @@ def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
 
 
 class ModelTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation over whole models: what `optim.trainable`, `flat` and `stacked` return."""
+    """An Optax transformation over whole models, as `optim.trainable`, `flat` and `stacked` return it."""
 
     # Optax's own types take arrays, sequences and mappings for parameters, and no Modules.
     init: Callable[[PyTree], TrainableState]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[PyTree, TrainableState]]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __new__(cls, init: Any, update: Any) -> "ModelTransformation":
+    def __new__(
+        cls, init: Callable[[PyTree], TrainableState], update: Callable[..., tuple[PyTree, TrainableState]]
+    ) -> "ModelTransformation":
         """For this library's own use; users write `optim.trainable(tx)`."""
-        return super().__new__(cls, init, update)
+        return super().__new__(cls, cast(Any, init), cast(Any, update))
 
 
 ModelTransformation.__module__ = "treeparams.optim"
 
 
-def rule_of(tx: Any) -> Any:
+def rule_of(tx: object) -> Any:
     """The `Rule` whose methods a transformation over models is."""
     if isinstance(tx, ModelTransformation):
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
@@ -129,16 +131,19 @@ def rule_of(tx: Any) -> Any:
 
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
-    # By what it has: the two classes of Optax that have it are not the only ones.
-    is_injected = lambda node: {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
 
-    def visit(path: Any, node: Any) -> Any:
-        if not is_injected(node):
+    def visit(path: tuple[Any, ...], node: Any) -> Any:
+        if not _is_injected(node):
             return node
         node = f((*above, *path), node)
         return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
 
-    return jtu.tree_map_with_path(visit, state, is_leaf=is_injected)
+    return jtu.tree_map_with_path(visit, state, is_leaf=_is_injected)
+
+
+def _is_injected(node: object) -> bool:
+    # By its fields: the two classes of Optax that have them are not the only ones.
+    return {"hyperparams", "inner_state"} <= set(getattr(node, "_fields", ()))
 
 
 def rates_in(state: PyTree) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._slots.layout import Layout, trained_at
 from .._slots.match import per_slot
@@ -18,7 +19,7 @@ M = TypeVar("M")
 S = TypeVar("S")
 
 
-def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S]:
+def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M, S]:
     """One step of training: `tx.update` and `optim.apply_updates` in one, with all ties that the state knows.
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
@@ -37,14 +38,14 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: Any) -> tuple[M, S
 
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them.
-        grads: the gradient, in any form that `tp.project` takes.
+        grads: the gradient: a tree or a vector, as `tp.project` takes it.
         state: from `tx.init(model)` or the last step.
         model: any pytree.
         **extra: for `tx`, such as `value` and `value_fn`.
 
     Returns:
-        The model, each parameter in its own dtype, what is frozen the same objects, and outside of a trace one array at
-        all paths of a tie; and the next state.
+        The model and the next state. Each parameter keeps its dtype; frozen leaves are the same objects. Outside of a
+        trace one array stands at all paths of a tie.
 
     Raises:
         ValueError: the state is not that of one transformation over models; as `tx.update`.
@@ -79,22 +80,22 @@ def apply_updates(model: M, updates: PyTree) -> M:
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]
     (dtype(bfloat16), True, 3)
 
-    The places of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (So `eqx.apply_updates` is
-    right as well; it adds as JAX promotes dtypes.)
+    The arrays at the paths of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (So you may use
+    `eqx.apply_updates` as well; it adds as JAX promotes dtypes.)
 
     Args:
         model: any pytree.
-        updates: what `update` returned; `None` or nothing at a path is no step.
+        updates: the updates that `tx.update` returned; `None` or nothing at a path is no step.
 
     Returns:
-        The model, and what has no update as it was, the same object. Outside of a trace one array stands at all paths
-        of a tie that the model has or its class declares; `optim.step` knows also those that a layout was given.
+        The model; a leaf without an update is the same object. Outside of a trace one array stands at all paths of a
+        tie that the model has or its class declares; `optim.step` knows also the ties that you gave to a layout.
 
     Raises:
         ValueError: an update at a path that the model has not, or of another shape.
         TypeError: a complex update of a real parameter.
     """
-    # What has an update moves, also where a class declares it frozen and a layout thawed it.
+    # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
     return _moved(model, updates, trained_at(layout, index.distinct))
 
@@ -105,7 +106,7 @@ def _moved(model: M, updates: PyTree, layout: Layout) -> M:
     return parts.model(list(map(added, layout.paths, parts.slots, steps)))
 
 
-def added(path: str, leaf: Any, step: Any) -> Any:
+def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
     """A parameter after its update, in its own dtype."""
     if step is None:
         return leaf
