@@ -92,7 +92,10 @@ class Relu(eqx.Module):
             r"'layers.0.weight' \(float32\[2,2\]\).* 'layers.1.weight' \(float32\[3",
         ),
         ([Layer(0), Layer(1, bias=ramp(2, dtype=jnp.float16))], r"'layers.1.bias' \(float16\[2\]\)"),
-        ([Layer(0), Layer(1), Layer(2, width=3)], "'layers.0' and 'layers.2' .*the static value 'layers.0.width' is 2 .*, and 3"),
+        (
+            [Layer(0), Layer(1), Layer(2, width=3)],
+            "'layers.0' and 'layers.2' .*the static value 'layers.0.width' is 2 .*, and 3",
+        ),
         (
             [Layer(0), Layer(1, activation=jnp.sin)],
             "'layers.0.activation' and 'layers.1.activation', .* no arrays, differ",

@@ -4,7 +4,7 @@
 ground up:
 
     _state         TrainableState
-    _named         who asks a tree for names
+    _named         what a rule is shown while it is read
     _groups        groups: a rule for each part; report: which leaf goes where
     _history       what a rule has learned of parameters that step together
     _formulas      the formula of each element in the programs of a rule
