@@ -1,9 +1,8 @@
-"""diff: how two trees differ, by path: first in what a compiler sees, then in the elements of their arrays."""
+"""diff: how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 
 
 def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
-    """How two trees differ, by path: in what a compiler sees, and in the elements of their arrays.
+    """How two trees differ, by path: as a compiler sees them, and in the elements of their arrays.
 
     Models, gradients, optimiser states, averages, stacks, vectors: any two pytrees.
 
@@ -51,7 +50,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     <BLANKLINE>
     3 differences: static 1, dtype 1, tie 1
 
-    Of arrays whose elements differ, the one with the largest difference comes first; what it holds there is shown:
+    Of arrays whose elements differ, the one with the largest difference comes first; you see the two elements there:
 
     >>> model = {"bias": jnp.zeros(3), "weight": jnp.array([1.0, 2.0, 3.0])}
     >>> other = {"bias": jnp.array([1e-6, 0.0, 0.0]), "weight": jnp.array([1.0, 2.5, jnp.nan])}
@@ -64,7 +63,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     >>> tp.diff(model, other, atol=1e-5).paths
     ('weight',)
 
-    What one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array nor zeros.
+    A subtree that one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array
+    nor zeros.
 
     Args:
         a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or a
@@ -72,21 +72,21 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         b: another; or a `Layout` if `a` is one.
         atol: how far elements may be apart, `|a - b| <= atol + rtol * |b|`; `None` is 0. It is for floating and integer
             arrays and for Python floats; bools and PRNG keys are compared as they are.
-        rtol: the same, as a part of the element of `b`.
+        rtol: the same, as a fraction of the element of `b`.
 
     Returns:
         A `Diff`, false where nothing differs. It prints as a table; `diff.rows` are the differences and `diff.paths`
-        where they are. What each word means:
+        their paths. The words in the table:
 
-        - `structure`: a subtree in one of the two alone, `None` or a leaf in place of another; `class`: that of a node.
+        - `structure`: a subtree in one of the two alone, `None` or a leaf in its stead; `class`: that of a node.
         - `static`: a static value of a node, by type and content, static arrays by identity; `2`, `2.0` and `True`
           differ. `value`: the same of a leaf that is no array, such as a function or a Python number.
         - `type`: an array in one, in the other none. `shape`, `dtype`: as JAX sees them, so a NumPy array is no other
           than a JAX array. `weak type`: as that of `jnp.asarray(1.0)`.
-        - `sharding`: another device, or parts of another, of two JAX arrays; also one that is committed to its device,
-          as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
-        - `tie`: with which others the array at a path is one, as objects; of ties that are declared or given, and of
-          what trains, `tp.diff` of two layouts tells.
+        - `sharding`: two JAX arrays lie on different devices, or are split differently; also one that is committed to
+          its device, as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
+        - `tie`: with which others the array at a path is one, as objects. For ties that you declared or gave, and for
+          trained parameters, compare two layouts with `tp.diff`.
         - `elements`: NaN equals NaN, `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite
           difference. The relative one is that to the element of `b`. Arrays of other shapes are not compared.
 
@@ -154,7 +154,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     return Diff([*rows, *sorted(elements, key=operator.attrgetter("absolute"), reverse=True)])
 
 
-def _tolerance(name: str, value: Any) -> float:
+def _tolerance(name: str, value: float | int | None) -> float:
     if value is None:
         return 0.0
     try:
@@ -168,8 +168,8 @@ def _tolerance(name: str, value: Any) -> float:
     return number
 
 
-def _is_one(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same objects in the same nodes: a model and what was made of it by changing nothing.
+def _is_one(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
 
     A structure takes tens of times as long to work out as this takes, if it is not known.
     """
@@ -177,15 +177,18 @@ def _is_one(a: Any, b: Any) -> bool:
     if not identical(ours, theirs) or not same_treedef(these, those):
         return False
     ours, theirs = static_values(these), static_values(those)
-    is_same = lambda here, there: here is there or static_key(here, strict=True) == static_key(there, strict=True)
-    return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_is_same_static, ours, theirs))
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_same_static(here: object, there: object) -> bool:
+    return here is there or static_key(here, strict=True) == static_key(there, strict=True)
+
+
+def _is_concrete(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
 
 
-def _placed(sharding: Any) -> str:
+def _placed(sharding: jax.sharding.Sharding) -> str:
     """Where an array lies, in a few words."""
     if len(sharding.device_set) == 1:
         return repr(next(iter(sharding.device_set)))
@@ -195,13 +198,13 @@ def _placed(sharding: Any) -> str:
     return f"{tuple(sharding.spec)} over {axes}"
 
 
-def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:
+def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> bool:
     """Whether two leaves are equal that are no arrays to JAX."""
     if type(here) is not type(there):
         return False
-    if isinstance(here, np.ndarray):  # of texts or objects
+    if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):  # of texts or objects
         return here.dtype == there.dtype and bool(np.array_equal(here, there))
-    if static_key(here, strict=True) == static_key(there, strict=True):
+    if _is_same_static(here, there):
         return True
     are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
     return are_numbers and not list(_elements("", np.asarray(here), np.asarray(there), tolerance))
@@ -210,7 +213,9 @@ def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:
 # -- Elements ----------------------------------------------------------------------------------------------------------
 
 
-def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) -> Iterator[Difference]:
+def _elements(
+    path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
+) -> Iterator[Difference]:
     """The row of two arrays of one shape, if their elements differ."""
     are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
     if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
@@ -227,6 +232,7 @@ def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) 
     is_exact = any(are_keys) or bool in dtypes
     atol, rtol = (0.0, 0.0) if is_exact else tolerance
     largest, relative, differing, place, nans = 0.0, 0.0, 0, 0, [0, 0]
+    # Slice by slice: two arrays may be most of the memory, and the temporaries in double precision would be twice them.
     for start in range(0, first.size, _AT_ONCE):
         x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
         if dtypes[0] == dtypes[1] and not (x != y).any():  # nor is there a NaN
@@ -264,6 +270,7 @@ def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np
     for side, each in enumerate(lacking):
         nans[side] += int(np.count_nonzero(each))
     gaps = np.abs(x - y)
+    # NaN comes of a NaN on either side and of infinities: all are infinitely far apart, but for those that are equal.
     gaps[np.isnan(gaps)] = math.inf
     gaps[(x == y) | (lacking[0] & lacking[1])] = 0
     return gaps, np.abs(y)
