@@ -110,6 +110,8 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
         TypeError: the model is complex where the average is real; `tau` in place of `decay`.
     """
     parts, step = take_apart(average, trainable), step_size(decay)
+    # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
+    # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
     narrow = [slot for slot in parts.index.slots if slot.dtype.itemsize < 4]
     if narrow and (isinstance(decay, Tracer) or 0.5 < np.asarray(decay) < 1):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""

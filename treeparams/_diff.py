@@ -231,7 +231,7 @@ def _elements(
     dtypes = first.dtype, second.dtype
     is_exact = any(are_keys) or bool in dtypes
     atol, rtol = (0.0, 0.0) if is_exact else tolerance
-    largest, relative, differing, place, nans = 0.0, 0.0, 0, 0, [0, 0]
+    largest, relative, differing, largest_at, nans = 0.0, 0.0, 0, 0, [0, 0]
     # Slice by slice: two arrays may be most of the memory, and the temporaries in double precision would be twice them.
     for start in range(0, first.size, _AT_ONCE):
         x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
@@ -250,9 +250,9 @@ def _elements(
         relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
         at = int(gaps.argmax())
         if gaps[at] > largest:
-            largest, place = float(gaps[at]), start + at
+            largest, largest_at = float(gaps[at]), start + at
     if differing:
-        words = str(first[place]), str(second[place])
+        words = str(first[largest_at]), str(second[largest_at])
         yield Difference(path, "elements", *words, largest, relative, differing, first.size, (nans[0], nans[1]))
 
 

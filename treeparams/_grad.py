@@ -52,8 +52,8 @@ def value_and_grad(
     `trainable`, or ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about
     the cost of flattening it twice; for a fast loop without `jit`, `tp.partition` once and differentiate in `params`.
 
-    The value is that of the model with its ties filled: where an alias is not yet what its source gives (`tp.tie`),
-    it is not `f(model)`.
+    The value is that of the model with its ties filled: where an alias does not have the value of its source yet
+    (`tp.tie`), it is not `f(model)`.
 
     Args:
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.

@@ -1,4 +1,4 @@
-"""`jit` for models as they are: functions among the leaves, one array in several places."""
+"""`jit` for models as they are: functions among the leaves, one array at several paths."""
 
 import functools
 import types
@@ -83,6 +83,8 @@ class Jitted(Generic[P, R]):
         self._fun = fun
         self._donate: Donate = donate
 
+        # The whole call, function and arguments, is one `Rest`: an array that is at several paths of it is one of its
+        # leaves, whichever arguments these are in. Donated arrays are passed beside it, and `None` marks their gaps.
         def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
             left = iter(donated)
             arrays = [next(left) if array is None else array for array in arrays_in(kept)]
@@ -174,7 +176,7 @@ class Stage:
 
 
 def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
-    """Says in words what differs between two calls, of which the static halves are at hand."""
+    """The differences of two calls, in words; only their static halves are at hand."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
 

@@ -199,7 +199,7 @@ def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
     found, seen, waiting = set(), set(), [jaxpr]
     while waiting:
         jaxpr = waiting.pop()
-        if id(jaxpr) not in seen:  # a program may be called at many places
+        if id(jaxpr) not in seen:  # a program may be called many times
             seen.add(id(jaxpr))
             found |= {eqn.primitive.name for eqn in jaxpr.eqns}
             waiting += [each for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for each in programs(eqn)]

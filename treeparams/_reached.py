@@ -92,6 +92,7 @@ def reaches(
         raise
     if not _WRITES.isdisjoint(primitives(program)):
         return [True] * len(parts.slots)
+    # A bit for each slot. The bits that arrive at any result of the program are the slots that f reaches.
     marks = [1 << i for i in range(len(parts.slots))]
     unmarked = [0] * (len(program.invars) - len(marks))
     step = functools.partial(_differentiable, set())
@@ -131,8 +132,8 @@ def _differentiable(seen: set[Any], eqn: JaxprEqn, marks: Marks, run: Run) -> Ma
     return [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
 
 
-# An operation with a rule of its own is traced once more with its derivative in what moves. A derivative that does not
-# depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything.
+# An operation with a rule of its own is traced once more with its derivative in moving operands. A derivative that does
+# not depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything.
 
 
 def _by_jvp(eqn: JaxprEqn, moves: list[bool]) -> list[list[int]]:
@@ -152,6 +153,7 @@ def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> list[list[int]]:
         _, pull_back = jax.vjp(lambda moving: eqx.filter(bind(eqn, eqx.combine(moving, still)), kept), moving)
         return pull_back(eqx.filter(cotangents, kept))
 
+    # The derivatives come one after another, for the operands that move alone.
     columns = iter(_dependent(jax.make_jaxpr(of)(operands, results).jaxpr, len(operands), len(results)))
     of_operand = [next(columns) if move else [] for move in moves]
     return [[i for i, column in enumerate(of_operand) if result in column] for result in range(len(results))]

@@ -80,8 +80,8 @@ def tie(
             )
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
-    # The memory of ties knows this kind of model as it was before, with an array of its own at each path. It is told
-    # here, since that a model of such a kind is met with ties later would not count (`meet`).
+    # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
+    # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)

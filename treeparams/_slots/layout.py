@@ -231,6 +231,7 @@ class Layout:
         return (these.trained, these.ties) == (those.trained, those.ties) and these.structure == those.structure
 
     def __reduce__(self) -> Any:
+        # The index is worked out anew: it holds functions, and memories of this process.
         return _again, (self._index.structure, self._index.trained, self._index.ties)
 
     def __repr__(self) -> str:
@@ -260,12 +261,12 @@ def _rows(here: Layout, there: Layout) -> tuple[Difference, ...]:
     return here.diff(there).rows
 
 
-def _static_values(layout: Layout) -> list[Any]:
+def _statics_of_nodes(layout: Layout) -> list[Any]:
     return [node.static for node in index_of(layout).structure.nodes]
 
 
 rows_of[Layout] = _rows
-contents[Layout] = _static_values
+contents[Layout] = _statics_of_nodes
 
 
 def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:

@@ -81,12 +81,12 @@ def _matcher(structure: Structure, where: object) -> Callable[[Span], bool]:
             "expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
             f"these, which match nodes, got {name_of(where)}"
         )
-    found = _pointed_at(structure, where)[0]
+    found = _pointed_nodes(structure, where)[0]
     treedefs = subtreedefs(structure)
     return lambda span: (list(range(span.start, span.stop)), treedefs[span.number]) in found
 
 
-def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], TreeDef]], bool]:
+def _pointed_nodes(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], TreeDef]], bool]:
     """The leaves and treedefs of the nodes that a callable returns, and whether it is a list of them."""
     tree, index = with_distinct_leaves(structure)
     nodes: Any = where(tree)
@@ -126,7 +126,7 @@ def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
         return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
     if isinstance(where, (list, tuple)):
         return all(_is_one(structure, each, cls) for each in where)
-    return isinstance(where, (type, re.Pattern)) or not (callable(where) and _pointed_at(structure, where)[1])
+    return isinstance(where, (type, re.Pattern)) or not (callable(where) and _pointed_nodes(structure, where)[1])
 
 
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:

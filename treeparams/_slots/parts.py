@@ -43,6 +43,8 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
             return NotImplemented
+        # Equal layouts do not do: the models may differ in which frozen arrays are one (`order`), and bare objects in
+        # them may be others, which programs tell apart.
         is_same = self.index is other.index or (
             self.layout == other.layout
             and self.index.gathers.order == other.index.gathers.order
@@ -57,11 +59,11 @@ class _Static:
         return _static, (self.layout, self.index.structure, self.values.values)
 
 
-def _static_values(static: _Static) -> list[Any]:
+def _values_in(static: _Static) -> list[Any]:
     return [static.layout, *static.values.values]
 
 
-contents[_Static] = _static_values
+contents[_Static] = _values_in
 
 
 def _static(layout: Layout, structure: Structure, values: tuple[Any, ...]) -> _Static:
@@ -184,6 +186,8 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """The model of one value per slot."""
     frozen, static = _halves(rest)
     index, values = static.index, [*slots, *frozen, *static.values.values]
+    # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or of
+    # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
     if slots:
         if isinstance(slots[0], Tracer):
             keep_apart(slots)

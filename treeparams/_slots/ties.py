@@ -41,6 +41,7 @@ class Alias(NamedTuple):
         stacked = -1 if shape is None else len(shape) - len(source.shape)
         if shape is None or stacked < 0 or tuple(shape[stacked:]) != source.shape:
             return value
+        # A transform is a function of one array, which need not know of axes in front.
         function = self._apply
         for _ in range(stacked):
             function = jax.vmap(function)
@@ -66,6 +67,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
     for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
+        # The ends of a tie stand for the sets they are in: tying one path of a set ties all of them.
         lower, upper = structure.first[alias], structure.first[source]
         named[upper] = min(named.get(upper, source), source)
         if lower == upper and transform is None:

@@ -61,6 +61,8 @@ def choose(structure: Structure, follows: Mapping[int, int], trainable: object) 
 
     `follows` has the source of each alias that has a transform.
     """
+    # Later statements win: first `trainable`, then its `!` globs, then the declarations. A mask stands above them all,
+    # since it says of each leaf by itself what it is.
     declarations = _declarations(structure)
     frozen = frozenset[int]().union(*declarations)
     mask = as_mask(structure, trainable)
@@ -91,6 +93,8 @@ def say(said: Said, follows: Mapping[int, int], selected: frozenset[int], traine
     An alias with a transform is named by a statement that selects nothing but such aliases. One that selects it beside
     others, as a node does that holds it, says nothing of it.
     """
+    # `freeze="decoder"` is about a weight tied to the encoder's only if the decoder holds nothing else: with
+    # a bias of its own beside the weight, it is about the bias alone.
     is_named = selected <= follows.keys()
     said |= dict.fromkeys(selected if is_named else selected - follows.keys(), trained)
     for alias, source in follows.items():
@@ -129,6 +133,7 @@ def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
 
 
 def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:
+    # Globs of a class are relative to its instances, so they are matched against paths without the node's own entries.
     depth = len(node.entries)
     for glob in said.frozen:
         pattern = split_path(glob)
@@ -295,7 +300,7 @@ def _leaves_of(structure: Structure, where: object) -> Iterator[int]:
                 raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(holds)} at {path!r}")
             yield from (i,) if holds else ()
     elif callable(where):
-        yield from _pointed_at(structure, where)
+        yield from _pointed_leaves(structure, where)
     else:
         raise TypeError(
             f"expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from "
@@ -313,7 +318,7 @@ def with_distinct_leaves(structure: Structure) -> tuple[PyTree, dict[int, tuple[
     return jtu.tree_unflatten(structure.treedef, objects), {id(each): (i, each) for i, each in enumerate(objects)}
 
 
-def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
+def _pointed_leaves(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
     tree, index = with_distinct_leaves(structure)
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
     try:

@@ -1,6 +1,6 @@
 """Declarations of classes: which fields are trained, and which always hold one and the same array.
 
-A declaration belongs to a class, never to an instance, and comes from two places: the metadata of a dataclass field
+A declaration belongs to a class, never to an instance, and comes from one of two: the metadata of a dataclass field
 (`field`, for classes that you write) and the registry below (`declare`, for classes that you do not own).
 """
 
@@ -22,7 +22,7 @@ Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 class Declared(NamedTuple):
     """All that is declared of one class, bases included; paths are relative to an instance."""
 
-    fields: dict[str, bool]  # what the fields' metadata say, where they say anything
+    fields: dict[str, bool]  # `trainable` of the fields whose metadata have it
     frozen: tuple[str, ...]  # globs
     ties: Given
 
@@ -173,6 +173,7 @@ def declared(cls: type, version: int) -> Declared:
             ties[quote(each.name)] = each.metadata["tied_to"]
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
     frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
+    # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
     for base in reversed(cls.__mro__):
         frozen += _BY_NAME.get(f"{base.__module__.partition('.')[0]}.{base.__qualname__}", ())
         if base in registry.classes:

@@ -221,6 +221,7 @@ class _Pair:
         if left is None and right is None:
             yield from self.at_leaves(here, there)
             return
+        # `None` is a node to JAX, without leaves. In a table it is something in one tree alone.
         if left is None or right is None or (type(here) is not type(there) and (here is None or there is None)):
             yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
             return
@@ -232,6 +233,7 @@ class _Pair:
             yield Difference(join_path(entries), "class", *both_in_text(type(here), type(there)))
         elif not (isinstance(here, dict) and ours.keys() != theirs.keys()):  # whose static value is its keys
             yield from self.static_rows(entries, type(here), left[1], right[1])
+        # Children are matched by their entries and not by position, so that one that is missing shifts no other.
         for entry in dict.fromkeys([*ours, *theirs]):
             is_boxed = len(ours) == 1 == len(theirs) and is_box(type(here)) and is_box(type(there))
             below = entries if is_boxed else (*entries, entry)
@@ -277,6 +279,8 @@ class _Pair:
             return
         kind = type(here)
         rows: list[Difference] = []
+        # The deeper a row can point the better: into objects that compare themselves, then into containers. Where that
+        # shows no row, as for lists of different lengths, the two values are one row.
         if kind is type(there) and kind in rows_of:
             rows = [
                 row._replace(path=join_path((*entries, row.path) if row.path else entries))

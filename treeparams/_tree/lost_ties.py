@@ -17,9 +17,9 @@ from .messages import warn, was_warned
 from .structure import Spec, Structure
 from .text import first_few
 
-# Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
+# Kinds of structure that were met with one array at several leaves: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
-_met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
+_met_apart: set[int] = set()  # kinds that were met with an array of its own at each leaf, and not tied before
 _given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
@@ -35,6 +35,7 @@ def meet(structure: Structure, is_call: bool) -> None:
     first, pairs = structure.first, []
     if len(set(first)) < len(first):
         pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
+    # A call is (function, arguments, keywords), so each argument is a node whose path has two entries.
     for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
         if len(root.entries) != (2 if is_call else 0):
             continue
@@ -72,6 +73,7 @@ def keep_apart(tracers: Iterable[Any]) -> None:
     if _met_tied:
         for each in tracers:
             if isinstance(each, Tracer):
+                # An identity serves another object when a tracer is gone, so the entry goes with it.
                 key = id(each)
                 _on_purpose[key] = weakref.ref(each, lambda _, key=key: _on_purpose.pop(key, None))
 

@@ -26,7 +26,7 @@ from .structure import Structure, flatten, getter, same_treedef, scan
 from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
-# program, small enough to let go of what a long notebook session has built and thrown away.
+# program, small enough to let go of models that a long notebook session has built and thrown away.
 _BUCKETS = 256
 _PER_BUCKET = 64
 
@@ -106,7 +106,7 @@ class _Known:
 
 
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
-_changing = threading.Lock()  # of what is known; reading needs none
+_changing = threading.Lock()  # for writing to `_known`; reading needs none
 _key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
@@ -151,6 +151,7 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
 def static_values(treedef: TreeDef) -> list[Any]:
     """The static values of all nodes."""
     values: list[Any] = []
+    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
     extend, append = values.extend, values.append
     leaves = itertools.repeat(None, treedef.num_leaves)
     treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)

@@ -2,8 +2,8 @@
 
 `2 == 2.0 == True` in Python, so a cache keyed by static values runs the program traced for one on the other and gives
 the wrong dtype. And a list that has changed since is equal to itself. `static_key` turns a value into a key for which
-neither happens: it tells types apart and is a snapshot of what can change in place. The bytes of arrays are never
-hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
+neither happens: it tells types apart and is a snapshot of values that can change in place. The bytes of arrays are
+never hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
 """
 
 import collections

@@ -207,7 +207,7 @@ class _Reading:
         """The static keys, and the bare objects in them."""
         return tuple(self.statics), tuple(self._keys.bare)
 
-    # One frame of Python for each level of the tree, as JAX takes: what can be flattened can be read.
+    # One frame of Python for each level of the tree, as JAX takes: a tree that can be flattened can be read.
     def _visit(self, kind: type, children: Sequence[tuple[Any, Any]], data: object, path: tuple[str, ...]) -> None:
         names = keys_of(kind, children)
         self.statics.append((kind, len(names), self._static_key(data)))
@@ -332,10 +332,10 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
 
 
 # jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
-# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost.
+# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by these.
 # The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
 _SPARE = 50
-_ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
+_ENOUGH = 1000  # levels; Python's own limit for a thread
 
 
 def _one_level_down(tree: PyTree) -> tuple[list[Any], TreeDef]:

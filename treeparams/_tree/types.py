@@ -1,4 +1,4 @@
-"""PyTree and TreeDef: what they are to type checkers, and to the checks at run time."""
+"""PyTree and TreeDef, for type checkers and for the checks at run time."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
