@@ -15,10 +15,11 @@ from ._tree.dtypes import is_complex, is_inexact
 from ._tree.messages import name_deleted
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import flatten, same_treedef
+from ._tree.structure import Spec, flatten, same_treedef
 from ._tree.text import both_in_text, describe
 from ._tree.types import PyTree
 
+_ABSOLUTE = operator.attrgetter("absolute")
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 
 
@@ -107,7 +108,6 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         return Diff(())
     ours, _, these = structure_of(a)
     theirs, _, those = structure_of(b)
-    elements: list[Difference] = []
 
     def at_leaves(i: int, j: int) -> Iterator[Difference]:
         here, there, path = ours[i], theirs[j], these.paths[i]
@@ -117,28 +117,14 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         if one is None and other is None:
             if not _are_equal(here, there, tolerance):
                 yield Difference(path, "value", *both_in_text(here, there))
-            return
-        if one is None or other is None:
+        elif one is None or other is None:
             yield Difference(path, "type", *both_in_text(here, there))
-            return
-        yield from spec_rows(these, those, i, j)
-        weak = [bool(getattr(each, "weak_type", False)) for each in (here, there)]
-        if weak[0] != weak[1]:
-            first, second = (
-                describe(spec) + ", weak" * is_weak for spec, is_weak in zip((one, other), weak, strict=True)
-            )
-            yield Difference(path, "weak type", first, second)
-        are_concrete = _is_concrete(here), _is_concrete(there)
-        if one.shape != other.shape or not all(are_concrete):
-            return
-        shardings = [each.sharding for each in (here, there) if isinstance(each, jax.Array)]
-        if len(shardings) == 2 and not shardings[0].is_equivalent_to(shardings[1], here.ndim):
-            first, second = map(_placed, shardings)
-            yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
-        elif len(shardings) == 2 and here.committed != there.committed:
-            texts = [_placed(each.sharding) + ", committed" * each.committed for each in (here, there)]
-            yield Difference(path, "sharding", *texts)
-        elements.extend(_elements(path, here, there, tolerance))
+        else:
+            yield from spec_rows(these, those, i, j)
+            yield from _weak_type_rows(path, (one, here), (other, there))
+            if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
+                yield from _sharding_rows(path, here, there)
+                yield from _elements(path, here, there, tolerance)
 
     def is_shared(path: str) -> bool:
         i, j = these.index.get(path), those.index.get(path)
@@ -150,8 +136,29 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         for tree in (a, b):
             name_deleted(error, tree)
         raise
-    rows += tie_rows(groups_of(these), groups_of(those), is_shared)
-    return Diff([*rows, *sorted(elements, key=operator.attrgetter("absolute"), reverse=True)])
+    seen = [row for row in rows if row.what != "elements"]
+    elements = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
+    return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *elements])
+
+
+def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
+    """The row of two arrays, each after its spec, if only one has a weak type."""
+    weak = [bool(getattr(array, "weak_type", False)) for _, array in leaves]
+    if weak[0] != weak[1]:
+        first, second = (describe(spec) + ", weak" * is_weak for (spec, _), is_weak in zip(leaves, weak, strict=True))
+        yield Difference(path, "weak type", first, second)
+
+
+def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray) -> Iterator[Difference]:
+    """The row of two arrays of one shape, if both are JAX's and lie otherwise, or only one is committed."""
+    if not (isinstance(here, jax.Array) and isinstance(there, jax.Array)):
+        return
+    if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
+        first, second = _placed(here.sharding), _placed(there.sharding)
+        yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
+    elif here.committed != there.committed:
+        first, second = (_placed(each.sharding) + ", committed" * each.committed for each in (here, there))
+        yield Difference(path, "sharding", first, second)
 
 
 def _tolerance(name: str, value: float | int | None) -> float:
