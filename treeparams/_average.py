@@ -42,13 +42,13 @@ def copy(tree: M) -> M:
     >>> target["w"] is online["w"], bool((target["w"] == online["w"]).all())
     (False, True)
 
-    A target network that *is* the online one is tied to it, and gone when a step donates it; its copy is neither.
+    If you made the target network by assignment, it would be tied to the online one, and gone when a step donates that.
 
     Args:
         tree: any pytree.
 
     Returns:
-        A tree of the same structure. An array that stands at several places is copied once; what is no array stays.
+        A tree of the same structure. An array at several paths is copied once; leaves that are no arrays stay.
     """
     leaves, treedef = flatten(tree)
     copies: dict[int, Any] = {}
@@ -89,20 +89,20 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
     stops moving once a step is below half the spacing between neighbouring numbers: a `UserWarning`, once for each kind
     of model, says so and points to `tp.Ema`, which keeps float32.
 
-    Where the literature writes a soft update with `tau`, write `decay=1 - tau`.
+    For a soft update with `tau`, as in the literature, write `decay=1 - tau`.
 
     Args:
-        average: the model averaged so far; it decides what is trained and tied, and the dtypes. Start with
+        average: the model averaged so far; trained parameters, ties and dtypes are its own. Start with
             `tp.copy(model)`.
         model: the model now, or another tree with its parameters at the same paths.
         decay: the weight of `average`, a number in [0, 1] or a traced scalar, which never promotes a dtype.
-        buffers: what to do with integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
+        buffers: the policy for integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
             own; `"keep"` leaves the average's; `"average"` averages the floating ones and copies the others. Or
-            `{where: policy}`; a later entry wins, and what no entry selects is copied.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+            `{where: policy}`; a later entry wins, and arrays that no entry selects are copied.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The new average. What is no array (functions, Python numbers) is that of `average`.
+        The new average. Leaves that are no arrays (functions, Python numbers) are those of `average`.
 
     Raises:
         ValueError: `decay` is not in [0, 1]; the model lacks an array of the average, or has another shape there;
@@ -110,6 +110,8 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
         TypeError: the model is complex where the average is real; `tau` in place of `decay`.
     """
     parts, step = take_apart(average, trainable), step_size(decay)
+    # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
+    # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
     narrow = [slot for slot in parts.index.slots if slot.dtype.itemsize < 4]
     if narrow and (isinstance(decay, Tracer) or 0.5 < np.asarray(decay) < 1):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""
@@ -128,7 +130,7 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
         raise
 
 
-def step_size(decay: Any) -> Any:
+def step_size(decay: ArrayLike) -> ArrayLike:
     """`1 - decay`, in double precision where the decay is a Python number."""
     if jnp.ndim(decay) != 0:
         raise ValueError(f"decay must be a scalar, got shape {jnp.shape(decay)}")
@@ -138,18 +140,19 @@ def step_size(decay: Any) -> Any:
 
 
 @jax.jit
-def lerp(olds: Sequence[Any], news: Sequence[Any], step: Any) -> list[Any]:
+def lerp(olds: Sequence[Any], news: Sequence[Any], step: ArrayLike) -> list[Any]:
     """`old + step * (new - old)` of each pair, computed in at least float32, in the dtype of `old`."""
-
-    def one(old: Any, new: Any) -> Any:
-        wide = widened(old.dtype)
-        start = old.astype(wide)
-        return (start + jnp.asarray(step).astype(wide) * (jnp.asarray(new).astype(wide) - start)).astype(old.dtype)
-
-    return [one(old, new) for old, new in zip(olds, news, strict=True)]
+    # One program for all pairs: one call of a compiled function in place of a few operations for each.
+    return [_lerp_one(old, new, step) for old, new in zip(olds, news, strict=True)]
 
 
-def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest[M]:
+def _lerp_one(old: jax.Array, new: ArrayLike, step: ArrayLike) -> jax.Array:
+    wide = widened(old.dtype)
+    start = old.astype(wide)
+    return (start + jnp.asarray(step).astype(wide) * (jnp.asarray(new).astype(wide) - start)).astype(old.dtype)
+
+
+def next_rest(rest: Rest[M], model: PyTree, step: ArrayLike, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: the arrays that are no slots, by their policies."""
     olds = kept_arrays(rest)
     policies = _policies(index_in(rest).structure, olds, buffers)
@@ -167,22 +170,24 @@ def next_rest(rest: Rest[M], model: PyTree, step: Any, buffers: Buffers) -> Rest
             f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
             'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
         )
-    news = []
-    for path, old in olds.items():
-        new, policy = found.get(path), policies[path]
-        if policy == "keep":
-            new = old
-        elif policy == "average" and is_inexact(jnp.result_type(old)) and is_inexact(jnp.result_type(new)):
-            new = lerp([old], [new], step)[0]
-        elif jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-            new = copy_leaf(new)
-        else:
-            new = jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
-        news.append(new)
-    return with_kept_arrays(rest, news)
+    return with_kept_arrays(
+        rest, [_next_array(policies[path], old, found.get(path), step) for path, old in olds.items()]
+    )
+
+
+def _next_array(policy: str, old: Any, new: Any, step: ArrayLike) -> Any:
+    """An array of the rest after a step; `new` is the model's, or `None` where it has none and its own is kept."""
+    if policy == "keep":
+        return old
+    if policy == "average" and is_inexact(jnp.result_type(old)) and is_inexact(jnp.result_type(new)):
+        return lerp([old], [new], step)[0]
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):  # `jnp.array` takes no such dtype
+        return copy_leaf(new)
+    return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
 
 def _policies(structure: Structure, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
+    """The policy for the array at each path."""
     usual, said = (buffers, {}) if isinstance(buffers, str) else ("copy", buffers)
     for policy in (usual, *said.values()):
         if policy not in ("copy", "keep", "average"):
@@ -257,8 +262,8 @@ class Ema(eqx.Module, Generic[M]):
             debias: whether the values at the start have no weight: the average is that of the updates alone, as with
                 Adam's correction by `1 - decay**count`. Before the first update it is the model.
             warmup: whether the decay starts low: `min(decay, (1 + count) / (10 + count))`.
-            buffers: what to do with integers, bools, keys and frozen arrays; see `tp.ema`.
-            trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+            buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`.
+            trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
         if isinstance(decay, Tracer):
             raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
@@ -292,7 +297,9 @@ class Ema(eqx.Module, Generic[M]):
         step = step_size(jnp.minimum(decay, (1 + self.count) / (10 + self.count)) if self.warmup else decay)
         weight = jnp.asarray(self.weight + step * (1 - self.weight), jnp.float32)
         if self.debias:
-            # The same as dividing by the weight at the end, but the shadow is itself the average at any time.
+            # Each model so far weighs decay**k * (1 - decay), and all of them together `weight`. Taking the step
+            # divided by the new weight is the same as dividing by the weight at the end, but the shadow is itself the
+            # average at any time; the first step is 1, so that the values at the start go.
             step = jnp.where(weight > 0, step / jnp.where(weight > 0, weight, 1), 0)
         news = read_slots(index_in(self.rest), model, exact_shapes=True)
         rest = next_rest(self.rest, model, step, self.buffers)
@@ -303,9 +310,9 @@ class Ema(eqx.Module, Generic[M]):
 
     @property
     def average(self) -> M:
-        """The averaged model: each parameter in its own dtype, ties and frozen arrays in place.
+        """The averaged model: each parameter in its own dtype, ties and frozen arrays included.
 
-        It is made anew at each access, in buffers of its own, so that a donated `Ema` does not take it along.
+        You get a new one at each access, in buffers of its own, so that a donated `Ema` does not take it along.
         """
         slots = [
             jax.lax.convert_element_type(value, slot.dtype)

@@ -1,9 +1,8 @@
-"""diff: how two trees differ, by path: first in what a compiler sees, then in the elements of their arrays."""
+"""diff: how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +15,16 @@ from ._tree.dtypes import is_complex, is_inexact
 from ._tree.messages import name_deleted
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import flatten, same_treedef
+from ._tree.structure import Spec, flatten, same_treedef
 from ._tree.text import both_in_text, describe
 from ._tree.types import PyTree
 
+_ABSOLUTE = operator.attrgetter("absolute")
 _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 
 
 def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
-    """How two trees differ, by path: in what a compiler sees, and in the elements of their arrays.
+    """How two trees differ, by path: as a compiler sees them, and in the elements of their arrays.
 
     Models, gradients, optimiser states, averages, stacks, vectors: any two pytrees.
 
@@ -51,7 +51,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     <BLANKLINE>
     3 differences: static 1, dtype 1, tie 1
 
-    Of arrays whose elements differ, the one with the largest difference comes first; what it holds there is shown:
+    Of arrays whose elements differ, the one with the largest difference comes first; you see the two elements there:
 
     >>> model = {"bias": jnp.zeros(3), "weight": jnp.array([1.0, 2.0, 3.0])}
     >>> other = {"bias": jnp.array([1e-6, 0.0, 0.0]), "weight": jnp.array([1.0, 2.5, jnp.nan])}
@@ -64,7 +64,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     >>> tp.diff(model, other, atol=1e-5).paths
     ('weight',)
 
-    What one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array nor zeros.
+    A subtree that one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array
+    nor zeros.
 
     Args:
         a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or a
@@ -72,21 +73,21 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         b: another; or a `Layout` if `a` is one.
         atol: how far elements may be apart, `|a - b| <= atol + rtol * |b|`; `None` is 0. It is for floating and integer
             arrays and for Python floats; bools and PRNG keys are compared as they are.
-        rtol: the same, as a part of the element of `b`.
+        rtol: the same, as a fraction of the element of `b`.
 
     Returns:
         A `Diff`, false where nothing differs. It prints as a table; `diff.rows` are the differences and `diff.paths`
-        where they are. What each word means:
+        their paths. The words in the table:
 
-        - `structure`: a subtree in one of the two alone, `None` or a leaf in place of another; `class`: that of a node.
+        - `structure`: a subtree in one of the two alone, `None` or a leaf in its stead; `class`: that of a node.
         - `static`: a static value of a node, by type and content, static arrays by identity; `2`, `2.0` and `True`
           differ. `value`: the same of a leaf that is no array, such as a function or a Python number.
         - `type`: an array in one, in the other none. `shape`, `dtype`: as JAX sees them, so a NumPy array is no other
           than a JAX array. `weak type`: as that of `jnp.asarray(1.0)`.
-        - `sharding`: another device, or parts of another, of two JAX arrays; also one that is committed to its device,
-          as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
-        - `tie`: with which others the array at a path is one, as objects; of ties that are declared or given, and of
-          what trains, `tp.diff` of two layouts tells.
+        - `sharding`: two JAX arrays lie on different devices, or are split differently; also one that is committed to
+          its device, as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
+        - `tie`: with which others the array at a path is one, as objects. For ties that you declared or gave, and for
+          trained parameters, compare two layouts with `tp.diff`.
         - `elements`: NaN equals NaN, `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite
           difference. The relative one is that to the element of `b`. Arrays of other shapes are not compared.
 
@@ -107,7 +108,6 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         return Diff(())
     ours, _, these = structure_of(a)
     theirs, _, those = structure_of(b)
-    elements: list[Difference] = []
 
     def at_leaves(i: int, j: int) -> Iterator[Difference]:
         here, there, path = ours[i], theirs[j], these.paths[i]
@@ -117,28 +117,14 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         if one is None and other is None:
             if not _are_equal(here, there, tolerance):
                 yield Difference(path, "value", *both_in_text(here, there))
-            return
-        if one is None or other is None:
+        elif one is None or other is None:
             yield Difference(path, "type", *both_in_text(here, there))
-            return
-        yield from spec_rows(these, those, i, j)
-        weak = [bool(getattr(each, "weak_type", False)) for each in (here, there)]
-        if weak[0] != weak[1]:
-            first, second = (
-                describe(spec) + ", weak" * is_weak for spec, is_weak in zip((one, other), weak, strict=True)
-            )
-            yield Difference(path, "weak type", first, second)
-        are_concrete = _is_concrete(here), _is_concrete(there)
-        if one.shape != other.shape or not all(are_concrete):
-            return
-        shardings = [each.sharding for each in (here, there) if isinstance(each, jax.Array)]
-        if len(shardings) == 2 and not shardings[0].is_equivalent_to(shardings[1], here.ndim):
-            first, second = map(_placed, shardings)
-            yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
-        elif len(shardings) == 2 and here.committed != there.committed:
-            texts = [_placed(each.sharding) + ", committed" * each.committed for each in (here, there)]
-            yield Difference(path, "sharding", *texts)
-        elements.extend(_elements(path, here, there, tolerance))
+        else:
+            yield from spec_rows(these, those, i, j)
+            yield from _weak_type_rows(path, (one, here), (other, there))
+            if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
+                yield from _sharding_rows(path, here, there)
+                yield from _elements(path, here, there, tolerance)
 
     def is_shared(path: str) -> bool:
         i, j = these.index.get(path), those.index.get(path)
@@ -150,11 +136,32 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         for tree in (a, b):
             name_deleted(error, tree)
         raise
-    rows += tie_rows(groups_of(these), groups_of(those), is_shared)
-    return Diff([*rows, *sorted(elements, key=operator.attrgetter("absolute"), reverse=True)])
+    seen = [row for row in rows if row.what != "elements"]
+    elements = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
+    return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *elements])
 
 
-def _tolerance(name: str, value: Any) -> float:
+def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
+    """The row of two arrays, each after its spec, if only one has a weak type."""
+    weak = [bool(getattr(array, "weak_type", False)) for _, array in leaves]
+    if weak[0] != weak[1]:
+        first, second = (describe(spec) + ", weak" * is_weak for (spec, _), is_weak in zip(leaves, weak, strict=True))
+        yield Difference(path, "weak type", first, second)
+
+
+def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray) -> Iterator[Difference]:
+    """The row of two arrays of one shape, if both are JAX's and lie otherwise, or only one is committed."""
+    if not (isinstance(here, jax.Array) and isinstance(there, jax.Array)):
+        return
+    if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
+        first, second = _placed(here.sharding), _placed(there.sharding)
+        yield Difference(path, "sharding", first, f"{second}, other devices" if first == second else second)
+    elif here.committed != there.committed:
+        first, second = (_placed(each.sharding) + ", committed" * each.committed for each in (here, there))
+        yield Difference(path, "sharding", first, second)
+
+
+def _tolerance(name: str, value: float | int | None) -> float:
     if value is None:
         return 0.0
     try:
@@ -168,8 +175,8 @@ def _tolerance(name: str, value: Any) -> float:
     return number
 
 
-def _is_one(a: Any, b: Any) -> bool:
-    """Whether two trees hold the same objects in the same nodes: a model and what was made of it by changing nothing.
+def _is_one(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
 
     A structure takes tens of times as long to work out as this takes, if it is not known.
     """
@@ -177,15 +184,18 @@ def _is_one(a: Any, b: Any) -> bool:
     if not identical(ours, theirs) or not same_treedef(these, those):
         return False
     ours, theirs = static_values(these), static_values(those)
-    is_same = lambda here, there: here is there or static_key(here, strict=True) == static_key(there, strict=True)
-    return len(ours) == len(theirs) and all(map(is_same, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_is_same_static, ours, theirs))
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_same_static(here: object, there: object) -> bool:
+    return here is there or static_key(here, strict=True) == static_key(there, strict=True)
+
+
+def _is_concrete(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
 
 
-def _placed(sharding: Any) -> str:
+def _placed(sharding: jax.sharding.Sharding) -> str:
     """Where an array lies, in a few words."""
     if len(sharding.device_set) == 1:
         return repr(next(iter(sharding.device_set)))
@@ -195,13 +205,13 @@ def _placed(sharding: Any) -> str:
     return f"{tuple(sharding.spec)} over {axes}"
 
 
-def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:
+def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> bool:
     """Whether two leaves are equal that are no arrays to JAX."""
     if type(here) is not type(there):
         return False
-    if isinstance(here, np.ndarray):  # of texts or objects
+    if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):  # of texts or objects
         return here.dtype == there.dtype and bool(np.array_equal(here, there))
-    if static_key(here, strict=True) == static_key(there, strict=True):
+    if _is_same_static(here, there):
         return True
     are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
     return are_numbers and not list(_elements("", np.asarray(here), np.asarray(there), tolerance))
@@ -210,7 +220,9 @@ def _are_equal(here: Any, there: Any, tolerance: tuple[float, float]) -> bool:
 # -- Elements ----------------------------------------------------------------------------------------------------------
 
 
-def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) -> Iterator[Difference]:
+def _elements(
+    path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
+) -> Iterator[Difference]:
     """The row of two arrays of one shape, if their elements differ."""
     are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
     if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
@@ -226,7 +238,8 @@ def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) 
     dtypes = first.dtype, second.dtype
     is_exact = any(are_keys) or bool in dtypes
     atol, rtol = (0.0, 0.0) if is_exact else tolerance
-    largest, relative, differing, place, nans = 0.0, 0.0, 0, 0, [0, 0]
+    largest, relative, differing, largest_at, nans = 0.0, 0.0, 0, 0, [0, 0]
+    # Slice by slice: two arrays may be most of the memory, and the temporaries in double precision would be twice them.
     for start in range(0, first.size, _AT_ONCE):
         x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
         if dtypes[0] == dtypes[1] and not (x != y).any():  # nor is there a NaN
@@ -244,9 +257,9 @@ def _elements(path: str, here: Any, there: Any, tolerance: tuple[float, float]) 
         relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
         at = int(gaps.argmax())
         if gaps[at] > largest:
-            largest, place = float(gaps[at]), start + at
+            largest, largest_at = float(gaps[at]), start + at
     if differing:
-        words = str(first[place]), str(second[place])
+        words = str(first[largest_at]), str(second[largest_at])
         yield Difference(path, "elements", *words, largest, relative, differing, first.size, (nans[0], nans[1]))
 
 
@@ -264,6 +277,7 @@ def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np
     for side, each in enumerate(lacking):
         nans[side] += int(np.count_nonzero(each))
     gaps = np.abs(x - y)
+    # NaN comes of a NaN on either side and of infinities: all are infinitely far apart, but for those that are equal.
     gaps[np.isnan(gaps)] = math.inf
     gaps[(x == y) | (lacking[0] & lacking[1])] = 0
     return gaps, np.abs(y)

@@ -1,17 +1,18 @@
 """Gradients of the trained parameters alone: at once, or of a large batch in pieces.
 
-The model is taken apart before it is differentiated, so no backward work is done for what is frozen: JAX differentiates
-with respect to whole arguments, and prunes nothing that it was asked for.
+The model is taken apart before it is differentiated, so no backward work is done for frozen parameters: JAX
+differentiates with respect to whole arguments, and prunes nothing that it was asked for.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, get_args, overload
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
@@ -40,30 +41,30 @@ def value_and_grad(
     >>> grads.layers[0].weight is None, grads.layers[1].bias  # the first layer is frozen
     (True, Array([1.], dtype=float32))
 
-    Frozen arrays cost no backward work and stay what they are in the program around: arguments of the `jit`, not
-    constants. Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX:
-    the gradient is the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
+    Frozen arrays cost no backward work, and in the program around they stay arguments of the `jit`, not constants.
+    Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX: the gradient is
+    the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
 
-    A step with it is `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all places of a tie; adding
-    a canonical tree to the model leaf by leaf would move the first place alone.
+    To take a step with it, write `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all paths of a
+    tie. If you added a canonical tree to the model leaf by leaf, you would move the first path alone.
 
-    In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout made outside as `trainable`, or
-    ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about the cost of
-    flattening it twice; the fast path for a loop without `jit` is to `tp.partition` once and differentiate in `params`.
+    In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout that you made outside as
+    `trainable`, or ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about
+    the cost of flattening it twice; for a fast loop without `jit`, `tp.partition` once and differentiate in `params`.
 
-    The value is that of the model with its ties filled: where an alias is not yet what its source gives (`tp.tie`),
-    it is not `f(model)`.
+    The value is that of the model with its ties filled: where an alias does not have the value of its source yet
+    (`tp.tie`), it is not `f(model)`.
 
     Args:
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         has_aux: whether `f` returns `(scalar, aux)`.
-        unreached: what stands at a slot that `f` does not reach, as told by `tp.reached`: `"zeros"`, as in JAX;
+        unreached: the gradient of a slot that `f` does not reach, as told by `tp.reached`: `"zeros"`, as in JAX;
             `"none"`, so that `optim.trainable` takes no step there (with zeros AdamW would decay it); or `"error"`. For
             the latter two `f` is traced once more.
 
     Returns:
-        A function that takes what `f` takes and returns `(value, grads)`, or `((value, aux), grads)`. `grads` is the
+        A function of the same arguments as `f`. It returns `(value, grads)`, or `((value, aux), grads)`. `grads` is the
         canonical tree: model-shaped, the gradient at each slot's path, summed over a tie, and `None` everywhere else.
 
     Raises:
@@ -90,7 +91,10 @@ def value_and_grad(
                 f"trained, but not reached by the loss: {quoted(missed, 5)}; freeze what it does not use, "
                 f"tp.layout(model, freeze=[{missed[0]!r}]), or take unreached='none'"
             )
-        of_slots = lambda slots: call(parts.model(slots), *args, **kwargs)
+
+        def of_slots(slots: Sequence[Any]) -> Any:
+            return call(parts.model(slots), *args, **kwargs)
+
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except (RuntimeError, ValueError) as error:
@@ -127,7 +131,7 @@ def grad(
     >>> tp.grad(lambda m: jnp.sum(3 * m["x"] + 13 * m["z"]))({"x": weight, "z": weight})
     {'x': Array([16., 16.], dtype=float32), 'z': None}
 
-    What the loss does not reach, and so is not to move:
+    With `unreached="none"` a parameter that the loss does not reach takes no step:
 
     >>> model = {"w": jnp.ones(2), "unused": jnp.ones(2)}
     >>> tp.grad(lambda m: jnp.sum(m["w"]), unreached="none")(model)
@@ -160,7 +164,7 @@ def grad(
 
 
 def nothing_trained(index: Index) -> str:
-    """Says so, and why."""
+    """The message that nothing is trained, and why."""
     frozen = [index.structure.paths[i] for i in index.structure.parameters]
     if not frozen:
         return "nothing is trained: the model has no floating or complex arrays"
@@ -182,7 +186,7 @@ def accumulate(
     >>> print(value, grads)
     9.0 {'w': Array([6., 6., 6.], dtype=float32)}
 
-    A large batch takes the memory of one piece and of one sum of gradients. A vector is a model too:
+    A large batch takes the memory of one piece and of one sum of gradients. You may pass a vector as the model:
 
     >>> vector, restructure = tp.ravel(model)
     >>> print(tp.accumulate(lambda v, batch: loss(restructure(v), batch), pieces=4)(vector, batch)[1])
@@ -193,10 +197,10 @@ def accumulate(
 
     Args:
         f: a function of the model, a batch and further arguments that returns the *mean* over the batch, a real scalar.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        pieces: how many. They are of equal size, but for the last, which takes what is left and counts by its size.
-            Fewer are made of few examples, and where the batch lies over devices by type, since each takes the same
-            share of a piece.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        pieces: how many. They are of equal size, but for the last, which takes the examples that are left and counts by
+            its size. You get fewer where there are few examples, and where the batch lies over devices by type, since
+            each device takes the same share of a piece.
 
     Returns:
         A function `(model, batch, *args, **kwargs) -> (value, grads)`. `batch` is a tree of arrays with the examples as
@@ -216,44 +220,51 @@ def accumulate(
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
         devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
-        size = devices * -(-examples // (devices * pieces))
-        slots = tuple(map(jnp.asarray, parts.slots))
-        if not slots:
+        if not parts.slots:
             warn(nothing_trained(parts.index))
 
-        def of_piece(slots: Any, start: Any, count: int) -> Any:
+        def of_piece(slots: Sequence[jax.Array], start: ArrayLike, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
             return call(parts.model(slots), piece, *args, **kwargs)
 
-        # Where the loss differs from device to device, so do the parameters from here on: each device sums a gradient
-        # of its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
-        local = result_varies(lambda slots: of_piece(slots, 0, size), slots)
-        added = [local - varying(jax.typeof(slot)) for slot in slots]
-        slots = tuple(vary(slot, axes) for slot, axes in zip(slots, added, strict=True))
-        wide = [jax.dtypes.canonicalize_dtype(float), *(widened(slot.dtype) for slot in slots)]
-        dtypes = []  # of the value; the same for all pieces
-
-        def add(sums: list[jax.Array], start: Any, count: int) -> list[jax.Array]:
-            value, grads = jax.value_and_grad(of_piece)(slots, start, count)
-            dtypes.append(widened(jnp.result_type(value)))
-            news = [jnp.asarray(each, dtype) for each, dtype in zip((value, *grads), wide, strict=True)]
-            return [total + new * (count / examples) for total, new in zip(sums, news, strict=True)]
-
-        # What a scan carries keeps its type, also that of what differs from device to device.
-        zeros = [jnp.zeros((), wide[0]), *map(jnp.zeros_like, slots, wide[1:])]
-        kinds = [local, *(varying(jax.typeof(slot)) for slot in slots)]
-        sums = [vary(each, kind - varying(jax.typeof(each))) for each, kind in zip(zeros, kinds, strict=True)]
-        whole, rest = divmod(examples, size)
-        sums, _ = jax.lax.scan(lambda sums, i: (add(sums, i * size, size), None), sums, jnp.arange(whole))
-        value, *grads = add(sums, whole * size, rest) if rest else sums
-        grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
-        grads = [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
-        return value.astype(dtypes[0]), parts.canonical(grads)
+        slots = tuple(map(jnp.asarray, parts.slots))
+        value, grads = _summed(of_piece, slots, examples, size=devices * -(-examples // (devices * pieces)))
+        return value, parts.canonical(grads)
 
     return cast(Any, value_and_gradient)
 
 
-def _count_examples(batch: Any) -> int:
+def _summed(
+    of_piece: Callable[..., Any], slots: tuple[jax.Array, ...], examples: int, size: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The mean of a loss over all examples, and its gradients, of `of_piece(slots, first example, how many)`."""
+    # Where the loss differs from device to device, so do the parameters from here on: each device sums a gradient of
+    # its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
+    local = result_varies(lambda slots: of_piece(slots, 0, size), slots)
+    added = [local - varying(jax.typeof(slot)) for slot in slots]
+    slots = tuple(vary(slot, axes) for slot, axes in zip(slots, added, strict=True))
+    wide = [jax.dtypes.canonicalize_dtype(float), *(widened(slot.dtype) for slot in slots)]
+    dtypes = []  # of the value; the same for all pieces
+
+    def add(sums: list[jax.Array], start: ArrayLike, count: int) -> list[jax.Array]:
+        value, grads = jax.value_and_grad(of_piece)(slots, start, count)
+        dtypes.append(widened(jnp.result_type(value)))
+        news = [jnp.asarray(each, dtype) for each, dtype in zip((value, *grads), wide, strict=True)]
+        return [total + new * (count / examples) for total, new in zip(sums, news, strict=True)]
+
+    # The carry of a scan keeps its type, and the axes over which it differs from device to device are part of that.
+    zeros = [jnp.zeros((), wide[0]), *map(jnp.zeros_like, slots, wide[1:])]
+    kinds = [local, *(varying(jax.typeof(slot)) for slot in slots)]
+    sums = [vary(each, kind - varying(jax.typeof(each))) for each, kind in zip(zeros, kinds, strict=True)]
+    whole, rest = divmod(examples, size)
+    sums, _ = jax.lax.scan(lambda sums, i: (add(sums, i * size, size), None), sums, jnp.arange(whole))
+    value, *grads = add(sums, whole * size, rest) if rest else sums
+    grads = [jax.lax.psum(each, tuple(axes)) if axes else each for each, axes in zip(grads, added, strict=True)]
+    return value.astype(dtypes[0]), [each.astype(slot.dtype) for each, slot in zip(grads, slots, strict=True)]
+
+
+def _count_examples(batch: PyTree) -> int:
+    """The number of examples: the length of the first axis of all arrays."""
     found: dict[int, str] = {}
     for path, array in jtu.tree_flatten_with_path(batch)[0]:
         name = f"batch{jtu.keystr(path)}"

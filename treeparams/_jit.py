@@ -1,4 +1,4 @@
-"""`jit` for models as they are: functions among the leaves, one array in several places."""
+"""`jit` for models as they are: functions among the leaves, one array at several paths."""
 
 import functools
 import types
@@ -42,9 +42,9 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     >>> model["a"] is model["b"], model["a"]
     (True, Array([0.5, 0.5], dtype=float32))
 
-    Arrays that are one object among the arguments are one tracer inside, and one argument of the compiled program; what
-    is one tracer among the results is one array outside. So the library finds the ties of an argument by itself, and a
-    tied model can be donated.
+    Arrays that are one object among the arguments are one tracer inside, and one argument of the compiled program; one
+    tracer among the results is one array outside. So the library finds the ties of an argument by itself, and you can
+    donate a tied model.
 
     Args:
         fun: the function; left out, `tp.jit` is a decorator with options. A callable pytree (a Module, a bound method
@@ -56,7 +56,7 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     Returns:
         The function, compiled. Arrays are traced and come back as JAX arrays; everything else, Python and NumPy scalars
         included, is static and compared by type and content: pass a number that changes as an array. `lower(*args)` and
-        its `compile()` are as for `jax.jit`; what is compiled refuses arguments of other structure, ties or values.
+        its `compile()` are as for `jax.jit`; the compiled program refuses arguments of other structure, ties or values.
 
     Raises:
         ValueError: `donate` is none of the five; an option that speaks of single arguments (`static_argnums`,
@@ -83,6 +83,8 @@ class Jitted(Generic[P, R]):
         self._fun = fun
         self._donate: Donate = donate
 
+        # The whole call, function and arguments, is one `Rest`: an array that is at several paths of it is one of its
+        # leaves, whichever arguments these are in. Donated arrays are passed beside it, and `None` marks their gaps.
         def run(donated: Sequence[Any], kept: Rest[Any]) -> Rest[R]:
             left = iter(donated)
             arrays = [next(left) if array is None else array for array in arrays_in(kept)]
@@ -107,15 +109,15 @@ class Jitted(Generic[P, R]):
         return Stage(self._take_apart, self._run.lower(donated, kept), with_kept_arrays(kept, ()))
 
     @overload
-    def __get__(self, instance: None, owner: Any = None) -> "Jitted[P, R]": ...
+    def __get__(self, instance: None, owner: type | None = None) -> "Jitted[P, R]": ...
 
     @overload
-    def __get__(self: "Jitted[Concatenate[S, Q], R]", instance: S, owner: Any = None) -> Callable[Q, R]: ...
+    def __get__(self: "Jitted[Concatenate[S, Q], R]", instance: S, owner: type | None = None) -> Callable[Q, R]: ...
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _take_apart(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Rest[Any]]:
+    def _take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Rest[Any]]:
         call = as_rest((self._fun, args, kwargs), by_shape=False)
         return ((), call) if self._donate == "none" else _without_donated(call, self._donate)
 
@@ -129,13 +131,16 @@ def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], 
 
 
 def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
+    """From the arrays of a call, and `None`: to those that are donated; to all, with `None` in place of these."""
     index, count = index_in(call), len(arrays_in(call))
     first = range(0)
     if donate.endswith("except-first"):
         fun, args, _ = index.structure.treedef.children()
         size = args.children()[0].num_leaves if args.children() else 0
         first = range(fun.num_leaves, fun.num_leaves + size)
-    shared = {index.gathers.order[leaf] for leaf in first}  # what also stands among what is donated
+    # An array of the first argument is kept where it is in another argument too: it is one argument of the program.
+    # `order` counts arrays first, so that the numbers of values that are no arrays lie above `count`.
+    shared = {index.gathers.order[leaf] for leaf in first}
     donated = [i for i in range(count) if i not in shared]
     kept = [i if i in shared else count for i in range(count)]
     return getter(donated), getter(kept)
@@ -171,7 +176,7 @@ class Stage:
 
 
 def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
-    """Says in words what differs between two calls, of which the static halves are at hand."""
+    """The differences of two calls, in words; only their static halves are at hand."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
 

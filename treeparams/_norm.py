@@ -14,7 +14,7 @@ from ._tree.types import PyTree
 
 # Leaves of one shape up to this many elements are summed as one array: XLA compiles one kernel for all in place of one
 # for each (1000 leaves of 2x2: 0.8 s in place of 2.8 s, and a third of the run time). Larger ones would cost a copy.
-# They are stacked and not joined to a vector, so that what is split over devices stays where it is.
+# They are stacked and not joined to a vector, so that arrays that are split over devices stay where they are.
 _SMALL = 4096
 # A sum of squares above this has lost nothing that counts to underflow, whatever the number of terms.
 _SAFE = 2.0**-60
@@ -31,7 +31,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     >>> jax.grad(tp.global_norm)(jnp.zeros(2))
     Array([0., 0.], dtype=float32)
 
-    It counts every leaf it is given, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
+    It counts every leaf that you pass, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
     `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the
     local shard. Under `jax.vmap` a batch with a norm that is zero, tiny, huge or not finite is read twice.
 
@@ -51,40 +51,42 @@ def global_norm(tree: PyTree) -> jax.Array:
 def _norm_of_arrays(arrays: Sequence[Any]) -> jax.Array:
     wide = any(jnp.finfo(array.dtype).bits > 32 for array in arrays)
     dtype = jnp.float64 if wide else jnp.float32
-    real = [part for array in arrays for part in ([array.real, array.imag] if jnp.iscomplexobj(array) else [array])]
+    real = [x for array in arrays for x in ([array.real, array.imag] if jnp.iscomplexobj(array) else [array])]
     small: dict[tuple[int, ...], list[jax.Array]] = {}
     large = []
-    for part in real:
-        if math.prod(part.shape):
-            is_large = part.size > _SMALL or is_sharded(part)
-            (large if is_large else small.setdefault(part.shape, [])).append(part.astype(dtype))
-    stacks = [jnp.stack(parts) if len(parts) > 1 else parts[0] for parts in small.values()]
+    for x in real:
+        if math.prod(x.shape):
+            is_large = x.size > _SMALL or is_sharded(x)
+            (large if is_large else small.setdefault(x.shape, [])).append(x.astype(dtype))
+    stacks = [jnp.stack(each) if len(each) > 1 else each[0] for each in small.values()]
     return _norm([*stacks, *large]) if stacks or large else jnp.zeros((), dtype)
 
 
 @jax.custom_jvp
-def _norm(parts: list[jax.Array]) -> jax.Array:
-    return _norms(0)(parts)
+def _norm(arrays: list[jax.Array]) -> jax.Array:
+    return _norms(0)(arrays)
 
 
 @functools.cache
 def _norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
-    """The norms of parts with so many axes for a batch in front.
+    """The norms of real arrays with so many axes for a batch in front.
 
     Under `jax.vmap` a `cond` whose predicate is mapped runs both branches. Here one predicate stands for the batch.
     """
 
     @jax.custom_batching.custom_vmap
-    def norms(parts: list[jax.Array]) -> jax.Array:
-        total = _sum_of_squares(parts, rank)
+    def norms(arrays: list[jax.Array]) -> jax.Array:
+        total = _sum_of_squares(arrays, rank)
         usual = jnp.isfinite(total) & (total > _SAFE)
-        # The usual case reads the data once. Only what overflowed or may have vanished is read again, scaled.
-        return jax.lax.cond(jnp.all(usual), lambda _: jnp.sqrt(total), lambda parts: _scaled_norm(parts, rank), parts)
+        # The usual case reads the data once. Only data whose sum overflowed or may have vanished is read again, scaled.
+        return jax.lax.cond(
+            jnp.all(usual), lambda _: jnp.sqrt(total), lambda arrays: _scaled_norm(arrays, rank), arrays
+        )
 
     @norms.def_vmap
-    def over_a_batch(size: int, is_mapped: list[list[bool]], parts: list[jax.Array]) -> tuple[jax.Array, bool]:
-        pairs = zip(parts, is_mapped[0], strict=True)
-        return _norms(rank + 1)([part if mapped else jnp.stack([part] * size) for part, mapped in pairs]), True
+    def over_a_batch(size: int, is_mapped: list[list[bool]], arrays: list[jax.Array]) -> tuple[jax.Array, bool]:
+        pairs = zip(arrays, is_mapped[0], strict=True)
+        return _norms(rank + 1)([x if mapped else jnp.stack([x] * size) for x, mapped in pairs]), True
 
     return norms
 
@@ -97,13 +99,13 @@ def _norm_jvp(primals: tuple[list[jax.Array]], tangents: tuple[list[jax.Array]])
     scale = _power_of_two(norm)
     safe = jnp.where(norm == 0, 1, norm / scale)
     pairs = zip(*primals, *tangents, strict=True)
-    return norm, functools.reduce(jnp.add, [jnp.sum(part / scale / safe * tangent) for part, tangent in pairs])
+    return norm, functools.reduce(jnp.add, [jnp.sum(x / scale / safe * tangent) for x, tangent in pairs])
 
 
-def _scaled_norm(parts: list[jax.Array], rank: int) -> jax.Array:
-    scale = _power_of_two(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), _axes(x, rank)) for x in parts]))
-    along = lambda part: scale.reshape(*scale.shape, *[1] * (part.ndim - rank))
-    return scale * jnp.sqrt(_sum_of_squares([part / along(part) for part in parts], rank))
+def _scaled_norm(arrays: list[jax.Array], rank: int) -> jax.Array:
+    scale = _power_of_two(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), _axes(x, rank)) for x in arrays]))
+    scaled = [x / scale.reshape(*scale.shape, *[1] * (x.ndim - rank)) for x in arrays]
+    return scale * jnp.sqrt(_sum_of_squares(scaled, rank))
 
 
 def _power_of_two(size: jax.Array) -> jax.Array:
@@ -116,9 +118,9 @@ def _power_of_two(size: jax.Array) -> jax.Array:
     return power.astype(size.dtype)  # where x64 is on JAX 0.6 makes it wide
 
 
-def _sum_of_squares(parts: list[jax.Array], rank: int) -> jax.Array:
-    return functools.reduce(jnp.add, [jnp.sum(jnp.square(part), _axes(part, rank)) for part in parts])
+def _sum_of_squares(arrays: list[jax.Array], rank: int) -> jax.Array:
+    return functools.reduce(jnp.add, [jnp.sum(jnp.square(x), _axes(x, rank)) for x in arrays])
 
 
-def _axes(part: jax.Array, rank: int) -> tuple[int, ...]:
-    return tuple(range(rank, part.ndim))
+def _axes(array: jax.Array, rank: int) -> tuple[int, ...]:
+    return tuple(range(rank, array.ndim))

@@ -1,4 +1,4 @@
-"""Programs as JAX traces them: their operations, and what their results depend on.
+"""Programs as JAX traces them: their operations, and which inputs their results depend on.
 
 That is told by marks, bits of an integer, which are carried from the inputs of a program to its results. The result of
 an operation has the marks of all its operands; loops are gone round until no more marks come. This errs on one side
@@ -7,25 +7,25 @@ alone: a result may depend on less than its marks say, never on more.
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._tree.dtypes import is_inexact
 
 Marks = list[int]
-Run = Callable[[Any, Sequence[int]], Marks]
+Run = Callable[[Jaxpr, Sequence[int]], Marks]
 """From a program within an operation, and the marks of its arguments, to those of its results."""
 
-# Each result is of the operand at its place.
+# Each result is of the operand at its own position.
 _PAIRED = {"device_put", "optimization_barrier"}
 
-# What calls one program with its own operands. Other operations hold a program too, such as reductions, but not how it
-# is called: their results get the marks of all operands.
+# Operations that call one program with their own operands. Others hold a program too, such as reductions, but not how
+# it is called: their results get the marks of all operands.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"} | {
     "custom_jvp_call",
     "custom_vjp_call",
@@ -34,67 +34,102 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 }
 
 
-def through(eqn: Any, marks: Marks, run: Run) -> Marks:
-    """The marks of what one operation returns, of those of its operands."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        branches = [run(branch.jaxpr, marks[1:]) for branch in params["branches"]]
-        return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
-    if name == "scan":
-        start, end = scan_carries(eqn)
-        body = lambda carried: run(params["jaxpr"].jaxpr, [*marks[:start], *carried, *marks[end:]])
-        carried = until_steady(body, marks[start:end])
-        return [*carried, *body(carried)[end - start :]]
-    if name == "while":
-        start = params["cond_nconsts"]
-        end = start + params["body_nconsts"]
-
-        def once(carried: Marks) -> Marks:
-            (goes_on,) = run(params["cond_jaxpr"].jaxpr, [*marks[:start], *carried])
-            return [goes_on | each for each in run(params["body_jaxpr"].jaxpr, [*marks[start:end], *carried])]
-
-        return until_steady(once, marks[end:])
+def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    """The marks of the results of one operation, from those of its operands."""
+    name = eqn.primitive.name
+    if name in _LOOPS:
+        return _LOOPS[name](eqn, marks, run)
     program = called(eqn)
     if program is not None:
-        return run(getattr(program, "jaxpr", program), marks)
+        return run(_opened(program), marks)
     if name in _PAIRED:
         return marks
     return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
 
 
-def carry(
-    jaxpr: Jaxpr, marks: Sequence[int], step: Callable[[Any, Marks, Run], Marks] = through, constant: int = 0
-) -> Marks:
-    """The marks of what a program returns, of those of its arguments; constants that are not zero have their own."""
-    done: dict[Any, Marks] = {}  # a program may be called at many places
+def _through_cond(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # Each result may be of any branch, and depends on the index that chooses.
+    branches = [run(branch.jaxpr, marks[1:]) for branch in eqn.params["branches"]]
+    return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
 
-    def run(jaxpr: Any, marks: Sequence[int]) -> Marks:
+
+def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # Its operands are constants, carries and arrays that are scanned over; its results carries and arrays.
+    start, end = scan_carries(eqn)
+
+    def once(carried: Marks) -> Marks:
+        return run(eqn.params["jaxpr"].jaxpr, [*marks[:start], *carried, *marks[end:]])
+
+    carried = until_steady(once, marks[start:end])
+    return [*carried, *once(carried)[end - start :]]
+
+
+def _through_while(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # Its operands are constants of the condition, of the body, and carries. How often the body runs is up to the
+    # condition, so all results depend on that.
+    condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+
+    def once(carried: Marks) -> Marks:
+        (goes_on,) = run(condition, [*marks[:start], *carried])
+        return [goes_on | each for each in run(body, [*marks[start:end], *carried])]
+
+    return until_steady(once, marks[end:])
+
+
+_LOOPS = {"cond": _through_cond, "scan": _through_scan, "while": _through_while}
+
+
+Step = Callable[[JaxprEqn, Marks, Run], Marks]
+"""From one operation, and the marks of its operands, to those of its results."""
+
+
+def carry(jaxpr: Jaxpr, marks: Sequence[int], step: Step = through, constant: int = 0) -> Marks:
+    """The marks of a program's results, from those of its arguments; constants that are not zero have their own."""
+    return _Carrying(step, constant).run(jaxpr, marks)
+
+
+class _Carrying:
+    """Carries marks through a program and those within it, each once for the same marks."""
+
+    def __init__(self, step: Step, constant: int) -> None:
+        self._step = step
+        self._constant = constant
+        self._done: dict[tuple[int, ...], Marks] = {}  # many operations may call one program
+
+    def run(self, jaxpr: Jaxpr, marks: Sequence[int]) -> Marks:
         key = id(jaxpr), *marks
-        if key not in done:
-            done[key] = along(jaxpr, marks)
-        return done[key]
+        if key not in self._done:
+            self._done[key] = self._along(jaxpr, marks)
+        return self._done[key]
 
-    def along(jaxpr: Any, marks: Sequence[int]) -> Marks:
-        known = dict(zip(jaxpr.invars, marks, strict=True)) | dict.fromkeys(jaxpr.constvars, constant)
-        of_literal = lambda literal: constant if np.any(literal.val) else 0
-        look = lambda atoms: [of_literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+    def _along(self, jaxpr: Jaxpr, marks: Sequence[int]) -> Marks:
+        known: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
+        known |= dict.fromkeys(jaxpr.constvars, self._constant)
         for eqn in jaxpr.eqns:
-            its = look(eqn.invars)
-            found = step(eqn, its, run) if constant or any(its) else [0] * len(eqn.outvars)
+            its = self._marks_of(eqn.invars, known)
+            # Without constants, nothing comes of nothing. With them, an operation without operands may make something.
+            found = self._step(eqn, its, self.run) if self._constant or any(its) else [0] * len(eqn.outvars)
             known.update(zip(eqn.outvars, found, strict=True))
-        return look(jaxpr.outvars)
+        return self._marks_of(jaxpr.outvars, known)
 
-    return run(jaxpr, marks)
+    def _marks_of(self, atoms: Sequence[Any], known: Mapping[Any, int]) -> Marks:
+        # A literal has no entry: it is a constant that stands in the operation itself.
+        return [
+            (self._constant if np.any(atom.val) else 0) if isinstance(atom, Literal) else known[atom] for atom in atoms
+        ]
 
 
 def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
-    """The marks of what is carried round, after any number of rounds; `run` may return more than that."""
+    """The marks of the values carried round, after any number of rounds; `run` may return more than these."""
+    # Marks are only added, and there are finitely many, so it ends.
     while (after := [old | new for old, new in zip(marks, run(marks), strict=False)]) != marks:
         marks = after
     return marks
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """The results of an operation, of these operands."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
@@ -103,27 +138,27 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def derivative(eqn: Any, moves: Sequence[bool]) -> ClosedJaxpr:
+def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
     """The program of an operation and its derivative in the operands that move.
 
     From operands and tangents, one for each operand, to results and their tangents.
     """
 
-    def of(values: Any, tangents: Any) -> Any:
+    def of(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
         moving, still = eqx.partition(values, list(moves))
-        run = lambda moving: bind(eqn, eqx.combine(moving, still))
-        return jax.jvp(run, (moving,), (eqx.filter(tangents, list(moves)),))
+        along = eqx.filter(tangents, list(moves))
+        return jax.jvp(lambda moving: bind(eqn, eqx.combine(moving, still)), (moving,), (along,))
 
     operands = [atom.aval for atom in eqn.invars]
     return jax.make_jaxpr(of)(operands, operands)
 
 
-def is_floating(aval: Any) -> bool:
+def is_floating(aval: object) -> bool:
     """Whether a value of this kind, floating or complex, may have a derivative."""
     return is_inexact(getattr(aval, "dtype", bool))
 
 
-def scan_carries(eqn: Any) -> tuple[int, int]:
+def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
     """Where the operands that a scan carries begin and end."""
     params = eqn.params
     if "ft_in" in params:  # since JAX 0.12
@@ -133,8 +168,8 @@ def scan_carries(eqn: Any) -> tuple[int, int]:
     return start, start + count
 
 
-def called(eqn: Any) -> ClosedJaxpr | None:
-    """The program that an operation calls with its own operands, if that is what it does."""
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that an operation calls with its own operands; `None` where it calls none so."""
     for program in _closed_programs(eqn) if eqn.primitive.name in _CALLS else ():
         closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
         if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
@@ -142,25 +177,29 @@ def called(eqn: Any) -> ClosedJaxpr | None:
     return None
 
 
-def programs(eqn: Any) -> Iterator[Any]:
+def programs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The programs within an operation."""
-    for program in _closed_programs(eqn):
-        yield getattr(program, "jaxpr", program)
+    return map(_opened, _closed_programs(eqn))
 
 
-def _closed_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+def _opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """A program without the values of its constants."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
+def _closed_programs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, (ClosedJaxpr, Jaxpr)):
                 yield each
 
 
-def primitives(jaxpr: Any) -> set[str]:
+def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
     """The names of all operations of a program, those of programs within it too, but for kernels of Pallas."""
     found, seen, waiting = set(), set(), [jaxpr]
     while waiting:
         jaxpr = waiting.pop()
-        if id(jaxpr) not in seen:  # a program may be called at many places
+        if id(jaxpr) not in seen:  # a program may be called many times
             seen.add(id(jaxpr))
             found |= {eqn.primitive.name for eqn in jaxpr.eqns}
             waiting += [each for eqn in jaxpr.eqns if eqn.primitive.name != "pallas_call" for each in programs(eqn)]

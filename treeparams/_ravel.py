@@ -1,4 +1,4 @@
-"""The forms in which trained parameters rest beside the tree: ravel, one vector; stack, an array for each shape."""
+"""The two forms of trained parameters besides the tree: ravel, one vector; stack, an array for each shape."""
 
 from collections.abc import Mapping
 from typing import Any, SupportsIndex, TypeVar
@@ -34,15 +34,15 @@ def ravel(
     Only trained floating and complex arrays are in the vector, in tree order, each tie once, at the offsets that
     `restructure.layout` prints. Integers, keys and functions are not converted: they stay with `restructure`.
 
-    **What it costs.** An update, a norm, an average of one vector is one operation in place of thousands, and compiles
-    as one. But XLA has no views: while a step runs, the leaves exist beside the vector, and so do their gradients. Many
-    small leaves: take the vector. A few huge ones: take the tree form (`tp.partition`). Rules for matrices, layers to
-    scan over: take stacks (`tp.stack`). Master weights: `dtype=jnp.float32` over bfloat16 leaves; the forward pass runs
-    in bfloat16, the gradient and the update are one float32 vector.
+    **Its cost.** An update, a norm, an average of one vector is one operation in place of thousands, and compiles as
+    one. But XLA has no views: while a step runs, the leaves exist beside the vector, and so do their gradients. If you
+    have many small leaves, take the vector. If you have a few huge ones, take the tree form (`tp.partition`). For rules
+    for matrices and layers to scan over take stacks (`tp.stack`). For master weights write `dtype=jnp.float32` over
+    bfloat16 leaves; the forward pass runs in bfloat16, the gradient and the update are one float32 vector.
 
     Args:
         model: any pytree.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         dtype: the dtype of the vector; `None`: `jnp.result_type` of the slots that have elements. A narrower one loses
             digits; float32 over bfloat16 leaves keeps a master copy. Weak types do not survive.
         pad_to: zeros follow the parameters until the length is a multiple of this, so that the vector can be laid over
@@ -90,16 +90,16 @@ def stack(
     (`restructure.scan`), for parameters of mixed dtypes, and to lay parameters over devices. An element-wise rule, a
     global norm or an average is the same over stacks as over the leaves, in a few operations in place of thousands.
 
-    **What it costs.** Hold on to the stacks between steps: to stack a tree anew in each step costs the copies that it
-    saves. As of a vector, leaves that `restructure(stacks)` cuts out exist beside the stacks while a step runs; those
-    of a shape of their own do not, nor do layers that are scanned. Large leaves of one shape that are not scanned are
-    best each in a group of its own, a stack of one, of which a compiled step makes no copy. Frozen arrays of one shape
-    are stacked too, once, by `restructure`, so that layers are scanned with what is frozen in them; where most is
-    frozen and nothing is scanned, take `tp.ravel` or `tp.partition`, which hold it as it is and copy nothing.
+    **Its cost.** Hold on to the stacks between steps: if you stack a tree anew in each step, you pay for the copies
+    that stacks save. As of a vector, leaves that `restructure(stacks)` cuts out exist beside the stacks while a step
+    runs; those of a shape of their own do not, nor do layers that are scanned. Large leaves of one shape that you do
+    not scan are best each in a group of its own, a stack of one, of which a compiled step makes no copy. Frozen arrays
+    of one shape are stacked too, once, by `restructure`, so that layers are scanned with their frozen arrays. Where
+    most is frozen and you scan nothing, take `tp.ravel` or `tp.partition`, which copy no frozen array.
 
     Args:
         model: any pytree.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         groups: `{name: where}`. Each group has stacks of its own, so that labels, masks and shardings apply to it as a
             subtree; the first that selects a parameter has it. A tie goes where its own path goes.
 

@@ -1,4 +1,4 @@
-"""summary: what a model holds, what of it trains, how large it is, and what is tied to what."""
+"""summary: the arrays of a model, which of them train, how large they are, and their ties."""
 
 import html
 import itertools
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     arrays: int
     elements: int
     nbytes: int
-    role: str  # "trained", "frozen", or "other" for what is no parameter
+    role: str  # "trained", "frozen", or "other" of arrays that are no parameters
     place: str  # in the form that a `Restructure` is of
     tied_to: str
 
@@ -52,7 +52,7 @@ class Summary:
         """For this library's own use; users write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
-        # What the model has none of is worth no column and no line, unless nothing is trained: that is.
+        # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
         cells = [_HEADER, *(row.cells() for row in shown)]
         empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
         header, *lines = [[cell for i, cell in enumerate(row) if i not in empty] for row in cells]
@@ -61,7 +61,7 @@ class Summary:
         for role, total in self.totals.items():
             if total.arrays or role == "trained":
                 counts = ((total.elements, "element"), (total.arrays, "array"))
-                words = " in ".join(f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in counts)
+                words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
         if values:
             below.append(["no arrays", first_few(values)])
@@ -82,7 +82,7 @@ class Summary:
 
 
 def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:
-    """Lists what trains in a model, how large it is, and what is tied to what.
+    """Lists the arrays of a model: which of them train, how large they are, and their ties.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> embed = jnp.ones((10, 4))
@@ -104,7 +104,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     other      1 element in 1 array, 4 B
     no arrays  act (function)
 
-    A model too large to make will do, since only shapes are looked at; `depth=1` makes one row of each of its entries:
+    You may pass the shapes of a model that is too large to make; `depth=1` makes one row of each of its entries:
 
     >>> make = lambda key: eqx.nn.MLP(512, 512, 8192, depth=8, key=key)
     >>> tp.summary(eqx.filter_eval_shape(make, jax.random.key(0)), "layers.8", depth=1)
@@ -115,7 +115,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     frozen     474,021,888 elements in 16 arrays, 1.9 GB
     no arrays  activation (function), final_activation (function)
 
-    Of a `Restructure` it says where each parameter lies: in which stack and row, or at which elements of the vector.
+    Of a `Restructure` you see where each parameter lies: in which stack and row, or at which elements of the vector.
 
     >>> tp.summary(tp.stack({"w": jnp.ones((2, 3)), "v": jnp.ones((2, 3))})[1])
     path  shape  dtype    elements  bytes  role     place
@@ -124,14 +124,14 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    With Rich (the extra `treeparams[rich]`), `rich.print(tp.summary(model))` prints it in colours. Which group of
-    an optimiser has which parameter, `optim.report` tells.
+    If you have Rich (the extra `treeparams[rich]`), `rich.print(tp.summary(model))` prints it in colours. For the group
+    of an optimiser that each parameter is in see `optim.report`.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s. Or a `Restructure`.
-        trainable: as for `tp.layout`; of a `Restructure` it is fixed. What comes of it stands under "role"; "other" are
-            the arrays that are no parameters: ints, bools, keys.
-        depth: how many entries of a path are shown; what lies deeper below one node is one row. `None`: every array.
+        trainable: as for `tp.layout`; of a `Restructure` it is fixed. The column "role" shows it; "other" are the
+            arrays that are no parameters: ints, bools, keys.
+        depth: how many entries of a path are shown; the arrays deeper below one node are one row. `None`: every array.
 
     Returns:
         A `Summary`. It prints as a table; totals count ties once. 1 kB is 1000 B.
@@ -164,8 +164,10 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     shown = rows
     if depth is not None:
         count_of("depth", depth, "entries")
-        node = lambda row: join_path(split_path(row.path)[:depth])
-        shown = [_joined(path, list(members)) for path, members in itertools.groupby(rows, node)]
+        shown = [
+            _joined(path, list(members))
+            for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
+        ]
     return Summary(rows, shown, values)
 
 

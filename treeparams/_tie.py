@@ -1,4 +1,4 @@
-"""tie, untie: a model in which one array stands at several places, or each has its own."""
+"""tie, untie: a model in which one array is at several paths, or each path has its own."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,13 +38,13 @@ def tie(
     (True, ('head',))
 
     A tie without a transform is in the model itself: one array object at both paths. One with a transform is not, since
-    an array cannot tell what it was computed from: a class declares it (`tp.field(tied_to=...)`, `tp.declare`), or a
-    layout is given it (`tp.layout(model, ties=...)`).
+    an array cannot tell that it was computed from another: declare it in a class (`tp.field(tied_to=...)`,
+    `tp.declare`), or give it to a layout (`tp.layout(model, ties=...)`).
 
     Args:
         model: any pytree.
         alias: the path of the parameter that is replaced. `None`: every alias that a class declares, as for a model
-            that was just built. A `Layout`: every alias that it knows.
+            that you have just built. A `Layout`: every alias that it knows.
         to: the path of the parameter whose value stays.
         transform: of a tie that a class declares so.
 
@@ -80,6 +80,8 @@ def tie(
             )
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
+    # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
+    # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)

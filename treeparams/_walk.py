@@ -35,8 +35,8 @@ def maptrainable(
     >>> tp.maptrainable(step, model, {"weight": jnp.ones(2)})["weight"]
     Array([0.9, 0.9], dtype=float32)
 
-    With a gradient and a state, of which a tie has several entries each: those of the gradient are added, those of the
-    state are one value.
+    With a gradient and a state you say for each how to read several entries of a tie: those of the gradient are added,
+    those of the state are one value.
 
     >>> shared = jnp.ones(2)
     >>> tied = {"a": shared, "b": shared}
@@ -45,7 +45,7 @@ def maptrainable(
     >>> tp.maptrainable(lambda x, g, s: g + s, tied, grads, state, tied=("sum", "first"))["b"]
     Array([10., 10.], dtype=float32)
 
-    What was taken out by path goes back in by path:
+    You can put back by path the leaves that you took out by path:
 
     >>> halved = {path: leaf / 2 for path, leaf in tp.trainables(model).items()}
     >>> tp.maptrainable(lambda _, new: new, model, halved)["weight"]
@@ -56,8 +56,8 @@ def maptrainable(
         model: any pytree.
         *rest: trees with entries at paths of the model, or dictionaries `{path: entry}`; entries at frozen leaves are
             ignored.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        tied: what several entries of another tree at one tie mean: `"sum"` adds them (gradients), `"first"` takes the
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        tied: how to read several entries of another tree at one tie: `"sum"` adds them (gradients), `"first"` takes the
             first (values). One word for all trees, or a tuple with one for each.
 
     Returns:
@@ -77,6 +77,7 @@ def maptrainable(
     except (RuntimeError, ValueError) as error:
         name_deleted(error, model)
         raise
+    # Asked of the types, of which there are few, so that no call is made for each leaf.
     if any(issubclass(kind, np.generic) for kind in set(map(type, results))):
         for i, (result, leaf) in enumerate(zip(results, parts.slots, strict=True)):
             if isinstance(result, np.generic):
@@ -95,7 +96,7 @@ def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) 
 def biwalk(
     model: PyTree, other: PyTree, *, trainable: Trainable = None, tied: Tied = None
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The trained parameters of a model together with what another tree has for them.
+    """The trained parameters of a model together with the entries of another tree for them.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> online, target = {"w": jnp.ones(2), "n": 3}, {"w": jnp.zeros(2), "n": 3}
@@ -104,7 +105,7 @@ def biwalk(
     w [1. 1.] [0. 0.]
 
     Args:
-        model: any pytree; it decides what is trained.
+        model: any pytree; its parameters are walked over.
         other: a tree with entries at paths of the model.
         trainable: as for `maptrainable`.
         tied: as for `maptrainable`.
@@ -143,7 +144,7 @@ def mapreduce(
         op: called as `op(accumulated, result)`.
         model: any pytree.
         *rest: as for `maptrainable`.
-        init: what the fold starts from, and the result when nothing is trained.
+        init: the start of the fold, and the result when nothing is trained.
         trainable: as for `maptrainable`.
         tied: as for `maptrainable`.
 

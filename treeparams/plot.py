@@ -27,7 +27,7 @@ except ModuleNotFoundError:
     needed = "treeparams.plot needs matplotlib, of the extra treeparams[plot]: pip install matplotlib"
     raise ModuleNotFoundError(needed) from None
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; grey is what is frozen.
+# Okabe and Ito's colours, which the colour-blind can tell apart; frozen parameters are grey.
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00")
 _FROZEN, _EMPTY = "#BBBBBB", "#F4F4F4"
 _LABELS = 22  # below a strip; with more, neighbours below one node share a label
@@ -39,7 +39,7 @@ _SLOPE = 35  # degrees, of the names below a strip
 
 class _Label(NamedTuple):
     text: str
-    middle: float  # of what it names, as a part of the strip
+    middle: float  # of the slots that it names, as a fraction of the strip
     width: float
 
 
@@ -51,7 +51,7 @@ class _Strip(NamedTuple):
 
 
 def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None) -> Axes:
-    """Draws a layout: the vector as a strip with the names of its parts, tied ones marked, and below it what is frozen.
+    """Draws a layout: the vector as a strip of named parameters, tied ones marked, and below it the frozen ones.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> from treeparams import plot
@@ -60,8 +60,8 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     >>> [text.get_text() for text in axes.texts][:2]
     ['the vector: 81 float32, 324 B', 'layers.1.weight']
 
-    Each strip has its own scale, in elements. What lies below one node, the first where the paths part, has one colour.
-    Of more than some twenty parts neighbours share a name.
+    Each strip has its own scale, in elements. Parameters below one node have one colour; the node is the first after
+    the paths part. Of more than some twenty parameters neighbours share a name.
 
     Args:
         model: any pytree, also of `jax.ShapeDtypeStruct`s, or a `Layout`.
@@ -81,7 +81,7 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     strips = _strips(known)
     width = 8.5 if ax is None else ax.get_window_extent().width / ax.figure.dpi
     labels = [_labels(strip, index_of(known).tied_to) for strip in strips]
-    bases, bottom = _places([_divided(each, width)[1] for each in labels])
+    bases, bottom = _bases([_divided(each, width)[1] for each in labels])
     if ax is None:
         _, ax = plt.subplots(figsize=(width, _INCHES * (1.8 - bottom)), layout="constrained")
     colours = _colours(known)
@@ -149,12 +149,15 @@ def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
 
 
 def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
-    """The labels that have room within their part of the strip, and the others."""
-    fits = lambda label: len(label.text) * _LETTER < 0.95 * label.width * inches
-    return [label for label in labels if fits(label)], [label for label in labels if not fits(label)]
+    """The labels that have room within the strip, and the others."""
+    inside, below = [], []
+    for label in labels:
+        fits = len(label.text) * _LETTER < 0.95 * label.width * inches
+        (inside if fits else below).append(label)
+    return inside, below
 
 
-def _places(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
+def _bases(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
     """The base of each strip under which these labels stand, and where the last one ends."""
     bases, base = [], 0.0
     for labels in below:
@@ -191,10 +194,12 @@ def _name(ax: Axes, base: float, inside: Sequence[_Label], below: Sequence[_Labe
 
 
 def _apart(middles: Sequence[float]) -> np.ndarray:
-    """Near these, in the same order, places between which a name has room.
+    """Near these, in the same order, positions between which a name has room.
 
     >>> print(_apart([0.2, 0.21, 1.0]).round(3))
     [0.2   0.245 1.   ]
     """
+    # Label i cannot be left of label i - 1 plus one step. With i steps taken off, that is a running maximum. The same
+    # from the right end keeps the last labels within the strip.
     steps = 0.98 / max(len(middles), _LABELS) * np.arange(len(middles))
     return np.minimum(np.maximum.accumulate(np.asarray(middles) - steps) + steps, 1 - steps[::-1])

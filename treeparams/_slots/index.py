@@ -1,4 +1,4 @@
-"""The place of each leaf of a model in each form: among the slots, in the canonical tree, in the vector, in stacks."""
+"""Where each leaf of a model lies: among the slots, in the canonical tree, in the vector, in stacks."""
 
 import functools
 import math
@@ -12,12 +12,12 @@ import numpy as np
 from .._tree.dtypes import is_complex
 from .._tree.structure import Structure, getter
 from .._tree.text import describe
-from .._tree.types import PyTree
+from .._tree.types import PyTree, TreeDef
 from .ties import Alias
 
 
 class Slot(NamedTuple):
-    """One distinct trained parameter and its place in the vector and in the stacks."""
+    """One distinct trained parameter, and where it lies in the vector and in the stacks."""
 
     path: str
     aliases: tuple[str, ...]
@@ -37,21 +37,21 @@ class Gathers(NamedTuple):
 
     slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
     kept: Callable[[Any], tuple[Any, ...]]  # ... to all arrays that are no slots, each object once
-    values: Callable[[Any], tuple[Any, ...]]  # ... to what is no array
+    values: Callable[[Any], tuple[Any, ...]]  # ... to the leaves that are no arrays
     kept_paths: tuple[str, ...]
-    order: tuple[int, ...]  # the place of each leaf in slots + kept + values + computed
+    order: tuple[int, ...]  # the position of each leaf in slots + kept + values + computed
     leaves: Callable[[Any], tuple[Any, ...]]  # from these to the leaves
     tied_pairs: list[tuple[int, int]]  # which of these are one array
 
 
 class Index:
-    """The places of leaves. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
+    """Where leaves lie. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
         self.forms: dict[Any, Any] = {}  # those that were asked for
-        # What rules keep for such a model. Not with the rule, which may live longer: models may hold functions, and
-        # these arrays.
+        # Rules keep here what they know of such a model. Not with the rule, which may live longer: models may hold
+        # functions, and these arrays.
         self.states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.are_ties_noted = False  # for the warning of ties that a trace has lost
         self.trained = trained  # of each leaf
@@ -76,10 +76,12 @@ class Index:
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
-        """The further places of each parameter that has any, in words."""
+        """The aliases of each parameter that has any, in words."""
         paths = self.structure.paths
-        name = lambda alias: paths[alias.leaf] + (f" ({alias})" if alias.transforms else "")
-        return {paths[source]: ", ".join(map(name, aliases)) for source, aliases in self.aliases.items()}
+        return {
+            paths[source]: ", ".join(paths[each.leaf] + f" ({each})" * bool(each.transforms) for each in aliases)
+            for source, aliases in self.aliases.items()
+        }
 
     # -- The slots
 
@@ -120,14 +122,18 @@ class Index:
 
     @functools.cached_property
     def gathers(self) -> Gathers:
-        """Worked out when a model is first taken apart, which a layout by itself is not."""
+        """Worked out when a model is first taken apart, which a layout by itself is not.
+
+        Each leaf is one of four: at a slot, an array that is kept, a value that is no array, or computed from a slot.
+        A leaf that is an array met before, at an earlier leaf, is looked up where that one is.
+        """
         structure = self.structure
         others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
         kept = [i for i in others if structure.specs[i] is not None and structure.first[i] == i]
         values = [i for i in others if structure.specs[i] is None]
         rest = [*kept, *values, *(alias.leaf for _, alias in self.computed)]
-        places = self.by_leaf | {leaf: place for place, leaf in enumerate(rest, start=len(self.positions))}
-        order = tuple([places[i] if i in places else places[first] for i, first in enumerate(structure.first)])
+        positions = self.by_leaf | {leaf: n for n, leaf in enumerate(rest, start=len(self.positions))}
+        order = tuple([positions[i if i in positions else first] for i, first in enumerate(structure.first)])
         paths = tuple([structure.paths[i] for i in kept])
         tied = [(each.source, each.leaf) for each in self.ties if not each.transforms and self.trained[each.leaf]]
         return Gathers(getter(self.positions), getter(kept), getter(values), paths, order, getter(order), tied)
@@ -135,14 +141,14 @@ class Index:
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
         """From one value per slot and `None` to the leaves of the canonical tree."""
-        places = dict(zip(self.positions, range(len(self.positions)), strict=True))
-        return getter([places.get(leaf, len(places)) for leaf in range(len(self.trained))])
+        slots = {leaf: slot for slot, leaf in enumerate(self.positions)}  # without aliases, unlike `by_leaf`
+        return getter([slots.get(leaf, len(slots)) for leaf in range(len(self.trained))])
 
     @functools.cached_property
-    def canonical_treedef(self) -> Any:
+    def canonical_treedef(self) -> TreeDef:
         return jtu.tree_structure(self.canonical([0] * len(self.positions), self.structure.treedef))
 
-    def canonical(self, slots: Sequence[Any], treedef: Any) -> PyTree:
+    def canonical(self, slots: Sequence[Any], treedef: TreeDef) -> PyTree:
         """The canonical tree of one value per slot."""
         return jtu.tree_unflatten(treedef, self.canonical_leaves([*slots, None]))
 
@@ -156,7 +162,7 @@ class Index:
 
     @functools.cached_property
     def everywhere(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From slots + `None` + computed to the leaves of a tree with a value at every place of a tie."""
+        """From slots + `None` + computed to the leaves of a tree with a value at every path of a tie."""
         nothing = len(self.positions)
-        places = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
-        return getter([places.get(leaf, nothing) for leaf in range(len(self.trained))])
+        positions = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
+        return getter([positions.get(leaf, nothing) for leaf in range(len(self.trained))])

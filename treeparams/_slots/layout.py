@@ -1,4 +1,4 @@
-"""The layout of a model: which leaves are trained, which of them are one, and where each lies in the forms.
+"""The layout of a model: which leaves are trained, which of them are one, and where each lies in vector and stacks.
 
 It is static and holds no array, so that it goes into `jax.jit` as a static argument or a closure.
 """
@@ -17,10 +17,11 @@ from .._tree.difference import Diff, Difference, compare, rows_of, spec_rows, ti
 from .._tree.dtypes import common_dtype
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
+from .._tree.structure import Structure
 from .._tree.text import first_few, in_columns
 from .._tree.types import PyTree
 from .index import Index, Slot
-from .ties import settle
+from .ties import Alias, settle
 from .where import Said, Where, change, select
 
 
@@ -47,7 +48,7 @@ class Layout:
         """For this library's own use; users write `tp.layout(model)`."""
         vars(self)["_index"] = index  # equal models share one layout, so it must not change
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
 
     def __delattr__(self, name: str) -> None:
@@ -99,10 +100,10 @@ class Layout:
         """The slot at a path; an alias finds its slot."""
         return self.slots[slot_at(self, path)]
 
-    # -- Places in the vector
+    # -- Positions in the vector
 
     def slice(self, path: str) -> slice:
-        """The place of a parameter in the vector.
+        """Where a parameter lies in the vector.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
@@ -135,8 +136,8 @@ class Layout:
     @overload
     def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
 
-    def block(self, matrix: Any, rows: Where, columns: Where) -> Any:
-        """The part of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
+    def block(self, matrix: jax.Array | np.ndarray, rows: Where, columns: Where) -> jax.Array | np.ndarray:
+        """The block of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
         >>> vector, restructure = tp.ravel({"a": jnp.ones(2), "b": jnp.ones(3)})
@@ -160,17 +161,17 @@ class Layout:
         if shape is None or shape[-2:] != (size, size):
             got = type(matrix).__name__ if shape is None else f"shape {tuple(shape)}"
             raise ValueError(f"expected an array of shape ({size}, {size}) over the vector of {self!r}, got {got}")
-        places = self.indices(rows), self.indices(columns)
-        in_one_piece = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in places)
+        positions = self.indices(rows), self.indices(columns)
+        are_runs = all(len(each) and each[-1] - each[0] + 1 == len(each) for each in positions)  # they ascend
         # Slices put no indices into a compiled program; of a NumPy matrix they would be a view.
-        if in_one_piece and not isinstance(matrix, np.ndarray):
-            return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in places))]
-        return matrix[(..., *np.ix_(*places))]
+        if are_runs and not isinstance(matrix, np.ndarray):
+            return matrix[(..., *(slice(int(each[0]), int(each[-1]) + 1) for each in positions))]
+        return matrix[(..., *np.ix_(*positions))]
 
     # -- Other trained leaves
 
     def freeze(self, where: Where) -> "Layout":
-        """The layout with what `where` selects frozen. Ties are remembered.
+        """The layout with the parameters frozen that you select. Ties are remembered.
 
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
@@ -178,7 +179,7 @@ class Layout:
         return changed(self, where, None)
 
     def thaw(self, where: Where) -> "Layout":
-        """The layout with what `where` selects trained, also where a class declares it frozen.
+        """The layout with the parameters trained that you select, also those that a class declares frozen.
 
         Raises:
             ValueError: `where` selects nothing, or half of a tie.
@@ -186,7 +187,7 @@ class Layout:
         return changed(self, None, where)
 
     def diff(self, other: "Layout") -> Diff:
-        """What differs between two layouts: structure, static values, shapes, dtypes, what trains, and ties.
+        """The differences of two layouts: structure, static values, shapes, dtypes, trained parameters, and ties.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones(3)})
@@ -197,7 +198,7 @@ class Layout:
         1 difference
 
         Returns:
-            A `Diff`, false where nothing differs; `tp.diff` of two layouts gives the same.
+            A `Diff`, false where there are none; `tp.diff` of two layouts gives the same.
         """
         these, those = self._index, other._index
         here, there = these.structure, those.structure
@@ -230,6 +231,7 @@ class Layout:
         return (these.trained, these.ties) == (those.trained, those.ties) and these.structure == those.structure
 
     def __reduce__(self) -> Any:
+        # The index is worked out anew: it holds functions, and memories of this process.
         return _again, (self._index.structure, self._index.trained, self._index.ties)
 
     def __repr__(self) -> str:
@@ -253,17 +255,28 @@ Trainable = Where | PyTree | Layout | None
 """The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
-rows_of[Layout] = lambda here, there: here.diff(there).rows
-contents[Layout] = lambda layout: [node.static for node in index_of(layout).structure.nodes]
 
 
-def _again(*parts: Any) -> Layout:
-    return Layout(Index(*parts))
+def _rows(here: Layout, there: Layout) -> tuple[Difference, ...]:
+    return here.diff(there).rows
+
+
+def _statics_of_nodes(layout: Layout) -> list[Any]:
+    return [node.static for node in index_of(layout).structure.nodes]
+
+
+rows_of[Layout] = _rows
+contents[Layout] = _statics_of_nodes
+
+
+def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:
+    return Layout(Index(structure, trained, ties))
 
 
 def _groups(index: Index) -> dict[str, dict[str, Any]]:
-    """The paths of each tie. An alias without its places says in words, and compares by, the transforms alone."""
+    """The paths of each tie, and with an alias its transforms."""
     paths = index.structure.paths
+    # The notes are compared between two models, in which leaves have other numbers: so these are left out.
     return {
         paths[source]: {paths[source]: "its source"}
         | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._tree.dtypes import common_dtype, is_complex, widened
 from .._tree.paths import nearest, unquote
@@ -28,6 +29,7 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
     leaves, treedef = flatten(tree)
+    # Three ways, the quickest first: a canonical tree, a tree of the model's structure, any other, by path.
     if same_treedef(treedef, index.canonical_treedef):
         try:  # in a few calls that run in C
             if exact_shapes and list(map(_shape, leaves)) == index.shapes and _float0 not in map(_dtype, leaves):
@@ -91,13 +93,16 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
 
 
 def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
-    places = (Alias(position, position, ()), *index.aliases.get(position, ()))
-    entries = [(place, found[place.leaf]) for place in places if place.leaf in found]
+    """One value of the entries at the paths of a tie."""
+    its = (Alias(position, position, ()), *index.aliases.get(position, ()))
+    entries = [(alias, found[alias.leaf]) for alias in its if alias.leaf in found]
     if not entries:
         return None
-    only_computed = bool(entries[0][0].transforms)  # so says nothing of the source's own value
+    # A value at a computed alias alone gives none at the source, since a transform need not be invertible; a gradient
+    # there can be pulled back.
+    only_computed = bool(entries[0][0].transforms)
     if (len(entries) > 1 and tied is None) or (only_computed and tied != "sum"):
-        paths, source = [index.structure.paths[place.leaf] for place, _ in entries], index.structure.paths[position]
+        paths, source = [index.structure.paths[alias.leaf] for alias, _ in entries], index.structure.paths[position]
         if tied == "first":
             raise ValueError(
                 f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
@@ -111,10 +116,10 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         return entries[0][1]
     source = index.structure.spec(position)
     values = []
-    for place, value in entries:
-        if place.transforms:
-            check_shape(index.structure, place.leaf, value)
-        values.append(place.pull_back(value, source))
+    for alias, value in entries:
+        if alias.transforms:
+            check_shape(index.structure, alias.leaf, value)
+        values.append(alias.pull_back(value, source))
     dtype = common_dtype(jnp.result_type(value) for value in values)
     return functools.reduce(operator.add, [jnp.asarray(value, dtype) for value in values])
 
@@ -125,7 +130,7 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
 def project(
     model: PyTree, grads: PyTree, trainable: Trainable = None, *, missing: Literal["zeros"] | None = None
 ) -> PyTree:
-    """The canonical form of a gradient, however it came about.
+    """The canonical tree of a gradient, however you came by it.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.ones(2)
@@ -135,15 +140,15 @@ def project(
     >>> tp.project(model, grads, ("a", "b"))
     {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
 
-    This is the one place where gradients of ties are summed; those at an alias with a transform go through its
-    transpose. Complex gradients stay in JAX's convention, they are never conjugated.
+    Only here are gradients of ties summed; those at an alias with a transform go through its transpose. Complex
+    gradients stay in JAX's convention, they are never conjugated.
 
     Args:
         model: any pytree.
         grads: a tree with entries at paths of the model: of the model's type or another, whole or partial. `None`,
             `optax.MaskedNode`, `float0` and a missing branch are no gradient; entries at frozen leaves are dropped.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        missing: what a slot without a gradient gets: `None` stays `None` (this leaf takes no step); `"zeros"`.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        missing: for a slot without a gradient: `None` stays `None` (this leaf takes no step); `"zeros"`.
 
     Returns:
         A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real where
@@ -164,7 +169,7 @@ def slot_gradients(
     index: Index,
     grads: PyTree,
     missing: Literal["zeros"] | None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     *,
     wide: bool = False,
     tied: Tied = "sum",

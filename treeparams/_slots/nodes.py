@@ -1,17 +1,21 @@
-"""Which nodes a `where` itself matches, such as the layers of a net, and whether they are alike."""
+"""The nodes that a `where` itself matches, such as the layers of a net, and whether they are alike.
 
+Here `layers.*` means the layers; as `trainable` it means the parameters in them (see `where`).
+"""
+
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.tree_util as jtu
 
 from .._tree.difference import static_differences
 from .._tree.paths import join_path, nearest, selects, split_path
 from .._tree.structure import Structure, same_treedef
 from .._tree.text import describe, quoted
-from .where import Where, name_of
+from .._tree.types import TreeDef
+from .where import Where, name_of, with_distinct_leaves
 
 
 class Span(NamedTuple):
@@ -51,6 +55,7 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
     matches, not_these = ([_matcher(structure, each) for each in side] for side in (several, away))
     spans = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
     spans += [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
+    # Nodes come in preorder and leaves last, so a node is met before all that is below it: the outermost is found.
     found: dict[tuple[str, ...], Span] = {}
     for span in spans:
         is_below = any(span.entries[:depth] in found for depth in range(len(span.entries) + 1))
@@ -62,7 +67,8 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
     return sorted(found.values(), key=lambda span: (span.start, span.stop))
 
 
-def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
+def _matcher(structure: Structure, where: object) -> Callable[[Span], bool]:
+    """A function that tells whether a single `where` matches a node."""
     if isinstance(where, str):
         pattern = split_path(where)
         return lambda span: selects(pattern, span.entries)
@@ -75,24 +81,22 @@ def _matcher(structure: Structure, where: Any) -> Callable[[Span], bool]:
             "expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
             f"these, which match nodes, got {name_of(where)}"
         )
-    found = _pointed_at(structure, where)[0]
+    found = _pointed_nodes(structure, where)[0]
     treedefs = subtreedefs(structure)
     return lambda span: (list(range(span.start, span.stop)), treedefs[span.number]) in found
 
 
-def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], Any]], bool]:
+def _pointed_nodes(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], TreeDef]], bool]:
     """The leaves and treedefs of the nodes that a callable returns, and whether it is a list of them."""
-    # As for `select`, it gets the model with a distinct object at each leaf.
-    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
-    index = {id(place): i for i, place in enumerate(places)}
-    nodes: Any = where(jtu.tree_unflatten(structure.treedef, places))
+    tree, index = with_distinct_leaves(structure)
+    nodes: Any = where(tree)
     are_several = type(nodes) in (list, tuple)
     found = []
     for node in nodes if are_several else [nodes]:
         leaves, treedef = jtu.tree_flatten(node)
         if not leaves or any(id(leaf) not in index for leaf in leaves):
             raise ValueError(f"{name_of(where)} must return nodes of the model that have leaves, got {describe(node)}")
-        found.append(([index[id(leaf)] for leaf in leaves], treedef))
+        found.append(([index[id(leaf)][0] for leaf in leaves], treedef))
     return found, are_several
 
 
@@ -113,7 +117,7 @@ def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[
     return spans
 
 
-def _is_one(structure: Structure, where: Any, cls: type | None) -> bool:
+def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
     """Whether a `where` that found one list, or dictionary, means that and not the nodes in it.
 
     A glob may stand for the layers of a net of which there is one, a dictionary; hardly for one that is a list.
@@ -122,13 +126,13 @@ def _is_one(structure: Structure, where: Any, cls: type | None) -> bool:
         return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
     if isinstance(where, (list, tuple)):
         return all(_is_one(structure, each, cls) for each in where)
-    return isinstance(where, (type, re.Pattern)) or not _pointed_at(structure, where)[1]
+    return isinstance(where, (type, re.Pattern)) or not (callable(where) and _pointed_nodes(structure, where)[1])
 
 
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
-    within = lambda span: [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
-    if within(first) != within(other):
-        only = set(within(first)) ^ set(within(other))
+    ours, theirs = _entries_within(structure, first), _entries_within(structure, other)
+    if ours != theirs:
+        only = set(ours) ^ set(theirs)
         yield f"one of them alone has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
         return
     for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
@@ -148,17 +152,23 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
         yield "they differ in where they hold None"
 
 
-def subtreedefs(structure: Structure) -> dict[int | None, Any]:
+def _entries_within(structure: Structure, span: Span) -> list[tuple[str, ...]]:
+    """The entries of the leaves in a node, from the node on."""
+    return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
+
+
+def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
     """The treedef of each node of a structure, and of a leaf."""
+    return structure.remember("subtreedefs", functools.partial(_find_subtreedefs, structure.treedef))
 
-    def find() -> dict[int | None, Any]:
-        found: dict[int | None, Any] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
 
-    return structure.remember("subtreedefs", find)
+def _find_subtreedefs(treedef: TreeDef) -> dict[int | None, TreeDef]:
+    # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
+    found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
+    waiting = [treedef]
+    while waiting:
+        each = waiting.pop()
+        if each.node_data() is not None and each.node_data()[0] is not type(None):
+            found[len(found) - 1] = each
+            waiting += reversed(each.children())
+    return found

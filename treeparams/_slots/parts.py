@@ -20,7 +20,7 @@ from .._tree.recognise import structure_of
 from .._tree.static_keys import Values, contents, identical
 from .._tree.structure import Spec, Structure, flatten, same_treedef
 from .._tree.text import describe
-from .._tree.types import PyTree
+from .._tree.types import PyTree, TreeDef
 from .index import Index
 from .layout import Layout, Trainable, index_of
 from .match import read_slots
@@ -34,7 +34,7 @@ class _Static:
 
     __slots__ = ("index", "layout", "treedef", "values")
 
-    def __init__(self, layout: Layout, index: Index, treedef: Any, values: tuple[Any, ...]) -> None:
+    def __init__(self, layout: Layout, index: Index, treedef: TreeDef, values: tuple[Any, ...]) -> None:
         self.layout = layout
         self.index = index
         self.treedef = treedef
@@ -43,6 +43,8 @@ class _Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Static):
             return NotImplemented
+        # Equal layouts do not do: the models may differ in which frozen arrays are one (`order`), and bare objects in
+        # them may be others, which programs tell apart.
         is_same = self.index is other.index or (
             self.layout == other.layout
             and self.index.gathers.order == other.index.gathers.order
@@ -57,10 +59,14 @@ class _Static:
         return _static, (self.layout, self.index.structure, self.values.values)
 
 
-contents[_Static] = lambda static: [static.layout, *static.values.values]
+def _values_in(static: _Static) -> list[Any]:
+    return [static.layout, *static.values.values]
 
 
-def _static(layout: Layout, structure: Any, values: tuple[Any, ...]) -> _Static:
+contents[_Static] = _values_in
+
+
+def _static(layout: Layout, structure: Structure, values: tuple[Any, ...]) -> _Static:
     # Equinox's treedefs do not survive pickling, so it is that of the structure, which is made from a tree.
     return _Static(layout, look_up(structure, layout)[1], structure.treedef, values)
 
@@ -72,10 +78,10 @@ class Rest(Generic[M]):
     are static. `rest.layout` is the layout of the model.
     """
 
-    def __init__(self, frozen: tuple[Any, ...], static: Any) -> None:
+    def __init__(self, frozen: tuple[Any, ...], static: _Static) -> None:
         """For this library's own use; users write `tp.partition(model)`."""
         self._kept = frozen
-        self._static: _Static = static
+        self._static = static
 
     @property
     def layout(self) -> Layout:
@@ -113,7 +119,7 @@ class Parts(Generic[M]):
 
     @property
     def layout(self) -> Layout:
-        """What trains."""
+        """The layout of the model."""
         return self.rest.layout
 
     @property
@@ -122,7 +128,7 @@ class Parts(Generic[M]):
         return index_in(self.rest)
 
     @property
-    def treedef(self) -> Any:
+    def treedef(self) -> TreeDef:
         """The treedef of the model."""
         return _halves(self.rest)[1].treedef
 
@@ -136,7 +142,7 @@ class Parts(Generic[M]):
         return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
 
     def everywhere(self, slots: Sequence[Any]) -> PyTree:
-        """The tree of one value per slot at all places of each, `None` elsewhere."""
+        """The tree of one value per slot at all paths of each, `None` elsewhere."""
         static = _halves(self.rest)[1]
         index = static.index
         computed = index.computed_from(slots) if index.computed else ()
@@ -167,7 +173,7 @@ def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:
 
 def _nothing_trained(structure: Structure) -> Layout:
     specs = tuple([spec and _ANY_ARRAY for spec in structure.specs])
-    # What classes declare is read while a program is traced, so that it is for one number of declarations.
+    # A program reads the declarations of classes while it is traced, so it serves one version of them.
     statics = (*structure.statics, ("declarations", registry.version))
     without_shapes = dataclasses.replace(structure, specs=specs, statics=statics, _memo={})
     return Layout(Index(without_shapes, (False,) * len(specs), ()))
@@ -180,6 +186,8 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
     """The model of one value per slot."""
     frozen, static = _halves(rest)
     index, values = static.index, [*slots, *frozen, *static.values.values]
+    # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or of
+    # tracers that they are apart as the arrays were. Once per index, so that an ordinary step pays nothing.
     if slots:
         if isinstance(slots[0], Tracer):
             keep_apart(slots)
@@ -188,7 +196,7 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
             index.are_ties_noted = True
         if index.computed:
             values += index.computed_from(slots)
-    # One gather and one unflatten, since the place of each leaf is known.
+    # One gather and one unflatten, since it is known where each leaf lies.
     return jtu.tree_unflatten(static.treedef, index.gathers.leaves(values))
 
 
@@ -199,7 +207,7 @@ def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
 
 
 def others(rest: Rest[Any]) -> list[Any]:
-    """The leaves that are no slots: the arrays, each object once, and then what is no array."""
+    """The leaves that are no slots: the arrays, each object once, and then the values that are no arrays."""
     frozen, static = _halves(rest)
     return [*frozen, *static.values.values]
 
@@ -209,7 +217,7 @@ def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
     return Rest(tuple(frozen), _halves(rest)[1])
 
 
-_RESULTS = (np.generic, bool, int, float, complex)  # beside arrays, what JAX takes for a result
+_RESULTS = (np.generic, bool, int, float, complex)  # JAX takes these for results, and arrays
 
 # The files of JAX from which `jax.vmap`, `jax.jit` and the like call a function, whose results they then flatten.
 _FLATTENING = {"api_util", "batching", "linear_util", "partial_eval", "pjit"}
@@ -225,6 +233,8 @@ def refuse_functions(rest: Rest[Any], slots: Sequence[Any], module: str) -> None
     strange = next((value for value in _halves(rest)[1].values.values if not isinstance(value, _RESULTS)), None)
     if strange is None:
         return
+    # Nothing but the caller tells the one from the other: in `jax.vmap(lambda v, x: restructure(v)(x))` the model is
+    # traced too, but it is the lambda that calls, and what it returns is fine.
     here: Any = inspect.currentframe()
     frame = here.f_back
     while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
@@ -254,12 +264,12 @@ def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
 
     Args:
         model: any pytree.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
         `params`, the canonical tree: of the model's own structure, with the array at each slot's path and `None`
-        everywhere else (frozen, aliases, what is no parameter); and `rest`, everything else. Arrays are not copied, so
-        a step that donates `params` takes them from `model` too: `tp.partition(tp.copy(model))` keeps that.
+        everywhere else (frozen, aliases, no parameter); and `rest`, everything else. Arrays are not copied, so a step
+        that donates `params` takes them from `model` too: if you need it after, write `tp.partition(tp.copy(model))`.
 
     Raises:
         ValueError: as `tp.layout`.
@@ -302,7 +312,7 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
         leaves = read_slots(index, params)
     if [getattr(leaf, "shape", None) for leaf in leaves] != index.shapes:
         for leaf, slot in zip(leaves, index.slots, strict=True):
-            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor what `jax.tree.map` was given to make
+            shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
             if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
                 raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)

@@ -2,14 +2,15 @@
 
 A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
 it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
-names as source is the source, wherever it stands.
+names as source is the source, wherever it is in the tree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .._tree.declare import Given, read_source
 from .._tree.paths import join_path, nearest, split_path
@@ -20,7 +21,7 @@ from .where import Said, declaring_nodes
 
 
 class Alias(NamedTuple):
-    """A further place of a parameter, which holds what the transforms, one after another, make of the source."""
+    """A further leaf of a parameter: the source's array, or the transforms of it, one after another."""
 
     leaf: int
     source: int
@@ -33,24 +34,25 @@ class Alias(NamedTuple):
     def value_from(self, value: Any, source: Spec) -> Any:
         """The alias's value, from the source's.
 
-        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all places of a tie as it
+        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all paths of a tie as it
         is: a label per parameter, a norm.
         """
         shape = getattr(value, "shape", None)
         stacked = -1 if shape is None else len(shape) - len(source.shape)
         if shape is None or stacked < 0 or tuple(shape[stacked:]) != source.shape:
             return value
+        # A transform is a function of one array, which need not know of axes in front.
         function = self._apply
         for _ in range(stacked):
             function = jax.vmap(function)
         return jax.eval_shape(function, value) if isinstance(value, jax.ShapeDtypeStruct) else function(value)
 
-    def _apply(self, value: Any) -> Any:
+    def _apply(self, value: ArrayLike) -> Any:
         for transform in self.transforms:
             value = transform(value)
         return value
 
-    def pull_back(self, cotangent: Any, source: Spec) -> Any:
+    def pull_back(self, cotangent: ArrayLike, source: Spec) -> ArrayLike:
         """Turns a gradient at the alias into one at the source."""
         if not self.transforms:
             return cotangent
@@ -65,6 +67,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
     for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
+        # The ends of a tie stand for the sets they are in: tying one path of a set ties all of them.
         lower, upper = structure.first[alias], structure.first[source]
         named[upper] = min(named.get(upper, source), source)
         if lower == upper and transform is None:
@@ -79,14 +82,16 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
             raise ValueError(f"{names[0]!r} is tied twice: to {other!r} and to {names[1]!r}")
     if not above and not [i for i in structure.parameters if i != structure.first[i]]:
         return ()
-    sets: dict[int, list[tuple[int, tuple[Transform, ...]]]] = {}
+    # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
+    # that a tie names, which need not be the first of its set: tables and messages show the path that you wrote.
+    trees: dict[int, list[tuple[int, tuple[Transform, ...]]]] = {}
     for leaf in structure.parameters:
         root, transforms = _root(structure, structure.first[leaf], above)
-        sets.setdefault(root, []).append((leaf, transforms))
+        trees.setdefault(root, []).append((leaf, transforms))
     return tuple(
         Alias(leaf, source, transforms)
-        for source, places in sorted((named.get(root, root), places) for root, places in sets.items())
-        for leaf, transforms in places
+        for source, joined in sorted((named.get(root, root), joined) for root, joined in trees.items())
+        for leaf, transforms in joined
         if leaf != source
     )
 
@@ -94,6 +99,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
 def _root(
     structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
 ) -> tuple[int, tuple[Transform, ...]]:
+    """The set at the end of a chain of ties, and the transforms on the way back from it, in the order they apply."""
     at, transforms, passed = start, (), {start}
     while at in above:
         at, transform = above[at]
@@ -128,7 +134,9 @@ def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Tran
     return [_tie(structure, alias, *source) for alias, source in read.items()]
 
 
-def _tie(structure: Structure, alias: str, source: str, function: Any) -> tuple[int, int, Transform | None]:
+def _tie(
+    structure: Structure, alias: str, source: str, function: Callable[..., Any] | None
+) -> tuple[int, int, Transform | None]:
     if alias == source:
         raise ValueError(f"{alias!r} is tied to itself")
     ends = parameter_at(structure, alias), parameter_at(structure, source)
@@ -146,7 +154,7 @@ def parameter_at(structure: Structure, path: str) -> int:
     return i
 
 
-def checked(structure: Structure, alias: int, source: int, function: Any) -> Transform | None:
+def checked(structure: Structure, alias: int, source: int, function: Callable[..., Any] | None) -> Transform | None:
     """The transform of a tie, `None` where it is the identity."""
     want, have = structure.spec(alias), structure.spec(source)
     transform = None if function is None else Transform(function)
@@ -164,12 +172,15 @@ def checked(structure: Structure, alias: int, source: int, function: Any) -> Tra
 
 
 def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
-    """Decides what is trained, per leaf, with every tie trained or frozen as a whole.
+    """Decides for each leaf whether it is trained, with every tie trained or frozen as a whole.
 
-    An alias with a transform is trained if and only if its source is; to say otherwise of it is an error.
+    An alias with a transform is trained if and only if its source is. Naming the alias itself and saying otherwise is
+    an error.
     """
     trained = dict(said)
     for alias in ties:
+        # A source is no alias, so its own entry is final. An alias that nothing is said of, as one with a transform
+        # that no statement names (see `Said`), agrees with its source.
         of_source = trained[alias.source]
         if said.get(alias.leaf, of_source) != of_source:
             raise ValueError(_half_trained(structure, ties, alias, of_source))

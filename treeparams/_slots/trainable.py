@@ -1,12 +1,12 @@
-"""layout: from what a user passes as `trainable` - nothing, a mask, a `where`, a layout - to the layout it means."""
+"""layout: from the argument `trainable` - nothing, a mask, a `where`, a layout - to the layout it means."""
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._tree.declare import Given
-from .._tree.difference import compare, spec_rows
+from .._tree.difference import Difference, compare, spec_rows
 from .._tree.lost_ties import given_to, likeness, note_given, warn_of_lost_ties
 from .._tree.messages import warn
 from .._tree.recognise import structure_of
@@ -15,7 +15,7 @@ from .._tree.text import first_few, first_lines
 from .._tree.types import PyTree
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
-from .ties import find_ties, settle
+from .ties import Alias, find_ties, settle
 from .where import Where, change, choose
 
 
@@ -53,16 +53,16 @@ def layout(
     >>> jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]), known)(model))(tied)
     {'a': Array([2., 2.], dtype=float32), 'b': None}
 
-    The other ways through are `tp.partition`, `tp.ravel` and `tp.jit`, and ties that a class declares.
+    You may also use `tp.partition`, `tp.ravel` or `tp.jit`, or declare the ties in a class.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s (then there are no ties by identity).
-        trainable: `None`: what the classes declare (`tp.field`, `tp.declare`); everything else is trained. A mask, a
+        trainable: `None`: all parameters but those that classes declare frozen (`tp.field`, `tp.declare`). A mask, a
             tree of the model's structure with a bool at every leaf: trained where `True`, whatever is declared; it is
-            ignored at leaves that are no parameters. A `where`: only what it selects, of what is not declared frozen.
-            A `Layout`: that one, after a check that the model fits it.
-        freeze: a `where`; what it selects is frozen.
-        thaw: a `where`, after `freeze`; what it selects is trained, also where a class declares it frozen.
+            ignored at leaves that are no parameters. A `where`: only the parameters that it selects and that are not
+            declared frozen. A `Layout`: that one, after a check that the model fits it.
+        freeze: a `where` of parameters to freeze.
+        thaw: a `where` of parameters to train, read after `freeze`, also where a class declares them frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`; the array at the alias is that at the path, or a linear
             function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
             frozen its aliases stay as the model has them.
@@ -77,7 +77,7 @@ def layout(
     Raises:
         ValueError: a `where` selects nothing, or a mask has another structure; a tie is trained at one path and
             frozen at another, or its ends do not agree; the model is cyclic; it does not fit the given `Layout`.
-        TypeError: `trainable` is none of these; a field declared trained holds what cannot be.
+        TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
         UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
@@ -98,16 +98,12 @@ def layout(
 
 
 def warn_of_forgotten_ties(index: Index) -> None:
-    """Warns, once, of ties that another layout of such models was given, where they part in training."""
+    """Warns, once, of ties that another layout of such models was given, where training would part them."""
     given = given_to(index.structure)
     if not given:
         return
-    paths, trained = index.structure.paths, index.trained
-    is_seen = lambda tie: tie.transforms or not index.structure.is_traced  # else `warn_of_lost_ties` looks at it
-    root = lambda leaf: index.sources.get(leaf, leaf)  # it may be the other of two that is named as source
-    known = lambda tie: tie.leaf in index.follows or root(tie.leaf) == root(tie.source)
-    parts = lambda tie: (trained[tie.leaf] or trained[tie.source]) and not known(tie)
-    names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if is_seen(tie) and parts(tie)]
+    paths = index.structure.paths
+    names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if _is_forgotten(index, tie)]
     if names:
         warn(
             f"a layout of such a model ties {first_few(names)}; without it they are trained apart. Pass it in (known = "
@@ -115,6 +111,17 @@ def warn_of_forgotten_ties(index: Index) -> None:
             "part, tp.layout(model)",
             about=(*likeness(index.structure), *names),
         )
+
+
+def _is_forgotten(index: Index, tie: Alias) -> bool:
+    """Whether a layout trains the two ends of a tie, or one of them, and does not know that they are one."""
+    if index.structure.is_traced and not tie.transforms:
+        return False  # `warn_of_lost_ties` looks at these
+    if not (index.trained[tie.leaf] or index.trained[tie.source]):
+        return False
+    # The layout may know the tie the other way round, or with a third leaf as the source of both.
+    one, other = (index.sources.get(leaf, leaf) for leaf in (tie.leaf, tie.source))
+    return tie.leaf not in index.follows and one != other
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
@@ -139,7 +146,11 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
 
 
 def _make(
-    structure: Structure, trainable: Any, freeze: Any = None, thaw: Any = None, given: Given | None = None
+    structure: Structure,
+    trainable: Trainable,
+    freeze: Where | None = None,
+    thaw: Where | None = None,
+    given: Given | None = None,
 ) -> Layout:
     ties = find_ties(structure, given)
     follows = {alias.leaf: alias.source for alias in ties if alias.transforms}
@@ -166,18 +177,22 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
 
 
 def _index_for(structure: Structure, layout: Layout) -> Index:
-    """The `Index` of models of a structure that may differ from the layout's in what is one array."""
+    """The `Index` of models of a structure that may differ from the layout's in which arrays are one."""
     index = index_of(layout)
     want = index.structure
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
     fits = all(a is None or a == b for a, b in zip(want.specs, structure.specs, strict=False))
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
-        at_leaves = lambda i, j: [] if want.specs[i] is None else spec_rows(want, structure, i, j)
+
+        def at_leaves(i: int, j: int) -> Iterable[Difference]:
+            return [] if want.specs[i] is None else spec_rows(want, structure, i, j)
+
         lines = [row.in_words() for row in compare(want, structure, at_leaves)]
         raise ValueError(
             "the model does not fit the layout (the first below; the model is the second); make the layout from this "
             f"model, tp.layout(model):\n{first_lines(lines)}"
         )
+    # A model may have fewer ties than the layout, as a traced one has, but not one that the layout does not know.
     for i in structure.parameters:
         first = structure.first[i]
         if first != i and index.sources.get(first, first) != index.sources.get(i, i):

@@ -1,4 +1,4 @@
-"""Linear functions that are recognised again: what an alias may be of its source."""
+"""Linear functions that are recognised again, from the source of a tie to an alias."""
 
 import functools
 import importlib
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.static_keys import found_at, static_key
 
@@ -22,7 +23,7 @@ class Transform:
             inner = inner.func
         self.function = function
         self._inner = inner
-        self._place = _place(inner)
+        self._names = _names(inner)
         self._bound = tuple(bound)
         try:
             hash(self._bound)
@@ -30,7 +31,7 @@ class Transform:
             raise ValueError(f"a tie's transform binds what cannot be compared: {error}") from error
         self._key = static_key(self._bound)  # `2` and `np.float32(2)` are equal and give other dtypes
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: ArrayLike) -> Any:
         return self.function(value)
 
     def __eq__(self, other: object) -> bool:
@@ -38,10 +39,10 @@ class Transform:
         return isinstance(other, Transform) and self._inner is other._inner and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self._place, self._key))
+        return hash((self._names, self._key))
 
     def __reduce__(self) -> Any:
-        return _found, (*self._place, self._bound)
+        return _found, (*self._names, self._bound)
 
     def __repr__(self) -> str:
         arguments = [
@@ -49,11 +50,11 @@ class Transform:
             for args, keywords in reversed(self._bound)
             for text in (*map(repr, args), *(f"{name}={value!r}" for name, value in keywords))
         ]
-        return self._place[1] + (f"({', '.join(arguments)})" if arguments else "")
+        return self._names[1] + (f"({', '.join(arguments)})" if arguments else "")
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
-    def tried(self, shape: tuple[int, ...], dtype: Any) -> tuple[jax.ShapeDtypeStruct, bool]:
-        """What comes of an array, and whether it is the array itself, as by a transpose of one axis.
+    def tried(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
+        """The shape and dtype of the result, and whether it is the array itself, as by a transpose of one axis.
 
         The array at an alias is then that at its source, and nothing tells such a tie from one without a transform.
         """
@@ -71,7 +72,8 @@ class Transform:
         return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
 
 
-def _place(function: Any) -> tuple[str, str]:
+def _names(function: Callable[..., Any]) -> tuple[str, str]:
+    """The module and the name by which a function is found in another process."""
     module = getattr(function, "__module__", None)
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:

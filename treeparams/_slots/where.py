@@ -1,4 +1,4 @@
-"""From a `where` (see `tp.layout`) or a mask to leaves, and from these and declarations to what is trained."""
+"""From a `where` (see `tp.layout`) or a mask to leaves, and from these and declarations to the trained parameters."""
 
 import dataclasses
 import re
@@ -13,6 +13,7 @@ from .._tree.declare import Declared, declared, registry
 from .._tree.paths import nearest, quote, selects, split_path
 from .._tree.structure import Node, Structure, flatten, same_treedef, scan
 from .._tree.text import describe, quoted
+from .._tree.types import PyTree, TreeDef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +49,20 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
     return _Leaves(predicate)
 
 
-# -- What is trained ---------------------------------------------------------------------------------------------------
+# -- Statements on parameters ------------------------------------------------------------------------------------------
 
 Said = dict[int, bool]
 """Whether each parameter is to be trained. An alias with a transform has no entry, and so follows its source, unless a
 statement names the alias itself; a later statement about its source removes that entry again."""
 
 
-def choose(structure: Structure, follows: Mapping[int, int], trainable: Any) -> Said:
+def choose(structure: Structure, follows: Mapping[int, int], trainable: object) -> Said:
     """Reads a mask, a `where` or the declarations (`None`) for each parameter.
 
     `follows` has the source of each alias that has a transform.
     """
+    # Later statements win: first `trainable`, then its `!` globs, then the declarations. A mask stands above them all,
+    # since it says of each leaf by itself what it is.
     declarations = _declarations(structure)
     frozen = frozenset[int]().union(*declarations)
     mask = as_mask(structure, trainable)
@@ -90,6 +93,8 @@ def say(said: Said, follows: Mapping[int, int], selected: frozenset[int], traine
     An alias with a transform is named by a statement that selects nothing but such aliases. One that selects it beside
     others, as a node does that holds it, says nothing of it.
     """
+    # `freeze="decoder"` is about a weight tied to the encoder's only if the decoder holds nothing else: with
+    # a bias of its own beside the weight, it is about the bias alone.
     is_named = selected <= follows.keys()
     said |= dict.fromkeys(selected if is_named else selected - follows.keys(), trained)
     for alias, source in follows.items():
@@ -98,7 +103,7 @@ def say(said: Said, follows: Mapping[int, int], selected: frozenset[int], traine
 
 
 def change(structure: Structure, follows: Mapping[int, int], said: Said, where: Where | None, trained: bool) -> None:
-    """Adds what `freeze=` or `thaw=` says."""
+    """Adds the statement of `freeze=` or `thaw=`."""
     if where is None:
         return
     chosen, taken = _sides(where)
@@ -122,12 +127,13 @@ def _declarations(structure: Structure) -> list[frozenset[int]]:
 
 
 def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
-    """The nodes whose classes declare something, and what."""
+    """The nodes whose classes declare something, with the declarations."""
     found = [(node, declared(node.cls, registry.version)) for node in structure.nodes]
     return [(node, said) for node, said in found if any(said)]
 
 
 def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[frozenset[int]]:
+    # Globs of a class are relative to its instances, so they are matched against paths without the node's own entries.
     depth = len(node.entries)
     for glob in said.frozen:
         pattern = split_path(glob)
@@ -159,10 +165,12 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
 # -- Masks and wheres --------------------------------------------------------------------------------------------------
 
 
-def as_mask(structure: Structure, value: Any) -> list[bool] | None:
+def as_mask(structure: Structure, value: object) -> list[bool] | None:
     """The flags per leaf if `value` is a mask; `None` if it is something else."""
     if value is None or isinstance(value, (str, re.Pattern, type, _Leaves)):
         return None
+    # A mask and a `where` may both be a sequence, a function or a Module. A tree whose leaves are all bools is a mask;
+    # numbers in a tree of the model's structure, or in any that is no sequence, are a mask written wrongly.
     flags, treedef = flatten(value)
     if flags and all(isinstance(flag, (bool, np.bool_)) for flag in flags):
         if same_treedef(treedef, structure.treedef):
@@ -180,7 +188,8 @@ def as_mask(structure: Structure, value: Any) -> list[bool] | None:
     return [] if has_its_structure and not flags else None
 
 
-def _other_structure(structure: Structure, mask: Any, flags: Sequence[Any], treedef: Any) -> str:
+def _other_structure(structure: Structure, mask: object, flags: Sequence[Any], treedef: TreeDef) -> str:
+    """The message on a mask that has not the structure of the model."""
     if jtu.treedef_is_leaf(treedef):
         return (
             f"trainable={mask!r} is no mask, which has a bool at every leaf of the model. Everything that is not "
@@ -215,26 +224,28 @@ def select(
     if not chosen:
         raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
 
-    def find(each: Any) -> frozenset[int]:
-        if may_be_empty:
-            return frozenset(_leaves_of(structure, each)).intersection(among)
-        return _selected(structure, each, among, kind)
-
-    selected, away = (frozenset[int]().union(*map(find, side)) for side in (chosen, taken))
+    find = _selected_or_none if may_be_empty else _selected
+    selected, away = (
+        frozenset[int]().union(*[find(structure, each, among, kind) for each in side]) for side in (chosen, taken)
+    )
     if selected <= away and not may_be_empty:
         raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
     return selected - away
 
 
-def _sides(where: Any) -> tuple[list[Any], list[Any]]:
+def _sides(where: object) -> tuple[list[object], list[object]]:
     """Divides a `where` into single ones that select and single ones that take away."""
-    single = list(_single(where))
-    is_taken = [isinstance(each, str) and each.startswith("!") for each in single]
-    pairs = list(zip(single, is_taken, strict=True))
-    return [each for each, taken in pairs if not taken], [each[1:] for each, taken in pairs if taken]
+    chosen: list[object] = []
+    taken: list[object] = []
+    for each in _single(where):
+        if isinstance(each, str) and each.startswith("!"):
+            taken.append(each[1:])
+        else:
+            chosen.append(each)
+    return chosen, taken
 
 
-def _single(where: Any) -> Iterator[Any]:
+def _single(where: object) -> Iterator[object]:
     if not isinstance(where, (list, tuple, set, frozenset)):
         yield where
         return
@@ -244,7 +255,12 @@ def _single(where: Any) -> Iterator[Any]:
         yield from _single(each)
 
 
-def _selected(structure: Structure, where: Any, among: Collection[int], kind: str) -> frozenset[int]:
+def _selected_or_none(structure: Structure, where: object, among: Collection[int], _: str) -> frozenset[int]:
+    return frozenset(_leaves_of(structure, where)).intersection(among)
+
+
+def _selected(structure: Structure, where: object, among: Collection[int], kind: str) -> frozenset[int]:
+    """The leaves that a single `where` selects; an error if there are none."""
     selected = frozenset(_leaves_of(structure, where))
     found = selected.intersection(among)
     if found:
@@ -260,7 +276,7 @@ def _some(structure: Structure, selected: frozenset[int], count: int = 3) -> str
     return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
 
 
-def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
+def _leaves_of(structure: Structure, where: object) -> Iterator[int]:
     if isinstance(where, str):
         pattern = split_path(where)
         if any(entry[:1] == "[" and entry[1:2] in ("'", '"') for entry in pattern):
@@ -284,7 +300,7 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
                 raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(holds)} at {path!r}")
             yield from (i,) if holds else ()
     elif callable(where):
-        yield from _pointed_at(structure, where)
+        yield from _pointed_leaves(structure, where)
     else:
         raise TypeError(
             f"expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from "
@@ -292,14 +308,21 @@ def _leaves_of(structure: Structure, where: Any) -> Iterator[int]:
         )
 
 
-def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
-    # The callable gets the model with a distinct object for each leaf, so that what it returns can be found again by
-    # identity; the model's own leaves may be one object in several places.
-    places = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
-    index = {id(place): i for i, place in enumerate(places)}
+def with_distinct_leaves(structure: Structure) -> tuple[PyTree, dict[int, tuple[int, object]]]:
+    """A tree of this structure with an object of its own at each leaf; and by its identity each leaf's number.
+
+    A callable that points at nodes is called with the tree, so that its nodes can be found again: the model's own
+    leaves may be one object at several paths. Beside each number stands the object, whose identity it keeps in use.
+    """
+    objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
+    return jtu.tree_unflatten(structure.treedef, objects), {id(each): (i, each) for i, each in enumerate(objects)}
+
+
+def _pointed_leaves(structure: Structure, where: Callable[[Any], Any]) -> Iterator[int]:
+    tree, index = with_distinct_leaves(structure)
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
     try:
-        found = where(jtu.tree_unflatten(structure.treedef, places))
+        found = where(tree)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{expected} (it is given shapes in place of arrays); it failed with {error!r}") from error
     for leaf in jtu.tree_leaves(found):
@@ -307,10 +330,10 @@ def _pointed_at(structure: Structure, where: Callable[[Any], Any]) -> Iterator[i
             raise ValueError(f"{expected}; got bool. To ask each leaf, write tp.leaves(lambda path, leaf: ...)")
         if id(leaf) not in index:
             raise ValueError(f"{expected}; got {describe(leaf)}")
-        yield index[id(leaf)]
+        yield index[id(leaf)][0]
 
 
-def name_of(where: Any) -> str:
+def name_of(where: object) -> str:
     """The name of a `where` in messages."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
@@ -319,7 +342,7 @@ def name_of(where: Any) -> str:
     return repr(where if isinstance(where, str) else getattr(where, "__qualname__", where))
 
 
-def _hint(structure: Structure, where: Any) -> str:
+def _hint(structure: Structure, where: object) -> str:
     known = [structure.paths[i] for i in structure.parameters]
     if isinstance(where, (str, re.Pattern)):
         text = where if isinstance(where, str) else where.pattern

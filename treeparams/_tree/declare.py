@@ -1,7 +1,7 @@
 """Declarations of classes: which fields are trained, and which always hold one and the same array.
 
-A declaration belongs to a class, never to an instance, and comes from two places: the metadata of a dataclass field
-(`field`, for classes one writes) and the registry below (`declare`, for classes one does not own).
+A declaration belongs to a class, never to an instance, and comes from one of two: the metadata of a dataclass field
+(`field`, for classes that you write) and the registry below (`declare`, for classes that you do not own).
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 class Declared(NamedTuple):
     """All that is declared of one class, bases included; paths are relative to an instance."""
 
-    fields: dict[str, bool]  # what the fields' metadata say, where they say anything
+    fields: dict[str, bool]  # `trainable` of the fields whose metadata have it
     frozen: tuple[str, ...]  # globs
     ties: Given
 
 
-# Classes known without importing their packages: what their authors hold fixed is fixed here too.
+# Classes known without importing their packages: fields that their authors hold fixed are fixed here too.
 _BY_NAME = {
     "equinox.StateIndex": ("init",),  # running statistics, before `eqx.nn.make_with_state` moves them ...
     "equinox.State": ("**",),  # ... to here
@@ -36,7 +36,7 @@ _BY_NAME = {
 
 
 class _Registry:
-    """The declarations made by `declare`, and their version: what was derived from an earlier one is stale."""
+    """The declarations made by `declare`, and their version: anything derived from an earlier one is stale."""
 
     def __init__(self) -> None:
         self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
@@ -56,7 +56,7 @@ else:
         transform: Callable[[jax.Array], jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`equinox.field` that also says whether what it holds is trained, or which parameter it is.
+        """`equinox.field` that also says whether its parameters are trained, or to which parameter it is tied.
 
         >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
         >>> class Codec(eqx.Module):
@@ -80,8 +80,8 @@ else:
             tied_to: the path, relative to the instance, of the parameter that this field's array is. It may lie deeper
                 (`"layers.0.weight"`). `None` in place of the array is no tie; ties of arrays further down are declared
                 by `tp.declare(cls, ties=...)`. `tp.tie(model)` sets the array at the field.
-            transform: what the field's array is of that parameter: a linear function, as for `tp.layout`. `None`: the
-                parameter itself.
+            transform: the linear function from that parameter to the field's array, as for `tp.layout`. `None`: it is
+                the parameter itself.
             **kwargs: as for `equinox.field`.
 
         Returns:
@@ -114,9 +114,10 @@ def declare(
     frozen: str | Sequence[str] = (),
     ties: Given | None = None,
 ) -> None:
-    """Declares which parts of a class are frozen and which are tied in every instance.
+    """Declares which fields of a class are frozen and which are tied in every instance.
 
-    For classes one does not own; in a class of one's own `tp.field` says so, except for ties of arrays that lie deeper.
+    It is for classes that you do not own. In a class of your own `tp.field` says so, except for ties of arrays that lie
+    deeper.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package
@@ -125,15 +126,15 @@ def declare(
     >>> tp.layout(Norm(4)).paths
     ('weight',)
 
-    Names in dictionaries are declared of `dict`: `tp.declare(dict, frozen="batch_stats")` freezes what stands under
-    that key in any dictionary of the process, as Flax's variables have it.
+    Names in dictionaries are declared of `dict`: `tp.declare(dict, frozen="batch_stats")` freezes everything under that
+    key in any dictionary of the process, as Flax's variables have it.
 
-    Subclasses inherit the declaration. Declaring a class again replaces what was declared of it before. Programs that
-    plain `jax.jit` has compiled do not notice; declare before the first call.
+    Subclasses inherit the declaration. Declaring a class again replaces its earlier declaration. Programs that plain
+    `jax.jit` has compiled do not notice; declare before the first call.
 
     Args:
         cls: the class of a pytree node.
-        frozen: globs over paths relative to an instance; all below what they match is frozen.
+        frozen: globs over paths relative to an instance; all parameters at or below a match are frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`, paths relative to an instance; as for `tp.layout`.
 
     Raises:
@@ -159,7 +160,7 @@ def declare(
 @functools.lru_cache(maxsize=1024)
 def declared(cls: type, version: int) -> Declared:
     """The declarations of a class and its bases, as of a version of the registry."""
-    del version  # it is the key of what is remembered
+    del version  # it is part of the cache's key
     fields: dict[str, bool] = {}
     ties: dict[str, Any] = {}
     for each in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
@@ -172,6 +173,7 @@ def declared(cls: type, version: int) -> Declared:
             ties[quote(each.name)] = each.metadata["tied_to"]
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
     frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
+    # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
     for base in reversed(cls.__mro__):
         frozen += _BY_NAME.get(f"{base.__module__.partition('.')[0]}.{base.__qualname__}", ())
         if base in registry.classes:
@@ -195,8 +197,8 @@ def _check_bool(value: object, where: str) -> None:
         raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
 
 
-def read_source(source: Any, where: str) -> tuple[str, Any]:
-    """What a tie is to: a path, and a function or `None`."""
+def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | None]:
+    """The source of a tie: its path, and the function of a tie that has one."""
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
         raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {source!r}")

@@ -1,8 +1,8 @@
-"""What differs between two trees, row by row: the rows, the table of them, and those that two structures tell.
+"""The differences of two trees, row by row: the rows, the table of them, and those that two structures tell.
 
-A tree is read along with the other from the root. What has no counterpart is named once, by its topmost node; of what
-has one, the class and the static values are compared, and each two leaves at one place are handed over to the caller,
-who knows what else there is to compare: a layout what trains, `tp.diff` the arrays themselves.
+A tree is read along with the other from the root. A subtree without a counterpart is named once, by its topmost node.
+Of two nodes at one path the class and the static values are compared. Two leaves at one path are handed over to the
+caller, who has more to compare: a layout whether they are trained, `tp.diff` the arrays themselves.
 """
 
 import collections
@@ -10,7 +10,7 @@ import dataclasses
 import html
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -20,23 +20,24 @@ from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Node, Structure, keys_of
 from .text import both_in_text, cut, describe, first_few, in_columns, in_text
+from .types import PyTree
 
 _DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 NOTHING = "nothing"
-"""What stands in a row where one of the two has nothing."""
+"""Stands in a row for the tree that has nothing at the path."""
 
 
 class Difference(NamedTuple):
-    """One row: what differs at a path. The numbers are those of the elements of two arrays."""
+    """One row: one difference at a path. The numbers are those of the elements of two arrays."""
 
     path: str
     what: str  # "structure", "class", "static", "type", "value", "shape", "dtype", ..., "tie", "trained", "elements"
     first: str  # of elements: the one that differs most
     second: str
     absolute: float | None = None  # the largest difference
-    relative: float | None = None  # the largest, as a part of the second
+    relative: float | None = None  # the largest, as a fraction of the second
     differing: int | None = None  # how many elements differ
     size: int | None = None  # of how many
     nans: tuple[int, int] | None = None  # how many are NaN in the first, and in the second
@@ -52,10 +53,10 @@ class Difference(NamedTuple):
 
 
 class Diff:
-    """What differs between two trees or layouts, by path; false where nothing does. Made by `tp.diff`.
+    """The differences of two trees or layouts, by path; false where there are none. Made by `tp.diff`.
 
-    It prints as a table, in a notebook too: first what a compiler sees, in tree order, then arrays whose elements
-    differ, the largest difference first.
+    It prints as a table, in a notebook too: first the differences that a compiler sees, in tree order, then arrays
+    whose elements differ, the largest difference first.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> diff = tp.diff({"a": jnp.ones(2), "b": 2}, {"a": jnp.zeros(2), "b": 2.0})
@@ -95,8 +96,8 @@ class Diff:
         if not tables:
             return self._total()
         counts = collections.Counter(row.what for row in self.rows)
-        parts = ", ".join(f"{what} {count:,}" for what, count in counts.items())
-        total = f"{self._total()}: {parts}" if len(counts) > 1 else self._total()
+        each = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        total = f"{self._total()}: {each}" if len(counts) > 1 else self._total()
         return "\n".join([*itertools.chain.from_iterable([*table, ""] for table in tables), total])
 
     def _repr_html_(self) -> str:
@@ -131,32 +132,35 @@ def _table_of_elements(rows: Sequence[Difference]) -> list[str]:
 
 # -- Two structures ----------------------------------------------------------------------------------------------------
 
+AtLeaves = Callable[[int, int], Iterable[Difference]]
+"""Compares two leaves at one path, by their numbers in the two trees."""
+
 rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
-"""Classes whose objects, as static values, say themselves what differs between two of them."""
+"""Classes whose objects, as static values, tell themselves how two of them differ."""
 
 
 def compare(
     these: Structure,
     those: Structure,
-    at_leaves: Callable[[int, int], Iterable[Difference]],
+    at_leaves: AtLeaves,
     leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
 ) -> Iterator[Difference]:
-    """What differs in the nodes of two structures, and at each two leaves at one place, in tree order.
+    """The differences of the nodes of two structures, and of each two leaves at one path, in tree order.
 
     Args:
         these: the first.
         those: the second.
-        at_leaves: what to compare at two leaves, by their numbers.
+        at_leaves: compares two leaves.
         leaves: the leaves themselves, so that those that are no arrays are shown.
     """
     if these.entries == those.entries and these.has_statics_of(those):
         for i in range(len(these.entries)):
             yield from at_leaves(i, i)
         return
-    walk = lambda at_leaves: _Pair(these, those, at_leaves, leaves).visit((), *map(_numbered, (these, those)))
-    yield from walk(at_leaves)
-    if next(walk(lambda i, j: ()), None) is None:
-        # The keys of static values are taken when a structure is met, and a list may have changed since.
+    yield from _Pair(these, those, at_leaves, leaves).rows()
+    if next(_Pair(these, those, _no_rows, leaves).rows(), None) is None:
+        # The structures differ, but no node does. The keys of static values are taken when a structure is met, and a
+        # list may have changed since: the reading above sees the lists as they are now.
         ours, theirs = ([key for key in each.statics if key[0] is not type(None)] for each in (these, those))
         for node, here, there in zip(these.nodes, ours, theirs, strict=False):
             if here != there:
@@ -164,7 +168,7 @@ def compare(
 
 
 def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Difference]:
-    """How two leaves differ in shape and dtype, or in that one is no array."""
+    """How two leaves differ in shape and dtype, or in that only one is an array."""
     here, there = these.specs[i], those.specs[j]
     if here == there:
         return
@@ -177,12 +181,15 @@ def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Di
 
 def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:
     """How the static values of two nodes of one structure, of one class, differ: by field."""
-    return _Pair(structure, structure, lambda i, j: (), None).static_rows(
-        here.entries, here.cls, here.static, there.static
-    )
+    return _Pair(structure, structure, _no_rows).static_rows(here.entries, here.cls, here.static, there.static)
 
 
-def _numbered(structure: Structure) -> Any:
+def _no_rows(i: int, j: int) -> Iterable[Difference]:
+    """Compares nothing at two leaves."""
+    return ()
+
+
+def _numbered(structure: Structure) -> PyTree:
     """A tree of this structure that holds the number of each leaf."""
     return jtu.tree_unflatten(structure.treedef, range(structure.treedef.num_leaves))
 
@@ -190,19 +197,31 @@ def _numbered(structure: Structure) -> Any:
 class _Pair:
     """Two structures that are read side by side."""
 
-    def __init__(self, these: Structure, those: Structure, at_leaves: Any, leaves: Any) -> None:
+    def __init__(
+        self,
+        these: Structure,
+        those: Structure,
+        at_leaves: AtLeaves,
+        leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    ) -> None:
         self.structures = these, those
         self.at_leaves = at_leaves
         self.leaves = leaves
         # Bare objects are the same by identity, but in a copy made by pickling by their order, which is not known here.
         self.strict = not (these.is_unpickled or those.is_unpickled)
 
-    def visit(self, entries: tuple[str, ...], here: Any, there: Any) -> Iterator[Difference]:
+    def rows(self) -> Iterator[Difference]:
+        """All rows, in tree order."""
+        return self.visit((), *map(_numbered, self.structures))
+
+    def visit(self, entries: tuple[str, ...], here: PyTree, there: PyTree) -> Iterator[Difference]:
+        """The rows at and below two nodes at one path; their leaves are numbers."""
         take = jtu.default_registry.flatten_one_level_with_keys
         left, right = take(here), take(there)
         if left is None and right is None:
             yield from self.at_leaves(here, there)
             return
+        # `None` is a node to JAX, without leaves. In a table it is something in one tree alone.
         if left is None or right is None or (type(here) is not type(there) and (here is None or there is None)):
             yield Difference(join_path(entries), "structure", self.text(0, here), self.text(1, there))
             return
@@ -214,6 +233,7 @@ class _Pair:
             yield Difference(join_path(entries), "class", *both_in_text(type(here), type(there)))
         elif not (isinstance(here, dict) and ours.keys() != theirs.keys()):  # whose static value is its keys
             yield from self.static_rows(entries, type(here), left[1], right[1])
+        # Children are matched by their entries and not by position, so that one that is missing shifts no other.
         for entry in dict.fromkeys([*ours, *theirs]):
             is_boxed = len(ours) == 1 == len(theirs) and is_box(type(here)) and is_box(type(there))
             below = entries if is_boxed else (*entries, entry)
@@ -224,8 +244,8 @@ class _Pair:
             else:
                 yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
 
-    def text(self, side: int, tree: Any) -> str:
-        """What stands at a place, a leaf by its number."""
+    def text(self, side: int, tree: PyTree) -> str:
+        """A subtree of one of the two in words; its leaves are numbers."""
         if tree is None:
             return "None"
         if jtu.default_registry.flatten_one_level(tree) is None:
@@ -236,52 +256,54 @@ class _Pair:
         count = jtu.tree_structure(tree).num_leaves
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
 
-    def static_rows(self, entries: tuple[str, ...], cls: type, here: Any, there: Any) -> Iterator[Difference]:
+    def static_rows(self, entries: tuple[str, ...], cls: type, here: object, there: object) -> Iterator[Difference]:
         """How the static values of two nodes differ; of a dataclass by field."""
         if self.are_equal(here, there):
             return
         names = []
         if dataclasses.is_dataclass(cls):
             names = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
-        if not (type(here) is type(there) is tuple and len(here) == len(there) >= len(names)):
+        if not (type(here) is tuple and type(there) is tuple and len(here) == len(there) >= len(names)):
             yield from self.value_rows(entries, here, there)
             return
+        # Fields are counted from the end: Equinox puts values of its own before theirs.
         named = [*[()] * (len(here) - len(names)), *[(name,) for name in names]]
         for name, one, other in zip(named, here, there, strict=True):
             yield from self.value_rows((*entries, *name), one, other)
 
     def value_rows(
-        self, entries: tuple[str, ...], here: Any, there: Any, depth: int = _DEEPEST
+        self, entries: tuple[str, ...], here: object, there: object, depth: int = _DEEPEST
     ) -> Iterator[Difference]:
-        """How two static values differ; of containers with the same places, which of their values."""
+        """How two static values differ; of containers with the same keys, which of their values."""
         if self.are_equal(here, there):
             return
         kind = type(here)
         rows: list[Difference] = []
+        # The deeper a row can point the better: into objects that compare themselves, then into containers. Where that
+        # shows no row, as for lists of different lengths, the two values are one row.
         if kind is type(there) and kind in rows_of:
             rows = [
                 row._replace(path=join_path((*entries, row.path) if row.path else entries))
                 for row in rows_of[kind](here, there)
             ]
         elif kind is type(there) and depth:
-            ours, theirs = _places(here), _places(there)
+            ours, theirs = _items(here), _items(there)
             if list(map(operator.itemgetter(0), ours)) == list(map(operator.itemgetter(0), theirs)):
                 for (_, entry, one), (_, _, other) in zip(ours, theirs, strict=True):
                     rows += self.value_rows((*entries, *entry), one, other, depth - 1)
         yield from rows or [Difference(join_path(entries), "static", *both_in_text(here, there))]
 
-    def are_equal(self, here: Any, there: Any) -> bool:
+    def are_equal(self, here: object, there: object) -> bool:
         return here is there or static_key(here, strict=self.strict) == static_key(there, strict=self.strict)
 
 
-def _places(value: Any) -> list[tuple[Any, tuple[str, ...], Any]]:
-    """What is in a static value: for each place what tells it from others, the entry of its path, and the value."""
-    kind = type(value)
-    if kind in contents:
-        return [(i, (), each) for i, each in enumerate(contents[kind](value))]
-    if kind in (tuple, list):
+def _items(value: object) -> list[tuple[Hashable, tuple[str, ...], Any]]:
+    """The values in a static value, each with its key, whose type counts, and its entry of a path."""
+    if type(value) in contents:
+        return [(i, (), each) for i, each in enumerate(contents[type(value)](value))]
+    if type(value) is tuple or type(value) is list:
         return [(i, (str(i),), each) for i, each in enumerate(value)]
-    if kind is dict:
+    if type(value) is dict:
         return [((type(key), key), (quote(str(key)),), each) for key, each in value.items()]
     return []
 
@@ -289,7 +311,7 @@ def _places(value: Any) -> list[tuple[Any, tuple[str, ...], Any]]:
 # -- Ties --------------------------------------------------------------------------------------------------------------
 
 Groups = Mapping[str, Mapping[str, Any]]
-"""By the path that names an array all the paths that it is at, with what tells more about each, in words its `str`."""
+"""For the path that names an array, all its paths, each with a note on it: compared by `==`, shown by its `str`."""
 
 
 def groups_of(structure: Structure) -> Groups:
@@ -308,15 +330,19 @@ def tie_rows(here: Groups, there: Groups, is_shared: Callable[[str], bool]) -> I
     for path in dict.fromkeys([*here, *there]):
         both = ours.get(path, {}), theirs.get(path, {})
         if both[0] != both[1]:
-            label = lambda other, more: f"{other} ({more})" if str(more) else other
-            first, second = (", ".join(map(label, each, each.values())) or NOTHING for each in both)
+            first, second = map(_with_notes, both)
             yield Difference(path, "tie", first, second)
 
 
+def _with_notes(others: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} ({note})" if str(note) else path for path, note in others.items()) or NOTHING
+
+
 def _others(groups: Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+    """For each path that both trees have, the other such paths of its array."""
     found = {}
     for group in groups.values():
-        places = {path: more for path, more in group.items() if is_shared(path)}
-        for path in places:
-            found[path] = {other: more for other, more in places.items() if other != path}
+        shared = {path: note for path, note in group.items() if is_shared(path)}
+        for path in shared:
+            found[path] = {other: note for other, note in shared.items() if other != path}
     return found

@@ -1,4 +1,4 @@
-"""Dtypes: which are floating or complex, and what holds several of them."""
+"""Dtypes: which are floating or complex, and which one holds several."""
 
 import functools
 from collections.abc import Iterable
@@ -7,15 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 @functools.cache
-def is_inexact(dtype: Any) -> bool:
+def is_inexact(dtype: Any) -> bool:  # any: the dtype of PRNG keys has no public type
     """Whether a dtype is floating or complex."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def is_complex(dtype: Any) -> bool:
+def is_complex(dtype: DTypeLike) -> bool:
     """Whether a dtype is complex."""
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
@@ -33,6 +34,6 @@ def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
         return jnp.dtype(jnp.result_type(*wide or [float]))
 
 
-def widened(dtype: Any) -> Any:
+def widened(dtype: DTypeLike) -> np.dtype:
     """The dtype to sum and average in: at least single precision."""
     return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

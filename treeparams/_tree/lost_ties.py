@@ -1,25 +1,25 @@
 """The memory of ties that a trace, or a layout that is not passed on, would lose without a word.
 
-What comes in: ties by identity of what is met outside of a trace (`meet`, `note_ties`), tracers that are apart because
-the arrays were (`keep_apart`), ties that a layout was given (`note_given`). What comes out: a warning, once
+It takes in the ties by identity of trees met outside of a trace (`meet`, `note_ties`), the tracers that are apart
+because the arrays were (`keep_apart`), and the ties that a layout was given (`note_given`). It gives a warning, once
 (`warn_of_lost_ties`), and the ties given to models of a kind (`given_to`). It holds no arrays.
 """
 
 import collections
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.core import Tracer
 
 from .messages import warn, was_warned
-from .structure import Structure
+from .structure import Spec, Structure
 from .text import first_few
 
-# Kinds of structure that were met with one array at several places: shapes, and pairs of leaves. No arrays.
+# Kinds of structure that were met with one array at several leaves: shapes, and pairs of leaves. No arrays.
 _met_tied: "collections.OrderedDict[int, list[tuple[list[Any], list[tuple[int, int]]]]]" = collections.OrderedDict()
-_met_apart: set[int] = set()  # kinds that were met with an array of its own at each place, and not tied before
+_met_apart: set[int] = set()  # kinds that were met with an array of its own at each leaf, and not tied before
 _given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collections.OrderedDict()  # ties, to layouts
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
@@ -27,14 +27,15 @@ _changing = threading.Lock()
 
 
 def meet(structure: Structure, is_call: bool) -> None:
-    """Remembers the ties by identity of what is met outside of a trace: of a tree, or of each argument of a call.
+    """Remembers the ties by identity of a tree, or of each argument of a call, that is met outside of a trace.
 
-    Not where the same kind was met apart before. The gradient of a sum has one object at two places, and it has the
-    structure of its model; what ties a model met before, `tp.tie` or a layout, notes that by itself.
+    It does not where the same kind was met apart before. The gradient of a sum has one object at two paths, and it has
+    the structure of its model; `tp.tie` and layouts, which tie a model met before, note that by themselves.
     """
     first, pairs = structure.first, []
     if len(set(first)) < len(first):
         pairs = [(first[i], i) for i in structure.parameters if first[i] != i]
+    # A call is (function, arguments, keywords), so each argument is a node whose path has two entries.
     for number, root in enumerate(structure.nodes if is_call else structure.nodes[:1]):
         if len(root.entries) != (2 if is_call else 0):
             continue
@@ -48,8 +49,8 @@ def meet(structure: Structure, is_call: bool) -> None:
 def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: int | None = None) -> None:
     """Remembers that parameters of a structure are one array, outside of any trace.
 
-    A model may be a part of something else, such as a state: each node that holds both places is remembered, if its
-    path has at least `above` entries; without that also a node of a kind that was met apart.
+    A model may be in something else, such as a state: each node that holds both leaves of a pair is remembered, if its
+    path has at least `above` entries; without `above` a node of a kind that was met apart is remembered too.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
     for number, node in enumerate(structure.nodes):
@@ -72,6 +73,7 @@ def keep_apart(tracers: Iterable[Any]) -> None:
     if _met_tied:
         for each in tracers:
             if isinstance(each, Tracer):
+                # An identity serves another object when a tracer is gone, so the entry goes with it.
                 key = id(each)
                 _on_purpose[key] = weakref.ref(each, lambda _, key=key: _on_purpose.pop(key, None))
 
@@ -81,7 +83,7 @@ def likeness(structure: Structure) -> tuple[int, ...]:
     return hash(structure), *structure.kinds[:1]
 
 
-def note_given(structure: Structure, ties: Iterable[Any]) -> None:
+def note_given(structure: Structure, ties: Iterable[Hashable]) -> None:
     """Remembers ties that a layout was given, which neither arrays nor classes tell."""
     _given.setdefault(likeness(structure), {}).update(dict.fromkeys(ties))
     if len(_given) > _MET:
@@ -93,27 +95,42 @@ def given_to(structure: Structure) -> Iterable[Any]:
     return _given.get(likeness(structure), ()) if _given else ()
 
 
-def warn_of_lost_ties(structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Any) -> None:
+def warn_of_lost_ties(
+    structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Sequence[bool]
+) -> None:
     """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
 
-    Not of aliases whose sources are known in spite of the trace, nor of what is frozen: it has no gradient to part.
+    It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones: they have no gradient
+    that could part them.
     """
-    root = lambda leaf: sources.get(structure.first[leaf], structure.first[leaf])
     for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
         if was_warned(kind) or kind not in _met_tied:
             continue
         for shapes, pairs in _met_tied[kind]:
             within = [(a + node.start, b + node.start) for a, b in pairs]
-            lost = [pair for pair in within if root(pair[0]) != root(pair[1]) and any(trained[i] for i in pair)]
-            lost = [pair for pair in lost if not all(id(leaves[i]) in _on_purpose for i in pair)]
-            # Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each.
-            specs = zip(structure.specs[node.start : node.stop], shapes, strict=True)
-            now = [(spec.shape, shape) for spec, shape in specs if spec is not None]
-            mapped = {len(shape) - len(inner) for inner, shape in now}
-            if lost and len(mapped) == 1 and all(inner == shape[min(mapped) :] for inner, shape in now):
+            apart = [pair for pair in within if _are_two(structure, sources, *pair) and any(trained[i] for i in pair)]
+            lost = [pair for pair in apart if not all(id(leaves[i]) in _on_purpose for i in pair)]
+            if lost and _are_mapped(structure.specs[node.start : node.stop], shapes):
                 names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
                 warn(_LOST.format(first_few(names)), about=kind)
                 break
+
+
+def _are_two(structure: Structure, sources: Mapping[int, int], a: int, b: int) -> bool:
+    """Whether two leaves are of different parameters."""
+    one, other = structure.first[a], structure.first[b]
+    return sources.get(one, one) != sources.get(other, other)
+
+
+def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] | None]) -> bool:
+    """Whether arrays now have the shapes that were met, or these without their first axes.
+
+    Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each. The kind of a node leaves shapes
+    out, so that it is found there too; a model that shares paths and dtypes alone is told apart here.
+    """
+    now = [(spec.shape, shape) for spec, shape in zip(specs, shapes, strict=True) if spec is not None]
+    mapped = {len(shape or ()) - len(inner) for inner, shape in now}
+    return len(mapped) == 1 and all(inner == (shape or ())[min(mapped) :] for inner, shape in now)
 
 
 _LOST = (

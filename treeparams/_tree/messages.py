@@ -4,13 +4,13 @@ import inspect
 import os
 import warnings
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import jaxtyping
 from jax.core import Tracer
 
 from .structure import flatten, scan
+from .types import PyTree
 
 _warned_of: set[Hashable] = set()
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
@@ -18,7 +18,7 @@ OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__
 
 
 def warn(message: str, about: Hashable = None) -> None:
-    """Gives a warning at the line that called this library; of what is named by `about`, once."""
+    """Gives a warning at the line that called this library; only once for each `about`."""
     if about is not None:
         if about in _warned_of:
             return
@@ -30,14 +30,14 @@ def warn(message: str, about: Hashable = None) -> None:
 
 
 def was_warned(about: Hashable) -> bool:
-    """Whether a warning has been given of what is named."""
+    """Whether a warning has been given about it."""
     return about in _warned_of
 
 
-def name_deleted(error: Exception, tree: Any) -> None:
+def name_deleted(error: Exception, tree: PyTree) -> None:
     """Raises an error that names the array of a tree that has been deleted, where there is one.
 
-    To be called where JAX has failed: to ask each array beforehand would cost more than all else that is asked.
+    Call it where JAX has failed: to ask each array beforehand would cost more than all else that is asked.
     """
     leaves, treedef = flatten(tree)
     for leaf, path in zip(leaves, scan(tree, leaves, treedef).paths, strict=True):

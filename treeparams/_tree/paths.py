@@ -1,9 +1,9 @@
 """Key paths as text and back, the globs over them, and the nearest path to a misspelt one.
 
-A *path* is the place of a node or leaf in a pytree, written as one entry per key with dots between them:
-`layers.0.weight`. The root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a
-quote or a glob character, or starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into
-entries without a model at hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
+A *path* says where a node or leaf is in a pytree, with one entry per key and dots between them: `layers.0.weight`. The
+root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a quote or a glob character,
+or starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into entries without a model at
+hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
 """
 
 import difflib
@@ -73,7 +73,7 @@ def join_path(entries: Iterable[str]) -> str:
     return ".".join(entries)
 
 
-def key_text(key: Any) -> str:
+def key_text(key: object) -> str:
     """The bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
     for attribute in ("name", "key", "idx"):
         value = getattr(key, attribute, None)
@@ -102,7 +102,8 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
 def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
     """Whether the glob, split into entries, matches these entries or a node above them.
 
-    The states are the positions in the pattern that the entries read so far can have led to.
+    `**` stands for any number of entries, so the entries read so far may have led to several positions in the pattern.
+    They are kept as a set, so that each entry is read once; to try one position after another would read some often.
 
     >>> globs = ("**.weight", "layers", "layers.*.0")
     >>> [selects(split_path(glob), split_path("layers.0.weight")) for glob in globs]
@@ -110,7 +111,7 @@ def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
     """
     states = _skip_stars(pattern, {0})
     for entry in entries:
-        if len(pattern) in states:
+        if len(pattern) in states:  # the pattern has ended at a node above
             return True
         stay = {at for at in states if pattern[at] == "**"}
         step = {at + 1 for at in states - stay if _matches_entry(pattern[at], entry)}
@@ -119,6 +120,7 @@ def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
 
 
 def _skip_stars(pattern: Sequence[str], states: set[int]) -> set[int]:
+    # A `**` may stand for no entry at all.
     for at in sorted(states):
         while at < len(pattern) and pattern[at] == "**":
             at += 1

@@ -23,18 +23,29 @@ from .lost_ties import meet
 from .messages import is_concrete
 from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
 from .structure import Structure, flatten, getter, same_treedef, scan
+from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a
-# program, small enough to let go of what a long notebook session has built and thrown away.
+# program, small enough to let go of models that a long notebook session has built and thrown away.
 _BUCKETS = 256
 _PER_BUCKET = 64
+
+
+Context = tuple[int, np.dtype]
+"""On which a structure depends besides its tree: the version of the declarations, and whether JAX has 64 bits."""
 
 
 class _Known:
     """A structure and the tree it was worked out from: a tree that agrees in all of this has the same structure."""
 
     def __init__(
-        self, tree: Any, leaves: list[Any], treedef: Any, context: Any, statics: list[Any], settled: bool
+        self,
+        tree: PyTree,
+        leaves: list[Any],
+        treedef: TreeDef,
+        context: Context,
+        statics: list[Any],
+        settled: bool,
     ) -> None:
         self.structure = scan(tree, leaves, treedef)
         self.treedef = treedef
@@ -58,8 +69,13 @@ class _Known:
         self.settled = settled  # whether the same static objects have the same content; else a snapshot is kept
         self.key = None if settled else _key(statics)
 
-    def fits(self, leaves: list[Any], treedef: Any, context: Any, kinds: list[type], statics: list[Any]) -> bool:
-        """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type."""
+    def fits(
+        self, leaves: list[Any], treedef: TreeDef, context: Context, kinds: list[type], statics: list[Any]
+    ) -> bool:
+        """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type.
+
+        Cheap comparisons that often fail come first. Each is one call that runs in C, however many leaves there are.
+        """
         if self.types != kinds or self.context != context or not same_treedef(self.treedef, treedef):
             return False
         if self.numpy_dtypes and self.numpy_dtypes != list(map(_dtype, self.numpy(leaves))):
@@ -67,6 +83,7 @@ class _Known:
         arrays = self.arrays(leaves)
         if len(set(map(id, arrays))) != self.distinct:
             return False
+        # As many objects as leaves: then nothing is tied. With ties their number does not tell which are one.
         first = self.structure.first
         if self.distinct < len(arrays) and not all(leaves[i] is leaves[first[i]] for i in self.positions):
             return False
@@ -89,14 +106,14 @@ class _Known:
 
 
 _known: "collections.OrderedDict[int, list[_Known]]" = collections.OrderedDict()
-_changing = threading.Lock()  # of what is known; reading needs none
+_changing = threading.Lock()  # for writing to `_known`; reading needs none
 _key = functools.partial(static_key, strict=True)
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _aval = operator.attrgetter("aval")
 
 
-def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, Structure]:
+def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
     """The leaves of a tree, its treedef, and its structure; without `by_shape` that of another in shapes and dtypes.
 
     The structure's own treedef may hold other static *objects* of the same type and value.
@@ -112,6 +129,7 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
             if i:  # to the front, where it is found at once; in a new list, since another thread may read the old one
                 _known[hashed] = [known, *bucket[:i], *bucket[i + 1 :]]
             return leaves, treedef, known.structure
+    # Many nodes share their static values, such as an activation, so each object is looked at once.
     looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
     settled = all(map(is_settled, looked_at))
     known = _Known(tree, leaves, treedef, context, statics, settled)
@@ -127,12 +145,13 @@ def structure_of(tree: Any, *, by_shape: bool = True) -> tuple[list[Any], Any, S
     return leaves, treedef, known.structure
 
 
-# -- What is looked at -------------------------------------------------------------------------------------------------
+# -- Static values -----------------------------------------------------------------------------------------------------
 
 
-def static_values(treedef: Any) -> list[Any]:
+def static_values(treedef: TreeDef) -> list[Any]:
     """The static values of all nodes."""
     values: list[Any] = []
+    # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
     extend, append = values.extend, values.append
     leaves = itertools.repeat(None, treedef.num_leaves)
     treedef.walk(lambda _, data: extend(data) if type(data) in _MADE_ANEW else append(data), bool, leaves)
@@ -142,10 +161,11 @@ def static_values(treedef: Any) -> list[Any]:
 _MADE_ANEW = frozenset((tuple, list))  # at each flattening, around values that are not
 
 
-def _is_harmless(static: Any, depth: int = 4) -> bool:
+def _is_harmless(static: object, depth: int = 4) -> bool:
     """Whether holding a static value keeps no array or tracer alive.
 
-    What is not known to hold none is not remembered: a tree with a closure over an array is worked out at each call.
+    A tree with a value that may hold one, such as a closure over an array, is not remembered but worked out at each
+    call: a tracer that is kept alive is an error under `jax.checking_leaks`, and an array is memory.
     """
     kind = type(static)
     if isinstance(static, _PLAIN) or kind is object:
@@ -171,7 +191,7 @@ def _is_harmless(static: Any, depth: int = 4) -> bool:
     elif isinstance(static, functools.partial):
         held = [static.func, static.args, static.keywords]
     elif kind.__module__.startswith("jaxlib"):
-        held = [getattr(static, "__wrapped__", np.empty(0))]  # what `jax.jit` compiles
+        held = [getattr(static, "__wrapped__", np.empty(0))]  # the function that `jax.jit` compiles
     elif not [cls for cls in kind.__mro__[:-1] if not cls.__flags__ & _WRITTEN_IN_PYTHON]:
         held = [object.__getstate__(static)]  # attributes and slots
     else:

@@ -2,8 +2,8 @@
 
 `2 == 2.0 == True` in Python, so a cache keyed by static values runs the program traced for one on the other and gives
 the wrong dtype. And a list that has changed since is equal to itself. `static_key` turns a value into a key for which
-neither happens: it tells types apart and is a snapshot of what can change in place. The bytes of arrays are never
-hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
+neither happens: it tells types apart and is a snapshot of values that can change in place. The bytes of arrays are
+never hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
 """
 
 import collections
@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +21,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-# What cannot change in place and is, its type being equal, equal only to what no program could tell from it.
+# Values that cannot change in place. Two of one type are equal only if no program could tell them apart.
 _ATOMS = (
     *(str, bytes, int, type(None), type, enum.Enum, np.dtype, np.ufunc, types.ModuleType),
     *(types.FunctionType, types.BuiltinFunctionType),
@@ -32,16 +32,16 @@ SIMPLE = frozenset({str, bytes, int, bool, type(None)})
 
 
 contents: dict[type, Callable[[Any], Sequence[Any]]] = {}
-"""Classes of this library whose objects change only where the static values in them do, and what gives these. Objects
-that are equal have equal static values, and nothing else in which a program could tell them apart."""
+"""Classes of this library whose objects change only where the static values in them do, each with a function that lists
+these values. Objects that are equal have equal static values, and no program could tell them apart by anything else."""
 
 
-def static_key(value: Any, *, strict: bool = False) -> Any:
+def static_key(value: object, *, strict: bool = False) -> Hashable:
     """A hashable key, equal for values that are equal in type and content.
 
     Containers, dataclasses and other objects go by content, arrays by identity. Bare `object()`s, which have no
-    content, go by the order in which they appear in the value, so that a key is equal to itself after pickling; where
-    that does not do, `strict` has them go by identity.
+    content, go by the order in which they appear in the value, so that a key is equal to itself after pickling; with
+    `strict` they go by identity.
     """
     return StaticKeys(strict=strict).key(value)
 
@@ -51,10 +51,10 @@ def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
-def is_settled(value: Any) -> bool:
+def is_settled(value: object) -> bool:
     """Whether a value cannot change in place, so that the same object always has the same content."""
     kind = type(value)
-    if kind in (tuple, frozenset):
+    if isinstance(value, (tuple, frozenset)) and kind in (tuple, frozenset):
         return all(map(is_settled, value))
     if kind in contents:
         return all(map(is_settled, contents[kind](value)))
@@ -64,8 +64,8 @@ def is_settled(value: Any) -> bool:
 class Values:
     """Some values, equal to others of the same types and content; quick where they are the same settled objects.
 
-    Of values that are not settled a snapshot is taken: a cache that holds on to them would else find what they are now
-    equal to itself.
+    Of values that are not settled a snapshot is taken. A cache that holds a list would otherwise compare it with
+    itself after it has changed, and find it equal.
     """
 
     __slots__ = ("_key", "values")
@@ -84,7 +84,7 @@ class Values:
     def __hash__(self) -> int:
         return len(self.values)
 
-    def _snapshot(self) -> Any:
+    def _snapshot(self) -> Hashable:
         return static_key(tuple(self.values), strict=True) if self._key is None else self._key
 
 
@@ -96,7 +96,7 @@ class StaticKeys:
         self._strict = strict
         self._above: set[int] = set()  # the objects that are being looked into
 
-    def key(self, value: Any) -> Any:
+    def key(self, value: object) -> Hashable:
         """The key of one of the values; see `static_key`."""
         kind = type(value)
         if kind in (float, complex):
@@ -115,6 +115,7 @@ class StaticKeys:
             if not any(each is value for each in self.bare):
                 self.bare.append(value)
             return kind, next(i for i, each in enumerate(self.bare) if each is value)
+        # A value that contains itself would be walked forever. Where it comes round again its type stands for it.
         if id(value) in self._above:
             return kind, "contains itself"
         self._above.add(id(value))
@@ -123,10 +124,10 @@ class StaticKeys:
         finally:
             self._above.discard(id(value))
 
-    def _content(self, value: Any) -> Any:
+    def _content(self, value: object) -> Hashable:
         if isinstance(value, (tuple, list, collections.deque)):
             return tuple([(type(each), each) if type(each) in SIMPLE else self.key(each) for each in value])
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping):  # in their order, which decides the order of a dictionary built in a program
             return tuple((self.key(key), self.key(value[key])) for key in value)
         if isinstance(value, Set):
             return frozenset(map(self.key, value))
@@ -155,21 +156,22 @@ class StaticKeys:
 @functools.lru_cache(maxsize=1024)
 def _is_of_jax(kind: type) -> bool:
     # Compiled functions, functions with derivatives of their own, meshes, shardings, sentinels: none of them changes.
+    # A Module may hold a list, so it goes by content.
     return kind.__module__.partition(".")[0] in ("jax", "jaxlib", "equinox") and not issubclass(kind, eqx.Module)
 
 
 def found_at(module: str, name: str) -> Any:
-    """Looks up a dotted name in an imported module; `None` where nothing stands there."""
+    """Looks up a dotted name in an imported module; `None` where there is nothing."""
     found = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    for each in name.split("."):
+        found = getattr(found, each, None)
     return found
 
 
 class _Snapshot:
-    """A key of what cannot be hashed, but copied and compared."""
+    """The key of a value that cannot be hashed, but copied and compared."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
         self.then = copy.deepcopy(value)
 
@@ -178,7 +180,7 @@ class _Snapshot:
             return False
         try:
             return bool(self.then == other.then)
-        except Exception:  # what holds arrays may have no truth value
+        except Exception:  # a comparison of values that hold arrays may have no truth value
             return self.value is other.value
 
     def __hash__(self) -> int:
@@ -188,7 +190,7 @@ class _Snapshot:
 class _Identity:
     """A key of an array, equal to that of the same array with the same elements."""
 
-    def __init__(self, value: Any, then: np.ndarray | None) -> None:
+    def __init__(self, value: jax.Array | np.ndarray, then: np.ndarray | None) -> None:
         self.value = value
         self.then = then
 

@@ -1,4 +1,7 @@
-"""The static description of a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one."""
+"""The static description of a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one.
+
+Leaves are numbered in tree order, nodes in preorder; the leaves of a node, and the nodes below it, are consecutive.
+"""
 
 import dataclasses
 import functools
@@ -6,8 +9,8 @@ import inspect
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.tree_util as jtu
@@ -19,6 +22,9 @@ from .dtypes import is_inexact
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled
 from .text import describe
+from .types import PyTree, TreeDef
+
+T = TypeVar("T")
 
 _MEMORIES = 256  # derived things per structure; far more than a program uses
 
@@ -28,7 +34,7 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-    parameter: bool  # floating or complex: what can be trained
+    parameter: bool  # floating or complex, so that it can be trained
 
 
 class Node(NamedTuple):
@@ -48,13 +54,14 @@ class Node(NamedTuple):
 
 _CLS = operator.attrgetter("cls")
 _KEY = operator.itemgetter(0)
+_take = jtu.default_registry.flatten_one_level_with_keys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
     """The static description of a kind of tree. It holds no array of the tree."""
 
-    treedef: Any
+    treedef: TreeDef
     nodes: tuple[Node, ...]
     entries: tuple[tuple[str, ...], ...]  # of each leaf
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
@@ -63,7 +70,7 @@ class Structure:
     bare: tuple[object, ...]  # static `object()`s, whose keys are their order
     settled: bool  # whether the leaves that are no arrays are of types whose values cannot change in place
     is_unpickled: bool = False  # then its bare objects are copies
-    is_traced: bool = False  # whether leaves are tracers, which do not tell what is one array
+    is_traced: bool = False  # whether leaves are tracers, which do not tell which arrays are one
     _memo: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -122,7 +129,7 @@ class Structure:
         is_copy = self.is_unpickled or other.is_unpickled
         return self.statics == other.statics and (is_copy or identical(self.bare, other.bare))
 
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the value remembered under this key, and makes it the first time."""
         found = self._memo.get(key, self)  # one look-up; nothing that is derived is the structure itself
         if found is self:
@@ -149,9 +156,9 @@ class Structure:
         return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
 
 
-def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
+def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     """Works out the structure of a tree."""
-    nodes, entries, statics, bare = _take_nodes(tree)
+    read = _Reading(tree)
     specs: list[Spec | None] = []
     same, first = list(range(len(leaves))), {}
     for i, leaf in enumerate(leaves):
@@ -159,64 +166,74 @@ def scan(tree: Any, leaves: Sequence[Any], treedef: Any) -> Structure:
             spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
         except TypeError as error:
             raise TypeError(
-                f"{join_path(entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert it, or "
-                "hold it in a static field"
+                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert "
+                "it, or hold it in a static field"
             ) from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
             same[i] = first.setdefault(id(leaf), i)
+    # One leaf of each type tells for all of them, but for frozen sets, which hold values of any type.
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
-    return Structure(treedef, nodes, entries, tuple(specs), tuple(same), statics, bare, settled, is_traced=is_traced)
+    arrays = tuple(specs), tuple(same)
+    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, is_traced=is_traced)
 
 
-def _take_nodes(tree: Any) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...], tuple[Any, ...], tuple[Any, ...]]:
-    """The nodes of a tree in preorder, the entries of each leaf's path, all nodes' static keys, and bare objects.
+class _Reading:
+    """The nodes of a tree in preorder, the entries of each leaf's path, and the keys of all nodes' static values.
 
     The tree is taken apart one level at a time, which gives keys, children and static value of a node together.
     """
-    take = jtu.default_registry.flatten_one_level_with_keys
-    nodes: list[Any] = []
-    entries: list[tuple[str, ...]] = []
-    statics: list[Any] = []
-    keys = StaticKeys()
-    known: dict[Any, Any] = {}  # many nodes have the same objects as static values
-    held: list[Any] = []  # so that no other object gets the identity of one that is known
 
-    def static(data: Any) -> Any:
-        same = tuple(map(id, data)) if type(data) is tuple else id(data)
-        if same not in known:
-            held.append(data)
-            known[same] = keys.key(data)
-        return known[same]
+    def __init__(self, tree: PyTree) -> None:
+        self.nodes: list[Any] = []
+        self.entries: list[tuple[str, ...]] = []
+        self.statics: list[Hashable] = []
+        self._keys = StaticKeys()
+        self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
+        self._held: list[object] = []  # so that no other object gets the identity of one that is known
+        taken = _take(tree)
+        if taken is None:
+            self.entries.append(())
+        else:
+            self._visit(type(tree), list(taken[0]), taken[1], ())
 
-    def visit(kind: type, taken: Any, above: tuple[str, ...]) -> None:
-        children, data = list(taken[0]), taken[1]
+    def found(self) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...]]:
+        """The nodes, and the entries of each leaf."""
+        return tuple(self.nodes), tuple(self.entries)
+
+    def keys(self) -> tuple[tuple[Hashable, ...], tuple[object, ...]]:
+        """The static keys, and the bare objects in them."""
+        return tuple(self.statics), tuple(self._keys.bare)
+
+    # One frame of Python for each level of the tree, as JAX takes: a tree that can be flattened can be read.
+    def _visit(self, kind: type, children: Sequence[tuple[Any, Any]], data: object, path: tuple[str, ...]) -> None:
         names = keys_of(kind, children)
-        statics.append((kind, len(names), static(data)))
+        self.statics.append((kind, len(names), self._static_key(data)))
         if kind is type(None):
             return
-        place, start = len(nodes), len(entries)
-        nodes.append(None)
+        number, start = len(self.nodes), len(self.entries)
+        self.nodes.append(None)  # in preorder; its last leaf is not known yet
         # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
         # does not change when a sibling loses its leaves.
         is_boxed = len(names) == 1 and is_box(kind)
-        for (_, child), entry in zip(children, sibling_entries(names, above), strict=True):
-            path = above if is_boxed else (*above, entry)
-            taken = take(child)
+        for (_, child), entry in zip(children, sibling_entries(names, path), strict=True):
+            below = path if is_boxed else (*path, entry)
+            taken = _take(child)
             if taken is None:
-                entries.append(path)
+                self.entries.append(below)
             else:
-                visit(type(child), taken, path)
-        nodes[place] = (kind, above, start, len(entries), data, len(nodes))
+                self._visit(type(child), list(taken[0]), taken[1], below)
+        self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
 
-    taken = take(tree)
-    if taken is None:
-        entries.append(())
-    else:
-        visit(type(tree), taken, ())
-    return tuple(map(Node._make, nodes)), tuple(entries), tuple(statics), tuple(keys.bare)
+    def _static_key(self, data: object) -> Hashable:
+        # JAX makes the tuple of static fields anew at each flattening, around values that are not.
+        same = tuple(map(id, data)) if type(data) is tuple else id(data)
+        if same not in self._known:
+            self._held.append(data)
+            self._known[same] = self._keys.key(data)
+        return self._known[same]
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -227,11 +244,11 @@ def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
     return names
 
 
-def _from_skeleton(skeleton: Any, specs: Any, first: tuple[int, ...], settled: bool) -> Structure:
-    nodes, entries, statics, bare = _take_nodes(skeleton)
-    return Structure(
-        jtu.tree_structure(skeleton), nodes, entries, specs, first, statics, bare, settled, is_unpickled=True
-    )
+def _from_skeleton(
+    skeleton: PyTree, specs: tuple[Spec | None, ...], first: tuple[int, ...], settled: bool
+) -> Structure:
+    treedef, read = jtu.tree_structure(skeleton), _Reading(skeleton)
+    return Structure(treedef, *read.found(), specs, first, *read.keys(), settled, is_unpickled=True)
 
 
 def _spec(leaf: Any) -> Spec | None:
@@ -258,7 +275,7 @@ def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
     return Spec(shape, dtype, is_inexact(dtype))
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether a leaf is an array, concrete, traced or abstract."""
     always = _is_array_type(type(leaf))
     if isinstance(leaf, np.ndarray):
@@ -282,7 +299,7 @@ def _is_jax_type(kind: type) -> bool:
 # -- Treedefs ----------------------------------------------------------------------------------------------------------
 
 
-def same_treedef(a: Any, b: Any) -> bool:
+def same_treedef(a: TreeDef, b: TreeDef) -> bool:
     """Whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
     try:
         return bool(a == b)
@@ -298,7 +315,7 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.itemgetter(*indices) if indices else lambda _: ()
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
     """`jax.tree.flatten` with a clear error for a tree that contains itself."""
     try:
         return _one_level_down(tree)
@@ -315,13 +332,13 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 # jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
-# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by what was lost.
+# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by these.
 # The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
 _SPARE = 50
-_ENOUGH = 1000  # levels; what Python gives a thread unless it is told otherwise
+_ENOUGH = 1000  # levels; Python's own limit for a thread
 
 
-def _one_level_down(tree: Any) -> tuple[list[Any], Any]:
+def _one_level_down(tree: PyTree) -> tuple[list[Any], TreeDef]:
     return jtu.tree_flatten(tree)
 
 
@@ -340,10 +357,11 @@ def _give_back_levels() -> None:
     sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
 
 
-def _find_cycle(node: Any, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
+def _find_cycle(node: PyTree, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
+    """The path of the first node that is one of those above it."""
     if any(node is each for each in above):
         return join_path(entries)
-    taken = jtu.default_registry.flatten_one_level_with_keys(node)
+    taken = _take(node)
     children = list(taken[0]) if taken is not None else []
     for entry, (_, child) in zip(sibling_entries([key for key, _ in children], entries), children, strict=True):
         found = _find_cycle(child, (*above, node), (*entries, entry))

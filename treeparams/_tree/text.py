@@ -1,9 +1,10 @@
-"""Tables, and values in words: what messages and prints are made of."""
+"""Tables, and values in words, for messages and prints."""
 
+import contextlib
 import importlib
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -12,27 +13,28 @@ _NAMES = 6
 _LONGEST = 40  # characters of a value in a table
 
 
-def describe(value: Any) -> str:
-    """The dtype and shape of an array, or the type of what is none.
+def describe(value: object) -> str:
+    """The dtype and shape of an array, or the type of any other value.
 
     >>> import jax.numpy as jnp
     >>> describe(jnp.ones((2, 3))), describe(0.5)
     ('float32[2,3]', 'float')
     """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
     return type(value).__name__
 
 
-def in_text(value: Any) -> str:
+def in_text(value: object) -> str:
     """A value and its type; of an array dtype and shape, of a function or class the name.
 
     >>> in_text(2.0), in_text(len), in_text(dict)
     ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
     """
-    # Arrays of texts, objects or times are none to JAX, and their elements are what differs.
+    # Arrays of texts, objects or times are no arrays to JAX. Two of them differ in their elements, so these are shown.
     is_array = hasattr(value, "shape") and not isinstance(value, np.generic)
-    if is_array and getattr(value.dtype, "kind", "V") not in "OSUMm":
+    if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
         return describe(value)
     name, kind = getattr(value, "__qualname__", None), type(value)
     if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
@@ -41,8 +43,8 @@ def in_text(value: Any) -> str:
     return f"{text} ({kind.__name__})"
 
 
-def both_in_text(here: Any, there: Any) -> tuple[str, str]:
-    """Two values that differ, so that the texts do too; of long ones the part from where they differ."""
+def both_in_text(here: object, there: object) -> tuple[str, str]:
+    """Two values that differ, so that the texts do too; long ones from the first difference on."""
     one, other = in_text(here), in_text(there)
     if one == other and hasattr(here, "__qualname__"):
         longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
@@ -56,7 +58,7 @@ def both_in_text(here: Any, there: Any) -> tuple[str, str]:
 
 
 def cut(text: str, start: int = 0) -> str:
-    """A text from some place on, no longer than fits into a table."""
+    """A text from some position on, no longer than fits into a table."""
     text = f"...{text[start:]}" if start else text
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -75,9 +77,7 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
-    # A dictionary's key may hold a line break or a tab, which would break the row.
-    in_one_line = lambda cell: cell if cell.isprintable() else repr(cell)[1:-1]
-    cells = [list(header), *(list(map(in_one_line, row)) for row in without_middle(rows, len(header)))]
+    cells = [list(header), *(list(map(_in_one_line, row)) for row in without_middle(rows, len(header)))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     align = ["rjust" if column in right else "ljust" for column in range(len(header))]
     return [
@@ -86,8 +86,13 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     ]
 
 
+def _in_one_line(cell: str) -> str:
+    # A dictionary's key may hold a line break or a tab, which would break the row.
+    return cell if cell.isprintable() else repr(cell)[1:-1]
+
+
 def in_short(error: Exception) -> str:
-    """An error by its class and the first line of what it says.
+    """An error by its class and the first line of its message.
 
     >>> in_short(ValueError("no such thing")), in_short(KeyError())
     ('ValueError: no such thing', 'KeyError')
@@ -114,12 +119,12 @@ def quoted(paths: Sequence[str], count: int = 3) -> str:
     return ", ".join(map(repr, paths[:count])) + more
 
 
-def count_of(name: str, value: Any, what: str, least: int = 1) -> int:
+def count_of(name: str, value: object, what: str, least: int = 1) -> int:
     """An argument that counts something, as a Python int."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
+    number = least - 1
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # of arrays, which have `__index__` but may not be whole numbers
+            number = operator.index(value)
     if number < least:
         raise ValueError(f"{name} must be a whole number of {what}, at least {least}, got {value!r}")
     return number
