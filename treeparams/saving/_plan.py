@@ -5,21 +5,19 @@ import operator
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 
 from .._average import Ema, copy_leaf
 from .._slots.layout import Trainable
 from .._tree.paths import nearest
 from .._tree.text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
-from ._arrays import as_in_jax, in_numpy, placed
-from ._carry import carried_average, carried_state
+from ._arrays import as_in_jax, placed
 from ._contents import Contents, heads_of
 from ._elements import Movers
-from ._fit import Fit, Move, fit
+from ._migration import carried_average, carried_state
+from ._moves import Fit, Move, check_same, fit
 from ._names import Names, names_of, names_of_contents
 from ._rename import Rename, Transforms
 
@@ -104,7 +102,7 @@ class Plan(Generic[M]):
                     besides.append((move, made[move.number]))
         leaves = contents.leaves_with(values)
         for move, value in besides:
-            _check_same(move, value, leaves[move.leaf], contents)
+            check_same(move, value, leaves[move.leaf], contents)
         return jtu.tree_unflatten(contents.treedef, leaves)
 
     def state(self, source: Any, like: TrainableState) -> TrainableState:
@@ -198,7 +196,7 @@ class Plan(Generic[M]):
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
-        wrong = "".join(f", {count} {what}" for count, what in counts if count)
+        wrong = "".join(f", {count} {word}" for count, word in counts if count)
         return f"Plan({len(self.rows)} arrays{wrong})"
 
     def problems(self) -> list[str]:
@@ -208,11 +206,11 @@ class Plan(Generic[M]):
             call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
             return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
         few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
-        near = lambda name, known: nearest(name, known) if few and known else ""
+        unused, missing = (self.unused, self.missing) if few else ((), ())
         return [
-            *(f"{path!r} is missing: nothing comes to it{near(path, self.unused)}" for path in self.missing),
+            *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in self.missing),
             *(
-                f"{name!r} is unused: no array is at {to or name!r}{near(to or name, self.missing)}"
+                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
                 for name, to in self._fit.unused.items()
             ),
             *self.disagrees,
@@ -320,23 +318,3 @@ def plan(
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
     return made
-
-
-def _check_same(move: Move, value: Any, have: Any, contents: Contents) -> None:
-    if isinstance(value, Tracer) or isinstance(have, Tracer):
-        return
-    alias = contents.aliases.get(move.leaf)
-    value, have = (in_numpy(each) for each in (value, have))
-    tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5 if alias and alias.transforms else 0.0
-    wide = lambda each: each.astype(np.complex128 if each.dtype.kind == "c" else np.float64)
-    if tolerance:
-        is_same = np.allclose(wide(value), wide(have), tolerance, tolerance, equal_nan=True)
-    else:
-        is_same = bool(np.all((value == have) | ((value != value) & (have != have))))
-    if not is_same:
-        names = contents.names
-        raise ValueError(
-            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
-            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
-            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
-        )
