@@ -3,8 +3,8 @@
 A form says where slots lie in a tree of arrays: `join` makes that tree of one array per slot, `cut` is the way back.
 Nothing outside of it asks which form it is. A new form is one more function that returns a `Form`: see `_makers`.
 
-Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and what
-they have captured. A form itself is held by the index of its layout.
+Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and the
+arrays that they have captured. A form itself is held by the index of its layout.
 """
 
 import dataclasses
@@ -145,7 +145,7 @@ class Form:
         return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
-        """The form of one array per slot, each block in the widest dtype of what is in it."""
+        """The form of one array per slot, each block in the widest dtype of its arrays."""
         if self._is_apart:
             return self.join(arrays)
         blocks = tuple([
@@ -252,7 +252,7 @@ class Form:
         return [given[keys] for keys in known]
 
     def _in_words(self, i: int) -> str:
-        """What is expected of a block, up to what was given."""
+        """The beginning of an error: the array that a block should be."""
         block = self.blocks[i]
         if self.is_bare:
             return f"expected {self.noun} of shape {block.shape} and floating dtype,"
@@ -284,7 +284,7 @@ class Form:
 
 
 def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
-    """The block in the widest dtype of what is in it."""
+    """The block in the widest dtype of its arrays."""
     if block.length is None:
         return block
     its = {array.dtype for array in arrays if array.size} or {block.dtype}

@@ -1,9 +1,9 @@
 """Nodes of one kind, such as the layers of a net, as one node whose arrays have a leading axis over them.
 
-What is taken from a form is cut out of it at once, and where the nodes lie one after another - as the layers of a net
-do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many layers take as many
-operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each transpose of one a
-padded copy of the whole stack.)
+All arrays that are taken from a form are cut out of it at once, and where the nodes lie one after another - as the
+layers of a net do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many
+layers take as many operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each
+transpose of one a padded copy of the whole stack.)
 """
 
 from collections.abc import Collection, Sequence
@@ -80,7 +80,7 @@ class Source:
         return dict(zip(wanted, pieces[1::2], strict=False))
 
     def value(self, location: Location, array: jax.Array) -> Any:
-        """The value at a location in a joined array, or of several that are stacked, from what is cut out."""
+        """The value at a location in a joined array, or of several that are stacked, from the array that is cut out."""
         block, number, alias = location
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array

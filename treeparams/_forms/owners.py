@@ -104,7 +104,7 @@ class _Question:
 
     @property
     def keys(self) -> Mapping[Any, int]:
-        """The block at each path of what is shown."""
+        """The block at each path of the tree that the rule is shown."""
         return {(_WRAP,): 0} if self.form.is_bare else {keys: i for i, keys in enumerate(self.form.keys)}
 
 
@@ -121,7 +121,7 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
 
 
 class UndividedError(ValueError):
-    """What arrays of a state are of cannot be told."""
+    """It cannot be told which parameters the arrays of a state are of."""
 
     def __init__(self) -> None:
         super().__init__(UNDIVIDED)

@@ -35,7 +35,7 @@ _FEW = 16
 
 
 def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
-    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; what is left over is dropped.
+    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; the remainder is dropped.
 
     Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
     """

@@ -39,8 +39,8 @@ class Restructure(Generic[M]):
     """From a vector, or from stacks, back to the model: `restructure(vector) -> model`.
 
     A pytree whose leaves are the frozen arrays, with everything else static, so that it can be closed over, passed to
-    and returned from `jax.jit`, mapped, scanned and differentiated. Made by `tp.ravel` or `tp.stack`; what is said here
-    of a form holds for a vector and for stacks.
+    and returned from `jax.jit`, mapped, scanned and differentiated. You make one by `tp.ravel` or `tp.stack`. All that
+    is said here of a form holds for a vector and for stacks.
     """
 
     def __init__(self, rest: Rest[M], form: Form, held: Form = NOTHING, stacks: Sequence[Any] = ()) -> None:
@@ -86,7 +86,7 @@ class Restructure(Generic[M]):
 
         Args:
             model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
-                type. At a tie the value at the slot's own path counts. What is frozen is ignored.
+                type. At a tie the value at the slot's own path counts. Frozen leaves are ignored.
 
         Returns:
             The vector or the stacks, as `tp.ravel` or `tp.stack` gives them, in buffers of their own.
@@ -98,7 +98,7 @@ class Restructure(Generic[M]):
         return self._form.join(read_slots(index_in(self._rest), model, exact_shapes=True))
 
     def ravel_gradient(self, grads: PyTree) -> Any:
-        """The form of a gradient, the transpose of calling: ties are summed, what is missing is zero.
+        """The form of a gradient, the transpose of calling: ties are summed, missing leaves are zero.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
         >>> shared = jnp.ones(2)
@@ -207,9 +207,9 @@ class Restructure(Generic[M]):
                 (or a list of them). The outermost ones, in tree order.
 
         Returns:
-            One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. What is tied
-            across all nodes is repeated, and its gradient summed; what is no array is as it is in each, so where nodes
-            hold functions write `eqx.filter_vmap` for `jax.vmap`.
+            One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. An array that is
+            tied across all nodes is repeated, and its gradient summed. A leaf that is no array is as in each node, so
+            where nodes hold functions write `eqx.filter_vmap` for `jax.vmap`.
 
         Raises:
             ValueError: `where` matches no node, or a list of nodes in place of those in it; the nodes differ in

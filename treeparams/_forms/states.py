@@ -1,4 +1,4 @@
-"""What a rule keeps: copies of the form that it was shown, and what all parameters share.
+"""The state of a rule: copies of the form that it was shown, and arrays that all parameters share.
 
 All that happens to a state between steps follows from who owns its arrays (`owners`): `regroup` cuts the arrays of some
 states into pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step without
@@ -31,7 +31,7 @@ from .owners import UNDIVIDED, Division, Entries, Owners, Place
 
 
 class Piece(NamedTuple):
-    """What one parameter has of an array."""
+    """The piece of an array that is of one parameter."""
 
     array: Any
     owners: Owners
@@ -87,7 +87,7 @@ class Copies:
         }
 
     def piece(self, place: Place, path: str) -> Piece:
-        """What a parameter has at a place; a `KeyError` if nothing."""
+        """The piece of a parameter at a place; a `KeyError` if there is none."""
         entries, owners, number = self.at[place, path]
         return Piece(self.arrays[entries], owners, number)
 
@@ -110,7 +110,7 @@ def entries_of(state: PyTree) -> dict[Entries, Any]:
 
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
-    """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
+    """The arrays of a state like a fresh one: pieces, and shared arrays, from the first source that has them."""
     pieces: dict[tuple[Place, str], Copies] = {}
     shared: dict[Entries, Copies] = {}
     for each in reversed(sources):
@@ -124,7 +124,7 @@ def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
-    """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
+    """The arrays of a state like a fresh one, of each parameter's piece at a place, and of shared arrays."""
     made = []
     for entries, owners in like.owned():
         try:

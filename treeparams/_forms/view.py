@@ -159,7 +159,7 @@ View.__module__ = "treeparams"
 
 
 class At:
-    """`view.at`; waits for what is to be changed."""
+    """`view.at`; waits for a `where`."""
 
     def __init__(self, change: "Callable[[Where], Change]") -> None:
         self._change = change

@@ -1,4 +1,4 @@
-"""Arrays as the format holds them, and back: what it has no dtype for is stored as another one, and marked."""
+"""Arrays as the format holds them, and back: a dtype that it lacks is stored as another one, and marked."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What of a tree is stored: each array once, under its path; ties and the histories of optimisers in words."""
+"""The arrays of a tree that are stored, each once, under its path; ties and the histories of optimisers in words."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Contents:
-    """A tree as the arrays that are stored, those that are made of them, and what is no array.
+    """A tree as the arrays that are stored, those that are made of them, and leaves that are no arrays.
 
     Attributes:
         leaves: all leaves.
         structure: of the tree.
-        aliases: of each array that is not stored, what it is of one that is; by leaf.
+        aliases: of each array that is not stored, how it follows from one that is; by leaf.
         names: of all arrays, by leaf. A name is a path.
     """
 
@@ -78,7 +78,7 @@ class Contents:
                         self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves with these arrays where they are stored, and what follows from them at their aliases."""
+        """The leaves with these arrays where they are stored, and those that follow from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:

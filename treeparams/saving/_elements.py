@@ -1,4 +1,4 @@
-"""Which element goes where: what a function of arrays does to moments and averages, if it only moves elements.
+"""Which element goes where: how a function of arrays moves moments and averages, if it only moves elements.
 
 That is read from its program: each operation on elements has to be one that moves them. The program then runs on the
 numbers of the elements. What is computed of constants alone, such as the rows of `x[jnp.array([2, 0, 1])]`, may be
@@ -23,7 +23,7 @@ from ._rename import Route
 
 
 class Movers:
-    """What comes to each array of a model, for arrays that are kept beside the parameters.
+    """Which arrays come to each array of a model, for arrays that are kept beside the parameters.
 
     Attributes:
         sources: of each path of the model, the names that it comes from.
@@ -39,9 +39,9 @@ class Movers:
         self.known = frozenset(roots.values())
 
     def move(self, path: str, shape: tuple[int, ...], arrays: Sequence[Any]) -> Any:
-        """The array for a path, of what is kept beside each of its sources.
+        """The array for a path, of the arrays that are kept beside each of its sources.
 
-        What has not the shape of its parameter, as a count of its own, is taken where it is the same for all sources.
+        An array of another shape than its parameter, as a count of its own, is taken if it is the same for all sources.
         """
         route, number = self._comes[path]
         if route.is_plain:
@@ -71,7 +71,7 @@ class Movers:
         return self._maps[id(route)][number]
 
     def is_plain(self, path: str) -> bool:
-        """Whether what comes to a path is one array as it is."""
+        """Whether one array comes to a path as it is."""
         return self._comes[path][0].is_plain
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class _NotMovedError(Exception):
 
 
 class _Elements(NamedTuple):
-    """An array of elements, by their numbers; what is none is a constant."""
+    """An array of elements, by their numbers; any other value is a constant."""
 
     numbers: Any
 

@@ -35,8 +35,8 @@ class File:
     Attributes:
         specs: the shape and dtype in JAX of each array, by name.
         is_ours: whether `save` wrote it.
-        words: what `save` has said of the tree.
-        metadata: what else the file says, text by text.
+        words: all that `save` has said of the tree.
+        metadata: all else that the file says, text by text.
     """
 
     def __init__(self, path: FilePath) -> None:
@@ -94,7 +94,9 @@ class File:
 
 
 def _words(path: str, header: Header) -> dict[str, Any]:
-    """What `save` has said, once the header's checksum is right and all that is said can be."""
+    """The words of `save`, once the header's checksum is right and all that they say can be."""
+    # The first entry of the header is its checksum, always at the same offset. It is of the header with zeros in its
+    # place, since a text cannot hold its own checksum.
     end = len(_START) + len(_BLANK)
     blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
     is_whole = header.text[len(_START) : end] == f"{zlib.crc32(blanked):08x}".encode()
@@ -117,7 +119,7 @@ def _words(path: str, header: Header) -> dict[str, Any]:
 
 
 def _are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether what is said is of the kinds that `save` writes, and of these arrays."""
+    """Whether these words are of the kinds that `save` writes, and of these arrays."""
     ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
     return (
         are(_is_text, words["frozen"])
@@ -236,7 +238,7 @@ def _replacing(path: str) -> Iterator[Any]:
 
 
 def _remove_unless_written(unfinished: str) -> None:
-    """Removes what a killed process has left; one that still writes holds a lock."""
+    """Removes the file that a killed process has left; one that still writes holds a lock."""
     with contextlib.suppress(OSError):
         if fcntl is not None:
             with open(unfinished, "rb") as file:

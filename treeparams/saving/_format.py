@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a file."""
 
     arrays: dict[str, Stored]
     metadata: dict[str, str]

@@ -3,7 +3,7 @@
 A state has several histories where parameters were frozen and thawed: each is a state of the rule, for parameters that
 have taken the same steps. The histories after are not those before. Each parameter after goes on with the history of
 the parameters that it is made of (`_homes`); histories before that come from one and have taken the same steps are one
-again; and what nothing comes to begins a history of its own. What an array of a history after is made of, is looked up
+again; and parameters to which nothing comes begin a history of their own. The arrays of a history after are made
 piece by piece (`_moved`), where `regroup` would take the pieces as they are.
 """
 
@@ -39,7 +39,7 @@ Origin = tuple[int, int]
 
 
 class _Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by what follows its path in their names, each read once, where it is asked for."""
+    """The arrays of a history by the rest of their names, each read once, where it is asked for."""
 
     def __init__(self, source: Names, path: str) -> None:
         self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{path}.")}
@@ -63,7 +63,7 @@ class _Arrays(Mapping[Entries, Any]):
 
 
 class _History(NamedTuple):
-    """A history of the model after: its parameters, and what it is made of."""
+    """A history of the model after: its parameters, and where its arrays come from."""
 
     origin: Origin
     paths: list[str]
@@ -128,7 +128,7 @@ def _check_lost(olds: Sequence[Copies], fresh: Copies, words: Mapping[str, Any],
 
 
 def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any], place: Place, path: str) -> Piece:
-    """What comes to a parameter of the model after, at a place in its state."""
+    """The piece that comes to a parameter of the model after, at a place in its state."""
     names = movers.sources[path]
     pieces = [olds[name].piece(place, name) for name in names]
     if movers.is_plain(path):
@@ -138,12 +138,12 @@ def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any]
 
 
 def _begun(olds: Sequence[Copies], fresh: Copies, entries: Entries) -> Any:
-    """What parameters share that begin: fresh, but with the rates that were set, as after optim.set_trainable."""
+    """An array that new parameters share: fresh, but with the rates that were set, as after optim.set_trainable."""
     return (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
 
 
 def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:
-    """What is said of the histories of a state, which must be of the plan's source, and `like` fresh."""
+    """The words on the histories of a state, which must be of the plan's source; and `like` must be fresh."""
     if not isinstance(like, TrainableState):
         raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
     words = source.states.get("")
@@ -203,7 +203,7 @@ def _run_of(like: TrainableState, history: _History) -> tuple[PyTree, Division]:
     """A state of the rule and its division.
 
     Only the rule knows what state it keeps for some of the parameters, and it is not here to be asked. So the state for
-    all of them is taken, without what is of others alone: it has the same pieces.
+    all of them is taken, without the arrays of others alone: it has the same pieces.
     """
     shapes, fresh = {slot.path: slot.shape for slot in like.layout.slots}, entries_of(like.runs[0])
     run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(history.paths))
@@ -234,6 +234,8 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
             f"{first_few(list(source)[:3])}"
         )
 
+    # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
+    # the two a name is in may have changed since: a parameter that trained may be frozen now.
     def average_of(name: str) -> Any:
         shadow = f"shadow.{name}" if name else "shadow"
         known = shadow if shadow in source.specs else f"rest.{quote(name)}"

@@ -1,4 +1,4 @@
-"""What comes to each array of a model from arrays by name, and what does not fit."""
+"""Which array by name comes to each array of a model, and which do not fit."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What comes to each array, ties once, and what does not fit."""
+    """Which move fills each array, ties once, and which arrays do not fit."""
 
     comes: dict[int, Move]  # to each leaf that is stored
     also: list[Move]  # what comes to a tie besides, and is to be the same
@@ -37,7 +37,7 @@ class Fit(NamedTuple):
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
-    """Finds what comes to each array of a model."""
+    """Finds the move that fills each array of a model."""
     leaves = {name: i for i, name in contents.names.items()}
     # A dictionary of arrays may itself be the model; then its keys are not written as paths are.
     leaves = {
@@ -93,7 +93,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
-    """What comes of a route, as shapes."""
+    """The results of a route, as shapes."""
     if route.is_plain:
         return [specs[route.sources[0]]]
     made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))

@@ -1,4 +1,4 @@
-"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, what Orbax says of a checkpoint."""
+"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, Orbax's metadata."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ class Names(Mapping[str, Any]):
     Attributes:
         specs: shape and dtype in JAX of each, of further names of one array too.
         aliases: the further names that only say again what another name says, and that one.
-        states: what is said of the states of optimisers, by path.
+        states: the words on the states of optimisers, by path.
         check: compares an array with its checksum, where there is one.
         is_file: whether each array is read into a buffer of its own.
     """
@@ -61,7 +61,7 @@ class Names(Mapping[str, Any]):
         return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
 
     def below(self, path: str) -> "Names":
-        """Those below a node, by what follows its path."""
+        """The names below a node, without its path."""
         short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
         if not short:
             heads = dict.fromkeys(".".join(split_path(name)[:1]) for name in self.specs)
@@ -206,14 +206,14 @@ def names(
     Args:
         source: a model or any pytree, a dictionary of arrays, or a safetensors file or a list of several, of which each
             array is read when it is asked for.
-        below: the path of a node; only what is below it, by the names that follow.
+        below: the path of a node, to take only the names below it, without that path.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
 
     Returns:
         Of a file the arrays by name, as a mapping. Else, or with `rename`, a dictionary of NumPy arrays: keys as their
-        words, all else in its dtype. Of what has no values - a `Layout`, what Orbax says of a checkpoint - the values
-        are `jax.ShapeDtypeStruct`s.
+        words, all else in its dtype. Of a source without values - a `Layout`, Orbax's metadata of a checkpoint - the
+        values are `jax.ShapeDtypeStruct`s.
 
     Raises:
         OSError: there is no such file.

@@ -1,4 +1,4 @@
-"""Names with stars in them: what a pattern matches, and the name that it makes of what its stars stand for."""
+"""Names with stars in them: the text that the stars stand for, and the name that a pattern makes of such text."""
 
 import fnmatch
 import re
@@ -19,7 +19,7 @@ class Pattern:
         self._regex = re.compile("".join(map(_regex_of_entry, self._entries)), re.DOTALL)
 
     def match(self, name: str) -> tuple[Any, ...] | None:
-        """What the stars stand for in a name: `*` for a text, `**` for a tuple of entries."""
+        """The text that the stars stand for in a name: `*` for a text, `**` for a tuple of entries."""
         found = self._regex.fullmatch(f"{name}." if name else "") or (self._regex.fullmatch(".") if not name else None)
         if found is not None:
             groups = zip(self._kinds, found.groups(), strict=True)

@@ -1,4 +1,4 @@
-"""plan: what goes where, before anything is loaded."""
+"""plan: which array goes where, before anything is loaded."""
 
 import functools
 import operator
@@ -25,7 +25,7 @@ M = TypeVar("M")
 
 
 class Row(NamedTuple):
-    """An array of the model, and what comes there."""
+    """An array of the model, and the names that come there."""
 
     path: str
     names: tuple[str, ...]  # of the source; none: nothing comes
@@ -35,13 +35,13 @@ class Row(NamedTuple):
 
 
 class Plan(Generic[M]):
-    """What goes where from arrays by name into a model; made by `saving.plan`, and prints as a table.
+    """Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
 
     Attributes:
         rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
         missing: the paths to which nothing comes.
         unused: the names that go nowhere.
-        disagrees: what would come and does not fit, in words.
+        disagrees: arrays that would come and do not fit, in words.
     """
 
     def __init__(self, contents: Contents, source: Names, found: Fit) -> None:
@@ -67,7 +67,7 @@ class Plan(Generic[M]):
             arrays: whatever `source` may be, with values, traced ones too.
 
         Returns:
-            The model. What is no array is that of the model that the plan was made for, and so are, with
+            The model. A leaf that is no array is that of the model that the plan was made for, and so are, with
             `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do, if these are
             committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
 
@@ -86,6 +86,7 @@ class Plan(Generic[M]):
         for move in (*self._fit.comes.values(), *self._fit.also):
             wanted.setdefault(id(move.route), []).append(move)
         values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
+        # A route runs once, though several of its results may be wanted.
         for moves in wanted.values():
             route = moves[0].route
             arrays = [given[name] for name in route.sources]
@@ -109,15 +110,15 @@ class Plan(Generic[M]):
         """The state of an optimiser of the model before, as one of the model after.
 
         Moments go where their parameters go: renamed, split, merged, stacked; where several go to one tie, those of the
-        first. What all parameters of one history have, such as step counts and rates, stays. A parameter to which
-        nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in `like`,
-        the rates of the others and count 0. One that `like` does not train is left out.
+        first. Arrays that all parameters of one history share, such as step counts and rates, stay. A parameter to
+        which nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in
+        `like`, the rates of the others and count 0. One that `like` does not train is left out.
 
         Args:
             source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
                 `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from.
             like: a fresh state of the model after, `tx.init(model)`, of the same rule; its form (`trainable`, `flat`,
-                `stacked`) may be another. What state a parameter begins with only the rule knows, so it is always
+                `stacked`) may be another. Only the rule knows with which state a parameter begins, so it is always
                 needed.
 
         Returns:
@@ -229,7 +230,7 @@ def plan(
     strict: bool = True,
     trainable: Trainable = None,
 ) -> Plan[M]:
-    """Says what goes where from arrays by name into a model, before anything is loaded.
+    """Says which array goes where, by name, into a model, before anything is loaded.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from treeparams import saving
@@ -250,10 +251,10 @@ def plan(
 
     **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
     takes stay as they are. `*` stands for any text between two dots, `**` for any number of entries, also none, and
-    those of the right side are what those of the left side stood for, in order; `?` and `[...]` are as in globs. `None`
-    on the right drops on purpose, and under `None` on the left stands what is to stay as it is in the model, so that
-    strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to several, go through a
-    function:
+    those of the right side stand for the same text as those of the left side, in order; `?` and `[...]` are as in
+    globs. `None` on the right drops on purpose, and under `None` on the left you write the paths that stay as they are
+    in the model, so that strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to
+    several, go through a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     >>> split = saving.plan(
@@ -283,13 +284,13 @@ def plan(
     layers.w: layers.0.w, layers.1.w, layers.2.w (stack)
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 
-    **What goes along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)` take moments and
-    averages of the model before through the same renames. There a function may only move, drop and join elements, each
-    as it is - a transpose, a slice, a concatenation - which is read from its program.
+    **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
+    take moments and averages of the model before through the same renames. There a function may only move, drop and
+    join elements, each as it is - a transpose, a slice, a concatenation - which is read from its program.
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read, or a list of several; what `saving.names` returns; what Orbax says of a
+            file, of which the header is read, or a list of several; the result of `saving.names`; Orbax's metadata of a
             checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths; another plan,
             for the model that it makes.
         model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
@@ -299,7 +300,8 @@ def plan(
             several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
         strict: whether to refuse what is missing, unused or does not fit. Otherwise the plan takes what fits and
             reports the rest; arrays to which nothing comes stay as they are in the model.
-        trainable: a `Layout` knows ties that an abstract model does not show; what it trains does not matter here.
+        trainable: a `Layout` knows ties that an abstract model does not show; which leaves it trains does not matter
+            here.
 
     Returns:
         The plan: `plan(arrays)` is the model.

@@ -29,7 +29,7 @@ class Route:
 
     @property
     def how(self) -> str:
-        """What is done to the arrays, in words; empty where nothing is."""
+        """How the arrays are changed, in words; empty where they are not."""
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
@@ -66,7 +66,7 @@ class Route:
 
 
 class Routes(NamedTuple):
-    """What `rename` and `transform` say of arrays by name."""
+    """The words of `rename` and `transform`, as routes of arrays by name."""
 
     found: list[Route]
     dropped: set[str]  # names, on purpose
@@ -150,7 +150,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
 
 
 class _Entry:
-    """An entry of `rename`, and the names that it takes: by what their stars stand for, and by pattern."""
+    """An entry of `rename`, and the names that it takes: by the text that their stars stand for, and by pattern."""
 
     def __init__(self, left: object, right: object) -> None:
         self.left = left
@@ -187,6 +187,7 @@ class _Entry:
                     f"rename, {self.left!r}: it takes {its[position]!r} and {name!r}, which would go to one place; "
                     "write a '*' for what tells them apart"
                 )
+            # Names to be dropped are only collected; others have the position of their pattern, that of an argument.
             its[position if self.rights is not None else len(its)] = name
             return True
         return False
@@ -208,7 +209,7 @@ class _Entry:
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
-        """What the entry says of the names that it has taken; of patterns that go together, where all are there."""
+        """The routes of the names that the entry has taken; of patterns that go together, where all are there."""
         rights = [*(self.rights or ())]
         if len(self.lefts) + len(rights) > 2 and function is None:
             verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
@@ -221,6 +222,7 @@ class _Entry:
             yield from self._stacked(rights[0], function)
             return
         for stars, its in self.found.items():
+            # Of `("*.q", "*.k")`, a layer that has `q` alone gives nothing: its name stays unused, which is reported.
             if len(its) < len(self.lefts):
                 continue
             sources = tuple(its[position] for position in range(len(self.lefts)))

@@ -31,11 +31,11 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     >>> list(saving.names(path, "model"))
     ['embed', 'steps']
 
-    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
+    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. All else -
     functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
     says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
-    state is of. Of a `Restructure` in the tree it says which parameter lies where in what that opens. Anything that
-    reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    state is of. Of a `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything
+    that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one.
@@ -82,7 +82,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
 
 
 def metadata(path: FilePath) -> dict[str, str]:
-    """What was passed to `save` as metadata, or what another program has written there.
+    """The metadata that you passed to `save`, or that another program has written.
 
     >>> import os, tempfile, jax.numpy as jnp
     >>> from treeparams import saving
@@ -121,7 +121,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
 
     **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
     the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed
-    since, `saving.plan(path, model, rename=...)` says what goes where.
+    since, `saving.plan(path, model, rename=...)` says which array goes where.
 
     Args:
         path: of a file that `save` wrote.

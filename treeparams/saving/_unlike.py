@@ -1,4 +1,4 @@
-"""What of a tree is not as in a file, in words: arrays, ties, histories, and what lies where in joined arrays."""
+"""How a tree differs from a file, in words: arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ def _head(name: str) -> str:
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says what is one array in the tree or in the file only."""
+    """Says which paths are one array in the tree or in the file only."""
     aliases, first = contents.aliases, contents.structure.first
     names = {i: name for name, i in leaves.items()}
     roots = {i: aliases[i].source if i in aliases else i for i in names}
@@ -148,8 +148,8 @@ def _histories(words: Mapping[str, Any]) -> str:
 
 def _calls_for(words: Mapping[str, Any]) -> str:
     """The calls that make a state of these histories."""
-    places = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
-    running, held = ([[at for p in paths for at in places[p]] for paths in words[side]] for side in ("running", "held"))
+    whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
+    running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
     together: dict[int, list[str]] = {}
     for origin, paths in zip(words["origins"], [*running, *held], strict=True):
         together.setdefault(origin, []).extend(paths)
