@@ -1,4 +1,4 @@
-"""Where slots lie in a tree of arrays, and what follows from it.
+"""Where slots lie in a tree of arrays, and all that follows from it.
 
 The files, from the ground up:
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.dtypes import is_complex
 from .mesh import alike, first_axis_whole, replicated
@@ -22,7 +23,12 @@ from .primitives import Shapes, cut, join
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Arrays that lie one after another in one; without a `length` it is a single array, as it is."""
+    """Arrays that lie one after another in one; without a `length` it is a single array, as it is.
+
+    A vector and a stack are one thing, but for `rank`. The arrays follow one another along the first axis. In a vector
+    each array is flat. In a stack each keeps its last `rank` axes, and takes one step along the first axis for each of
+    its rows: one, if all its axes are kept.
+    """
 
     shapes: Shapes
     dtypes: tuple[Any, ...]  # of each; none of frozen arrays, which are as they lie in it
@@ -31,18 +37,20 @@ class Block:
     rank: int = 0  # the number of axes of a row; in a vector none is kept
 
     @classmethod
-    def single(cls, shape: tuple[int, ...], dtype: Any) -> "Block":
+    def single(cls, shape: tuple[int, ...], dtype: DTypeLike) -> "Block":
         """A block of one array, as it is."""
         return cls((tuple(shape),), (dtype,), dtype, None, len(shape))
 
     @classmethod
-    def vector(cls, shapes: Sequence[Any], dtypes: Sequence[Any], dtype: Any, length: int | None = None) -> "Block":
+    def vector(
+        cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], dtype: DTypeLike, length: int | None = None
+    ) -> "Block":
         """A block of arrays of any shapes, each flat; zeros follow up to the length."""
-        shapes = tuple(map(tuple, shapes))
-        return cls(shapes, tuple(dtypes), dtype, sum(map(math.prod, shapes)) if length is None else length)
+        flat = sum(map(math.prod, shapes))
+        return cls(tuple(map(tuple, shapes)), tuple(dtypes), dtype, flat if length is None else length)
 
     @classmethod
-    def rows(cls, shape: tuple[int, ...], dtype: Any, count: int) -> "Block":
+    def rows(cls, shape: tuple[int, ...], dtype: DTypeLike, count: int) -> "Block":
         """A block of so many arrays of one shape."""
         return cls((tuple(shape),) * count, (dtype,) * count, dtype, count, len(shape))
 
@@ -77,7 +85,7 @@ class Block:
         return self._hash
 
     def __reduce__(self) -> Any:
-        # Hashes differ between processes.
+        # Without the cached hash: hashes differ between processes.
         return Block, (self.shapes, self.dtypes, self.dtype, self.length, self.rank)
 
     def join(self, arrays: Sequence[Any]) -> Any:
@@ -90,38 +98,39 @@ class Block:
         arrays = alike(arrays) if self.rank else list(map(replicated, arrays))
         return join(arrays, self.shapes, self.length, self.rank)
 
-    def cut(self, whole: Any) -> list[Any]:
+    def cut(self, whole: ArrayLike) -> list[Any]:
         """One array for each, in its dtype."""
         pieces = self.pieces(whole)
         return list(map(cast, pieces, self.dtypes)) if self.dtypes else pieces
 
-    def pieces(self, whole: Any) -> list[Any]:
+    def pieces(self, whole: ArrayLike) -> list[Any]:
         """One array for each, in the dtype of the whole."""
         if self.length is None:
             return [jnp.asarray(whole)]
         return cut(self.gathered(whole), self.shapes, self.rank)
 
-    def gathered(self, whole: Any) -> jax.Array:
+    def gathered(self, whole: ArrayLike) -> jax.Array:
         """The whole as it can be cut: over several devices its rows are first brought together, or all of a vector."""
         if self.length is None:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
     def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], Shapes]:
-        """Cuts out the arrays of these numbers, in ascending order, and what is before, between and after them.
+        """Cuts out the arrays of these numbers, in ascending order, and the gaps before, between and after them.
 
-        The arrays stand at every second place. The shapes of all pieces, with which they can be joined again, follow.
-
-        They are cut at once: the transpose of many slices, each by itself, is as many padded additions.
+        The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which
+        follow, the pieces can be joined again.
         """
+        # The gaps are cut too, though often nobody reads them: so it is one cut, whose transpose is one join. Slices of
+        # the arrays alone would have as many padded additions for their transpose.
         starts = self.starts
         spans = [(starts[n], starts[n + 1] - starts[n], self.shapes[n]) for n in numbers]
         shapes = with_gaps(spans, whole.shape[1:], self.shape[0])
         return cut(whole, shapes, self.rank), shapes
 
 
-def cast(array: jax.Array, dtype: Any) -> jax.Array:
-    """The array in a dtype; of a complex one the real part, where that is real."""
+def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The array in a dtype; of a complex one the real part, where the dtype is real."""
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real
     return jax.lax.convert_element_type(array, dtype)
@@ -150,7 +159,7 @@ def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> lis
     joined = [i for i, block in enumerate(blocks) if block.length is not None]
     found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
     some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
-    made = list(map(_join_rows, *some)) if _is_by_parts(*some) else _join(*some)
+    made = list(map(_join_rows, *some)) if _is_some_at_a_time(*some) else _join(*some)
     for i, whole in zip(joined, made, strict=True):
         found[i] = whole
     return found
@@ -162,19 +171,21 @@ def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]
     found = [[_as_it_is(block, leaf)] for block, leaf in zip(blocks, leaves, strict=True)]
     if joined:
         some = tuple([blocks[i] for i in joined]), [leaves[i] for i in joined]
-        is_by_parts = _is_by_parts(some[0], [[leaf] for leaf in some[1]])
-        made = list(map(_cut_rows, *some)) if is_by_parts else _cut(*some)
+        is_some_at_a_time = _is_some_at_a_time(some[0], [[leaf] for leaf in some[1]])
+        made = list(map(_cut_rows, *some)) if is_some_at_a_time else _cut(*some)
         for i, arrays in zip(joined, made, strict=True):
             found[i] = arrays
     return found
 
 
-def _as_it_is(block: Block, leaf: Any) -> Any:
+def _as_it_is(block: Block, leaf: ArrayLike) -> Any:
+    # A single array is not copied, nor sent through a program, where it is right already: a canonical tree has nothing
+    # but these. What belongs to a joined block is only a place holder here.
     is_right = isinstance(leaf, jax.Array) and leaf.dtype == block.dtype
     return leaf if is_right or block.length is not None else cast(jnp.asarray(leaf), block.dtype)
 
 
-def _is_by_parts(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> bool:
+def _is_some_at_a_time(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> bool:
     count = sum(len(block.shapes) for block in blocks)
     return (
         count > _AT_ONCE
@@ -198,20 +209,22 @@ def _join_rows(block: Block, rows: Sequence[Any]) -> jax.Array:
     is_large = math.prod(block.shapes[0]) * jnp.dtype(block.dtype).itemsize > _LARGE
     if is_large or not block.has_rows:
         return _join_block(block, rows)
-    parts = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
-    stacks = [_join_block(_some_rows(block, len(part)), part) for part in parts]
+    batches = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    stacks = [_join_block(_some_rows(block, len(batch)), batch) for batch in batches]
+    # The small stacks are then joined in their turn: to a block each is an array of several rows.
     shapes = tuple(stack.shape for stack in stacks)
     return stacks[0] if len(stacks) == 1 else _join_block(dataclasses.replace(block, shapes=shapes), stacks)
 
 
-def _cut_rows(block: Block, leaf: Any) -> list[jax.Array]:
+def _cut_rows(block: Block, leaf: ArrayLike) -> list[jax.Array]:
     if not block.has_rows:
         return _cut((block,), [leaf])[0]
     leaf, found = block.gathered(leaf), []
     for start in range(0, len(block.shapes), _AT_ONCE):
         count = min(_AT_ONCE, len(block.shapes) - start)
-        part = _slice(leaf, np.uint32(start), count)
-        found += _cut((_some_rows(block, count),), [part])[0]
+        # The start is an operand, so that the slices for all starts are one program.
+        rows = _slice(leaf, np.uint32(start), count)
+        found += _cut((_some_rows(block, count),), [rows])[0]
     return found
 
 

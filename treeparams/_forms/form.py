@@ -3,8 +3,8 @@
 A form says where slots lie in a tree of arrays: `join` makes that tree of one array per slot, `cut` is the way back.
 Nothing outside of it asks which form it is. A new form is one more function that returns a `Form`: see `_makers`.
 
-Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and what
-they have captured. A form itself is held by the index of its layout.
+Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and the
+arrays that they have captured. A form itself is held by the index of its layout.
 """
 
 import dataclasses
@@ -54,6 +54,8 @@ jtu.register_pytree_with_keys(
 
 def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[bool]:
     """Whether each leaf of a tree is a stack, whose rows are leaves themselves."""
+    # `tree_leaves` does not say below which node a leaf was. So it is asked twice: the first time it stops at stacks,
+    # and then below the children of each of these. A child that is its own and only leaf is a stack.
     nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Stacks) or is_leaf(node))
     found = [[node] if not isinstance(node, Stacks) else _flatten_stacks(node)[0] for node in nodes]
     return [
@@ -106,14 +108,14 @@ class Form:
         return tuple([tuple([quote(key_text(key)) for key in keys]) for keys in self.keys])
 
     @functools.cached_property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def locations(self) -> dict[int, tuple[int, int]]:
         """The block of each slot, and its number in it."""
         return {slot: (b, n) for b, slots in enumerate(self.members) for n, slot in enumerate(slots)}
 
     @functools.cached_property
     def slots(self) -> list[int]:
         """The slots in it: all of a layout, but of frozen arrays those of which there are several of a shape."""
-        return sorted(self.places)
+        return sorted(self.locations)
 
     @functools.cached_property
     def _is_apart(self) -> bool:
@@ -129,6 +131,8 @@ class Form:
     @functools.cached_property
     def _order(self) -> list[int] | None:
         """For each slot its number in the order of blocks; none where that is the order of slots."""
+        # Blocks are cut one after another, so arrays come in the order of blocks; the slots of a stack, of one shape,
+        # stand anywhere among the others.
         order = [slot for slots in self.members for slot in slots]
         at = {slot: i for i, slot in enumerate(order)}
         return None if order == self.slots else [at[slot] for slot in self.slots]
@@ -141,7 +145,7 @@ class Form:
         return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
-        """The form of one array per slot, each block in the widest dtype of what is in it."""
+        """The form of one array per slot, each block in the widest dtype of its arrays."""
         if self._is_apart:
             return self.join(arrays)
         blocks = tuple([
@@ -186,7 +190,7 @@ class Form:
             return False
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
-        """What a tree has at the place of each block; `None` for nothing."""
+        """The leaf of a tree at the keys of each block; `None` for nothing."""
         found = dict(jtu.tree_flatten_with_path(tree)[0])
         unknown = found.keys() - set(self.keys)
         if unknown:
@@ -213,8 +217,8 @@ class Form:
         return f"{block.dtype}{f', padded to {block.size:,}' if block.size > block.starts[-1] else ''}"
 
     def place_in_words(self, slot: int) -> str:
-        """Where a slot lies."""
-        block, number = self.places[slot]
+        """Where a slot lies: `[start:stop]` of a vector, or the keys of its stack and its row."""
+        block, number = self.locations[slot]
         if self.is_bare:
             start, stop = self.blocks[block].starts[number : number + 2]
             return f"[{start}:{stop}]"
@@ -222,7 +226,7 @@ class Form:
 
     # -- What is given for it
 
-    def leaves(self, tree: Any) -> list[Any]:
+    def leaves(self, tree: PyTree) -> list[Any]:
         """The leaves of a form that is given, checked."""
         leaves, treedef = jtu.tree_flatten(tree)
         if treedef == self.treedef and self._are_right(leaves):
@@ -248,7 +252,7 @@ class Form:
         return [given[keys] for keys in known]
 
     def _in_words(self, i: int) -> str:
-        """What is expected of a block, up to what was given."""
+        """The beginning of an error: the array that a block should be."""
         block = self.blocks[i]
         if self.is_bare:
             return f"expected {self.noun} of shape {block.shape} and floating dtype,"
@@ -267,8 +271,8 @@ class Form:
             is_mapped = len(shape) > rank and (self.is_bare or shape[-rank:] == block.shape)
             several = "a stack of vectors" if self.is_bare else "several of them"
             hint = f"; map over {several} with jax.vmap" if is_mapped else ""
-            what = f"for {len(self.paths)} slots," if self.is_bare else f"of shape {block.shape} in all;"
-            raise ValueError(f"{self._in_words(i)} {what} got shape {shape}{hint}")
+            wanted = f"for {len(self.paths)} slots," if self.is_bare else f"of shape {block.shape} in all;"
+            raise ValueError(f"{self._in_words(i)} {wanted} got shape {shape}{hint}")
         if not is_inexact(leaf.dtype):
             hint = f"; convert it with vector.astype({block.dtype})" if self.is_bare else ""
             raise TypeError(f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}{hint}")
@@ -280,7 +284,7 @@ class Form:
 
 
 def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
-    """The block in the widest dtype of what is in it."""
+    """The block in the widest dtype of its arrays."""
     if block.length is None:
         return block
     its = {array.dtype for array in arrays if array.size} or {block.dtype}

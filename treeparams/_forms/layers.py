@@ -1,9 +1,9 @@
 """Nodes of one kind, such as the layers of a net, as one node whose arrays have a leading axis over them.
 
-What is taken from a form is cut out of it at once, and where the nodes lie one after another - as the layers of a net
-do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many layers take as many
-operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each transpose of one a
-padded copy of the whole stack.)
+All arrays that are taken from a form are cut out of it at once, and where the nodes lie one after another - as the
+layers of a net do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many
+layers take as many operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each
+transpose of one a padded copy of the whole stack.)
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +26,7 @@ from .mesh import alike, is_sharded
 from .primitives import cut, join
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where the value of a leaf is found."""
 
     block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
@@ -46,31 +46,32 @@ class Source:
         self.leaves = [block.gathered(leaf) for block, leaf in zip(self.blocks, leaves, strict=True)]
         (form, _), (held, _) = joined
         slots, blocks = len(self.index.positions), len(form.blocks)
-        frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.places.items()}
-        self._places = form.places | frozen
+        frozen = {slots + i: (blocks + block, number) for i, (block, number) in held.locations.items()}
+        self._locations = form.locations | frozen
 
-    def place(self, leaf: int) -> Place:
-        """The place of a leaf of the model."""
-        slots, place = len(self.index.positions), self.index.gathers.order[leaf]
-        if place >= slots + len(self.singles):
-            slot, alias = self.index.computed[place - slots - len(self.singles)]
-            return Place(*self._places[slot], alias)
-        return Place(*self._places[place]) if place in self._places else Place(None, place - slots)
+    def location(self, leaf: int) -> Location:
+        """Where the value of a leaf of the model is found."""
+        # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
+        slots, number = len(self.index.positions), self.index.gathers.order[leaf]
+        if number >= slots + len(self.singles):
+            slot, alias = self.index.computed[number - slots - len(self.singles)]
+            return Location(*self._locations[slot], alias)
+        return Location(*self._locations[number]) if number in self._locations else Location(None, number - slots)
 
-    def one_by_one(self, places: Sequence[Place]) -> list[Any]:
+    def one_by_one(self, locations: Sequence[Location]) -> list[Any]:
         """The values of leaves; those that are tied are one array."""
         numbers: dict[int, set[int]] = {}
-        for place in places:
-            if place.block is not None:
-                numbers.setdefault(place.block, set()).add(place.number)
+        for location in locations:
+            if location.block is not None:
+                numbers.setdefault(location.block, set()).add(location.number)
         picked = {block: self.pick(block, wanted) for block, wanted in numbers.items()}
-        values: dict[Place, Any] = {}
-        for place in dict.fromkeys(places):
-            if place.block is None:
-                values[place] = self.singles[place.number]
+        values: dict[Location, Any] = {}
+        for location in dict.fromkeys(locations):
+            if location.block is None:
+                values[location] = self.singles[location.number]
             else:
-                values[place] = self.value(place, picked[place.block][place.number])
-        return [values[place] for place in places]
+                values[location] = self.value(location, picked[location.block][location.number])
+        return [values[location] for location in locations]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, cut out of a joined one at once."""
@@ -78,23 +79,23 @@ class Source:
         pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
         return dict(zip(wanted, pieces[1::2], strict=False))
 
-    def value(self, place: Place, array: jax.Array) -> Any:
-        """The value at a place in a joined array, or of several that are stacked, from what is cut out."""
-        block, number, alias = place
+    def value(self, location: Location, array: jax.Array) -> Any:
+        """The value at a location in a joined array, or of several that are stacked, from the array that is cut out."""
+        block, number, alias = location
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
-    def along(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
-        """The values of leaves, each of which has a place in each of some nodes, with an axis over the nodes."""
+    def along(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
+        """The values of leaves, each of which has a location in each of some nodes, with an axis over the nodes."""
         if not columns:
             return []
-        shape = lambda place: None if place.block is None else self.blocks[place.block].shapes[place.number]
-        kind = lambda place: (place.block, shape(place), place.alias and place.alias.transforms)
-        nodes = [tuple(map(kind, places)) for places in zip(*columns, strict=True)]
+        # Nodes that are equal to users may have their values from different arrays: the weight of one is trained and
+        # that of another frozen, or the alias of a transposed one. Such nodes are taken apart by kind, those of one
+        # kind at once, and the results are brought back into the order of the nodes.
         of_kind: dict[Any, list[int]] = {}
-        for node, its in enumerate(nodes):
-            of_kind.setdefault(its, []).append(node)
+        for node, its in enumerate(zip(*columns, strict=True)):
+            of_kind.setdefault(tuple(map(self._kind, its)), []).append(node)
         runs = [self._run([[column[node] for node in its] for column in columns]) for its in of_kind.values()]
         if len(runs) == 1:
             return runs[0]
@@ -103,12 +104,17 @@ class Source:
         is_in_order = np.array_equal(order, np.arange(len(order)))
         return joined if is_in_order else [_reordered(each, order) for each in joined]
 
-    def _run(self, columns: Sequence[Sequence[Place]]) -> list[Any]:
+    def _kind(self, location: Location) -> tuple[Any, ...]:
+        """Equal for leaves of several nodes that can be cut out, and computed, as one array."""
+        shape = None if location.block is None else self.blocks[location.block].shapes[location.number]
+        return location.block, shape, location.alias and location.alias.transforms
+
+    def _run(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
         """As `along`, of nodes in which each leaf has its value from the same joined array."""
         found: dict[int, Any] = {}
         of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for j, column in enumerate(columns):
-            numbers = tuple([place.number for place in column])
+            numbers = tuple([location.number for location in column])
             if column[0].block is None:
                 found[j] = _stacked([jnp.asarray(self.singles[number]) for number in numbers])
             else:
@@ -128,16 +134,25 @@ class Source:
         return [_stacked([picked[each] for each in column]) for column in columns]
 
     def rows(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, Any] | None:
-        """As `block`, where the nodes lie one after another: each in one piece, and what cuts such a piece, or several.
+        """As `block`, where the nodes lie one after another: each in one piece, and a function that cuts these pieces.
 
         The pieces have an axis over the nodes.
         """
+        # A net of three equal layers, each with a bias (b) and a weight (w), lies in a vector like this:
+        #
+        #     e e e | b b w w w w | b b w w w w | b b w w w w | h h h
+        #     first --^   step = 6
+        #
+        # The three layers are one array of shape (3, 6), and their weights the columns 2 to 6 of it. That holds if each
+        # leaf of node n begins at `first + offset + n * step`, with one offset for each leaf, and if no leaf reaches
+        # into the next node. Leaves of other nodes may lie between: they are gaps, and cut out with the rest.
         block, nodes = self.blocks[number], len(columns[0])
         starts = np.array([[block.starts[each] for each in column] for column in columns])
         sizes = np.array([block.starts[column[0] + 1] - block.starts[column[0]] for column in columns])
         first = int(starts[:, 0].min())
         step = int(starts[:, 1].min()) - first if nodes > 1 else int((starts[:, 0] + sizes).max()) - first
-        # Behind the last leaf of the last node there may be nothing.
+        # A step may be longer than the leaves of a node, if others lie between nodes. Behind the last node there may
+        # be nothing left, so that its piece would end behind the array: then all pieces begin earlier.
         first = min(first, block.shape[0] - nodes * step)
         offsets = starts[:, 0] - first
         order = [int(j) for j in np.argsort(offsets)]
@@ -147,7 +162,7 @@ class Source:
             return None
 
         def pieces(rows: jax.Array) -> list[jax.Array]:
-            # Of parts of rows, as devices have them, the pieces are parts.
+            # The rows may be shorter than those of the block: inside of a `shard_map`, each device has its share.
             row = rows.shape[rows.ndim - block.rank :]
             spans = [
                 (int(offsets[j]), int(sizes[j]), row if block.rank else block.shapes[columns[j][0]]) for j in order
@@ -182,8 +197,8 @@ def part(source: Source, where: Where) -> Any:
     if len(spans) > 1:
         paths = quoted([span.path for span in spans])
         raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
-    places = [source.place(leaf) for leaf in range(spans[0].start, spans[0].stop)]
-    return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(places))
+    locations = [source.location(leaf) for leaf in range(spans[0].start, spans[0].stop)]
+    return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(locations))
 
 
 class Alike(NamedTuple):
@@ -191,15 +206,15 @@ class Alike(NamedTuple):
 
     treedef: Any
     nodes: int  # how many
-    columns: list[tuple[Place, ...]]  # of the arrays that have an axis over the nodes: a place in each
-    places: list[Place]  # of those that are the same in all
+    columns: list[tuple[Location, ...]]  # of the arrays that have an axis over the nodes: a location in each
+    locations: list[Location]  # of those that are the same in all
     values: list[Any]  # what is no array
     order: list[int]  # where each leaf is in all of these
 
     def node(self, along: Sequence[Any], same: Sequence[Any]) -> Any:
-        """The node with these arrays, one for each of `columns` and of `places`."""
-        parts = [*along, *same, *self.values]
-        return jtu.tree_unflatten(self.treedef, [parts[i] for i in self.order])
+        """The node with these arrays, one for each of `columns` and of `locations`."""
+        leaves = [*along, *same, *self.values]
+        return jtu.tree_unflatten(self.treedef, [leaves[i] for i in self.order])
 
 
 def alike_nodes(source: Source, where: Where) -> Alike:
@@ -207,26 +222,26 @@ def alike_nodes(source: Source, where: Where) -> Alike:
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
     values: dict[int, Any] = {}
-    same: dict[int, Place] = {}
-    several: dict[int, tuple[Place, ...]] = {}
+    same: dict[int, Location] = {}
+    several: dict[int, tuple[Location, ...]] = {}
     for j, leaves in enumerate(zip(*(range(span.start, span.stop) for span in spans), strict=True)):
-        places = tuple(map(source.place, leaves))
+        locations = tuple(map(source.location, leaves))
         if structure.specs[leaves[0]] is None:
-            values[j] = source.singles[places[0].number]
-            for leaf, place in zip(leaves, places, strict=True):
-                if static_key(source.singles[place.number], strict=True) != static_key(values[j], strict=True):
+            values[j] = source.singles[locations[0].number]
+            for leaf, location in zip(leaves, locations, strict=True):
+                if static_key(source.singles[location.number], strict=True) != static_key(values[j], strict=True):
                     paths = structure.paths[leaves[0]], structure.paths[leaf]
                     raise ValueError(
                         f"{paths[0]!r} and {paths[1]!r}, which are no arrays, differ; numbers that differ can be arrays"
                     )
-        elif len({(place.block, place.number, place.alias and place.alias.transforms) for place in places}) == 1:
-            same[j] = places[0]
+        elif len({(at.block, at.number, at.alias and at.alias.transforms) for at in locations}) == 1:
+            same[j] = locations[0]
         else:
-            several[j] = places
+            several[j] = locations
     # Leaves that are tied within a node are one array.
-    columns, places = list(dict.fromkeys(several.values())), list(dict.fromkeys(same.values()))
+    columns, locations = list(dict.fromkeys(several.values())), list(dict.fromkeys(same.values()))
     order = {j: columns.index(column) for j, column in several.items()}
-    order |= {j: len(columns) + places.index(place) for j, place in same.items()}
-    order |= {j: len(columns) + len(places) + i for i, j in enumerate(values)}
+    order |= {j: len(columns) + locations.index(location) for j, location in same.items()}
+    order |= {j: len(columns) + len(locations) + i for i, j in enumerate(values)}
     treedef = subtreedefs(structure)[spans[0].number]
-    return Alike(treedef, len(spans), columns, places, list(values.values()), [order[j] for j in range(len(order))])
+    return Alike(treedef, len(spans), columns, locations, list(values.values()), [order[j] for j in range(len(order))])

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.where import Where, name_of, select
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.text import count_of, describe, quoted
+from .._tree.types import PyTree
 from .block import Block
 from .form import Form, Stacks
 from .mesh import is_sharded, split
@@ -33,7 +35,7 @@ def tree_of(layout: Layout) -> Form:
     return forms["tree"]
 
 
-def vector_of(layout: Layout, dtype: Any = None, pad_to: SupportsIndex = 1) -> Form:
+def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> Form:
     """One vector of the slots of a layout."""
     dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     pad_to = pad_to if type(pad_to) is int and pad_to > 0 else count_of("pad_to", pad_to, "elements")
@@ -52,7 +54,11 @@ def reals_of(layout: Layout) -> Form:
     if not index_of(layout).complex_slots:
         return vector_of(layout)
     if "reals" not in forms:
-        reals = [(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in layout.slots for _ in range(_parts(slot))]
+        reals = [
+            (slot.shape, jnp.finfo(slot.dtype).dtype)
+            for slot in layout.slots
+            for _ in range(2 if is_complex(slot.dtype) else 1)
+        ]
         shapes, dtypes = zip(*reals, strict=True)
         dtype = common_dtype(dtype for shape, dtype in reals if 0 not in shape)
         forms["reals"] = _in_one(Block.vector(shapes, dtypes, dtype), layout)
@@ -80,6 +86,8 @@ def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> For
 
 def stacks_of_arrays(arrays: Sequence[Any]) -> Form:
     """Stacks of those arrays of which there are several of one shape and dtype."""
+    # Layers have frozen arrays too, such as masks, and a scan over layers needs these with an axis over the layers. So
+    # what there are several of is stacked once, here, and not in each step.
     alike: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
@@ -94,15 +102,11 @@ def stacks_of_arrays(arrays: Sequence[Any]) -> Form:
     return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
 
 
-def _parts(slot: Slot) -> int:
-    return 2 if is_complex(slot.dtype) else 1
-
-
 def _in_one(block: Block, layout: Layout) -> Form:
     return Form(_ONE, (block,), (tuple(range(len(block.shapes))),), layout.paths, "a vector")
 
 
-def _check_vector(slots: Sequence[Slot], dtype: Any, length: int) -> None:
+def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
     if length > _LONGEST:
         raise ValueError(
             f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address; take "
@@ -118,7 +122,7 @@ def _check_vector(slots: Sequence[Slot], dtype: Any, length: int) -> None:
         raise TypeError(f"no parameter is complex, so the vector cannot be {dtype}")
 
 
-def _grouped(layout: Layout, groups: Any) -> dict[str, list[int]]:
+def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     """The slots of each group, of a `where` for each."""
     if not isinstance(groups, Mapping) or not all(isinstance(name, str) for name in groups):
         raise TypeError(f"groups is a dictionary {{name: where}}, got {groups!r:.80}")
@@ -138,8 +142,8 @@ def _grouped(layout: Layout, groups: Any) -> dict[str, list[int]]:
     return found
 
 
-def _stacks(tree: Any, paths: Sequence[str], slots: Sequence[Any]) -> Form:
-    """The form with this tree of the numbers of slots, or of arrays like slots."""
+def _stacks(tree: PyTree, paths: Sequence[str], slots: Sequence[Any]) -> Form:
+    """The form with this tree of the numbers of slots, or of arrays like slots: a list for each stack."""
     members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
     blocks = [Block.rows(slots[rows[0]].shape, slots[rows[0]].dtype, len(rows)) for rows in members]
     return Form(treedef, tuple(blocks), tuple(map(tuple, members)), tuple(paths), "stacks as of tp.stack")

@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from .._tree.types import PyTree
 
 try:
     from jax.sharding import auto_axes as _auto_axes, reshard as _reshard
@@ -20,14 +23,17 @@ except ImportError:  # JAX 0.6
 
     _OUT = "out_shardings"
 
+MeshAxes = str | tuple[str, ...] | None
+"""An entry of a `PartitionSpec`: the axes of a mesh over which one axis of an array is split."""
 
-def is_sharded(array: Any) -> bool:
+
+def is_sharded(array: ArrayLike) -> bool:
     """Whether the type of an array says that it is split over a mesh."""
     spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
 
 
-def replicated(array: Any) -> Any:
+def replicated(array: jax.Array) -> jax.Array:
     """The array, whole on each device of its mesh."""
     if not is_sharded(array):
         return array
@@ -35,7 +41,7 @@ def replicated(array: Any) -> Any:
     return _reshard(array, sharding)
 
 
-def first_axis_whole(array: Any) -> Any:
+def first_axis_whole(array: jax.Array) -> jax.Array:
     """The array with its first axis whole on each device of its mesh, and the others as they lie."""
     if not is_sharded(array) or leading_axis(array) is None:
         return array
@@ -49,12 +55,12 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
 
 
-def shardings_of(tree: Any) -> tuple[Any, ...]:
+def shardings_of(tree: PyTree) -> tuple[NamedSharding | None, ...]:
     """How each array lies by its type; `None` if on each device whole."""
     return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
 
 
-def typed_as(tree: Any, shardings: tuple[Any, ...]) -> Any:
+def typed_as(tree: PyTree, shardings: tuple[NamedSharding | None, ...]) -> PyTree:
     """A tree whose arrays lie by type as `shardings_of` said of another."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([
@@ -62,21 +68,23 @@ def typed_as(tree: Any, shardings: tuple[Any, ...]) -> Any:
     ])
 
 
-def laid_as(array: Any, like: Any) -> Any:
+def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
     """The array as another lies over the devices; if that is whole on each, as it is."""
+    # Where an array lies is part of its type on an explicit mesh, and a fact about its buffers on any other. A tracer
+    # has the type alone.
     if is_sharded(like) and (isinstance(array, Tracer) or isinstance(like, Tracer)):
         return _reshard(array, jax.typeof(like).sharding)
     sharding = None if isinstance(array, Tracer) else split(like)
     return array if sharding is None else jax.device_put(array, sharding)
 
 
-def split(array: Any) -> NamedSharding | None:
+def split(array: ArrayLike) -> NamedSharding | None:
     """The sharding of an array that is split over devices; `None` if each has all of it, or if it is traced."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
 
 
-def broadcast_as(array: Any, size: int, axis: Any) -> Any:
+def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
     """A stack of `size` times the array, whose leading axis lies along an axis of the mesh; `None`: along none."""
     if axis is None:
         return jax.lax.broadcast(array, (size,))
@@ -85,13 +93,13 @@ def broadcast_as(array: Any, size: int, axis: Any) -> Any:
     return jax.lax.broadcast(array, (size,), out_sharding=NamedSharding(sharding.mesh, spec))
 
 
-def leading_axis(array: Any) -> Any:
+def leading_axis(array: jax.Array) -> MeshAxes:
     """The axis of the mesh along which an array lies with its leading axis, by type; `None`: along none."""
     return jax.typeof(array).sharding.spec[0]
 
 
-def split_over(array: Any) -> int:
-    """Into how many parts the leading axis of an array is split by type."""
+def split_over(array: ArrayLike) -> int:
+    """Over how many devices the leading axis of an array is split by type."""
     sharding = jax.typeof(array).sharding
     axes = sharding.spec[0] or ()
     return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
@@ -108,8 +116,8 @@ def varying(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
 
 
-def result_varies(f: Callable[..., Any], *args: Any) -> frozenset[str]:
-    """The axes along which what a function returns differs from device to device; outside of `shard_map` none."""
+def result_varies(f: Callable[..., Any], *args: PyTree) -> frozenset[str]:
+    """The axes along which the result of a function differs from device to device; outside of `shard_map` none."""
     if not in_shard_map():
         return frozenset()
     return frozenset[str]().union(*map(varying, jax.make_jaxpr(f)(*args).out_avals))
@@ -124,7 +132,7 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
     return [vary(array, union - its) for array, its in zip(arrays, found, strict=True)]
 
 
-def vary(array: Any, axes: frozenset[str]) -> Any:
+def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
     """The array as a type that varies along further axes."""
     if not axes:
         return array
@@ -133,11 +141,17 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - JAX 0.6
 
 
-def over_devices(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any, axes: Collection[str]) -> Any:
-    """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell what varies over devices.
+def over_devices(
+    f: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    in_specs: tuple[Any, ...],
+    out_specs: tuple[Any, ...],
+    axes: Collection[str],
+) -> Callable[..., Any]:
+    """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell which values vary.
 
-    If they did, a loss could not start a scan with zeros, as they would not vary and what it makes of them would.
-    Within `automatic` the mesh is the one of there.
+    If they did, a loss could not start a scan with zeros: these do not vary over the devices, and the carry that comes
+    of them does. Within `automatic` the mesh is the one of there.
     """
     within = jax.sharding.get_abstract_mesh()
     mesh = mesh if within.empty else within
@@ -153,19 +167,22 @@ def over_devices(f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
     return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
 
 
-def is_explicit(mesh: Any) -> bool:
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether types say where arrays over the mesh lie."""
     return AxisType.Explicit in mesh.axis_types
 
 
-def lay(tree: Any, shardings: Any) -> Any:
+def lay(tree: PyTree, shardings: PyTree) -> PyTree:
     """Traced arrays, laid over a mesh; `shardings` is a tree like that of the arrays."""
-    one = lambda leaf, to: _reshard(leaf, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(leaf, to)
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(_lay_one, tree, shardings)
 
 
-def automatic(f: Callable[..., Any], shardings: Any, mesh: Any) -> Callable[..., Any]:
-    """A function of traced arrays over a mesh in which XLA alone says where they lie, but for what it returns."""
+def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
+    return _reshard(array, to) if is_explicit(to.mesh) else jax.lax.with_sharding_constraint(array, to)
+
+
+def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """A function of traced arrays over a mesh in which XLA alone says where they lie, but for its results."""
     if not is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
     # JAX 0.6 takes no concrete mesh here.

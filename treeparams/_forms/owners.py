@@ -4,6 +4,12 @@ Optax does not say. It is found by asking `init`, for shapes alone: for other pa
 form whose joined blocks have one element, or row, more, the arrays that are theirs are longer along one axis. Of a tree
 without some of its leaves, the arrays of these leaves are missing. An array that stays as it is, is shared: a step
 count, a rate.
+
+A difference in shape says that an array is of some joined block, or of some leaf, and not of which: all grow at once,
+and half of the leaves are missing at once, because asking for each by itself would take as many calls as there are
+leaves. Of which, its path says: a rule keeps a tree like the parameters, so the keys of the block stand in the path
+(`_blocks_in`). A rule that lists arrays by number has no such paths; then each leaf gets a size that no other has
+(`_marked_arrays`). Where neither tells, the answer is a `Division` with a problem, and never a guess.
 """
 
 import collections
@@ -71,9 +77,9 @@ class _Question:
     init: Init
     form: Form
 
-    def answer(self, **change: Any) -> dict[Any, Any]:
+    def answer(self, *, longer: int = 0, without: Sequence[int] = ()) -> dict[Any, Any]:
         """The arrays of a state of the form, changed, by their JAX keys; a bare form stands under `_WRAP`."""
-        return self.state_of(self.form.shapes(**change))
+        return self.state_of(self.form.shapes(longer=longer, without=without))
 
     def state_of(self, shapes: PyTree) -> dict[Any, Any]:
         """The same of these shapes."""
@@ -86,6 +92,8 @@ class _Question:
 
         Not all arrays are in it, nor any if the rule cannot be asked so, as one that goes by the names of parameters.
         """
+        # The path of an array then shows `_WRAP` right behind the keys of its block. Without it, and this end is where
+        # the keys end in the path as it is.
         deeper = jax.tree.map(lambda leaf: {_WRAP.key: leaf}, self.form.shapes())
         try:
             paths = [path for path, _ in jtu.tree_flatten_with_path(jax.eval_shape(self.init, deeper))[0]]
@@ -96,7 +104,7 @@ class _Question:
 
     @property
     def keys(self) -> Mapping[Any, int]:
-        """The block at each path of what is shown."""
+        """The block at each path of the tree that the rule is shown."""
         return {(_WRAP,): 0} if self.form.is_bare else {keys: i for i, keys in enumerate(self.form.keys)}
 
 
@@ -113,7 +121,7 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
 
 
 class UndividedError(ValueError):
-    """What arrays of a state are of cannot be told."""
+    """It cannot be told which parameters the arrays of a state are of."""
 
     def __init__(self) -> None:
         super().__init__(UNDIVIDED)
@@ -127,12 +135,13 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     longer, found = question.answer(longer=1), {}
     if longer.keys() != whole.keys():
         raise UndividedError
+    # All joined blocks grow at once, by one. An array that grows by something else - a square one of all pairs of
+    # elements, a factor of half the length - is no sequence of pieces, one for each parameter.
     grown = [path for path, array in whole.items() if array.shape != longer[path].shape]
     for path, (i, start, stop) in _blocks_in(question, grown).items():
         array = whole[path]
         sizes = zip(array.shape, longer[path].shape, strict=True)
         axes = [axis for axis, (size, larger) in enumerate(sizes) if size != larger]
-        # An array that holds several parameters in another way, such as a square one of all pairs, is not divided.
         length = blocks[i].shape[0]
         if len(axes) != 1 or (array.shape[axes[0]], longer[path].shape[axes[0]]) != (length, length + 1):
             raise UndividedError
@@ -146,9 +155,10 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
     if not singles:
         return {}
     try:
+        # Two questions are enough for any number of leaves. Every second leaf is left out, and then the others: an
+        # array of one leaf is missing from one of the answers, and an array that is shared stands in both.
         halves = [question.answer(without=singles[start::2]) for start in (0, 1)]
-        shapes = lambda path: {half[path].shape for half in halves if path in half}
-        if all(shapes(path) == {array.shape} for path, array in whole.items()):
+        if all({half[path].shape for half in halves if path in half} == {its.shape} for path, its in whole.items()):
             missing = [path for path in whole if any(path not in half for half in halves)]
             at = _blocks_in(question, missing)
             return {path: _owners(question.form, *at[path], path, None) for path in missing}
@@ -174,6 +184,8 @@ def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
             marks[path] = found.pop()
         elif found or array.shape != whole[path].shape:
             raise UndividedError
+    # In a plain list of arrays, the number of the leaf is an entry of the path: the one that says the right block in
+    # the path of every array.
     number = next((at for at in range(min(map(len, marks), default=0)) if _numbers_at(marks, at)), None)
     if number is not None:
         return {path: _owners(form, i, number, number + 1, path, None) for path, i in marks.items()}
@@ -184,7 +196,7 @@ def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
 
 def _numbers_at(marks: Mapping[Any, int], at: int) -> bool:
-    """Whether the number of its block stands at this place in the path of each array."""
+    """Whether the number of its block is this entry of the path of each array."""
     return all(getattr(path[at], "idx", None) == i for path, i in marks.items())
 
 
@@ -194,6 +206,9 @@ def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int
     Keys of several may: a list of parameters has positions in it, and so have the tuples of a chain. Of these, the last
     and longest are taken that leave the same before and after them in most of the paths.
     """
+    # For parameters `[w, b]` and a chain of two Adams, the moment of `w` in the second one is `[1][0].mu[0]`. All three
+    # positions are keys of a block. With `[0]` at the end taken out, `[1][0].mu` is left, as it is for `b`; no other
+    # choice has as many companions.
     found = {path: list(_candidates(path, question.keys)) for path in paths}
     if any(len(its) > 1 for its in found.values()):
         for path, its in found.items():
@@ -205,6 +220,7 @@ def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int
 
 
 def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[int, int, int]]:
+    # The longest keys first, and of these the last in the path, since `max` takes the first of those that count alike.
     for width in sorted(set(map(len, keys)), reverse=True):
         for start in range(len(path) - width, -1, -1):
             block = keys.get(tuple(path[start : start + width]))
@@ -215,7 +231,7 @@ def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[
 
 
 def _owners(form: Form, i: int, start: int, stop: int, path: Sequence[Any], axis: int | None) -> Owners:
-    """The owners of an array of one block, whose keys stand from here to there in its path."""
+    """The owners of an array of one block, whose keys are the entries from `start` to `stop` of its path."""
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
     before, after = (tuple([quote(key_text(key)) for key in keys]) for keys in (path[:start], path[stop:]))
     starts = () if axis is None else tuple(block.starts)

@@ -35,7 +35,7 @@ _FEW = 16
 
 
 def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
-    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; what is left over is dropped.
+    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; the remainder is dropped.
 
     Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
     """
@@ -104,6 +104,8 @@ def _hidden(offsets: Sequence[int]) -> Sequence[jax.Array]:
 
 
 def _join(*arrays: jax.Array, shapes: Shapes, length: int, rank: int) -> jax.Array:
+    # Axes before those of the shapes are a batch, so the first of a shape's own is the one that is joined. A shape
+    # without an axis beside the last `rank` is one row, and gets one.
     axis = arrays[0].ndim - len(shapes[0])
     pieces = []
     for array, shape, size in zip(arrays, shapes, _lengths(shapes, rank), strict=True):
@@ -154,24 +156,32 @@ def _like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
     return aval.update(shape=aval.shape[:batch] + shape, sharding=sharding, weak_type=False)
 
 
-def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
+def _transpose_cut(cotangents: Sequence[Any], array: ad.UndefinedPrimal, *, shapes: Shapes, rank: int) -> list[Any]:
     length = array.aval.shape[array.aval.ndim - 1 - rank]
     return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
 
 
-def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int, rank: int) -> list[Any]:
+def _transpose_join(
+    cotangent: jax.Array | ad.Zero, *arrays: ad.UndefinedPrimal | jax.Array, shapes: Shapes, length: int, rank: int
+) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(array.aval) if ad.is_undefined_primal(array) else None for array in arrays]
     pieces = cut(cotangent, shapes, rank)
     return [piece if ad.is_undefined_primal(array) else None for piece, array in zip(pieces, arrays, strict=True)]
 
 
-def _batch_cut(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
-    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), **params)
+def _batch_cut(
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, rank: int
+) -> tuple[list[jax.Array], list[int]]:
+    pieces = cut(jnp.moveaxis(arrays[0], axes[0], 0), shapes, rank)
     return pieces, [0] * len(pieces)
 
 
-def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+def _batch_join(
+    arrays: Sequence[Any], axes: Sequence[Any], *, shapes: Shapes, length: int, rank: int
+) -> tuple[jax.Array, int]:
+    # A batch axis comes before the one that is cut, and all pieces must have it. A piece that is the same for the whole
+    # batch is repeated, and lies over the devices of a mesh as the others do.
     stacks = [array if axis is None else jnp.moveaxis(array, axis, 0) for array, axis in zip(arrays, axes, strict=True)]
     mapped = [stack for stack, axis in zip(stacks, axes, strict=True) if axis is not None]
     size = mapped[0].shape[0]
@@ -179,16 +189,23 @@ def _batch_join(arrays: Sequence[Any], axes: Sequence[Any], **params: Any) -> tu
     for i, axis in enumerate(axes):
         if axis is None:
             stacks[i] = broadcast_as(stacks[i], size, along)
-    return join(stacks, **params), 0
+    return join(stacks, shapes, length, rank), 0
 
 
-def _taylor_of_cut(arrays: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    terms = [cut(term, **params) for term in series[0]]
-    return cut(arrays[0], **params), [list(each) for each in zip(*terms, strict=True)]
+# The maps are linear, so each term of a Taylor series is mapped by itself. `jet` gives the terms of each operand, and
+# wants those of each result: a cut has one operand and many results, a join the other way round.
+def _taylor_of_cut(
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: Shapes, rank: int
+) -> tuple[list[jax.Array], list[Any]]:
+    terms = [cut(term, shapes, rank) for term in series[0]]
+    return cut(arrays[0], shapes, rank), [list(each) for each in zip(*terms, strict=True)]
 
 
-def _taylor_of_join(arrays: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[Any, list[Any]]:
-    return join(arrays, **params), [join(terms, **params) for terms in zip(*series, strict=True)]
+def _taylor_of_join(
+    arrays: Sequence[Any], series: Sequence[Any], *, shapes: Shapes, length: int, rank: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    terms = [join(terms, shapes, length, rank) for terms in zip(*series, strict=True)]
+    return join(arrays, shapes, length, rank), terms
 
 
 ad.deflinear2(cut_p, _transpose_cut)

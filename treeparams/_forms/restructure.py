@@ -1,7 +1,7 @@
 """The way back from a form to the model, or to single nodes of it."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -39,20 +39,20 @@ class Restructure(Generic[M]):
     """From a vector, or from stacks, back to the model: `restructure(vector) -> model`.
 
     A pytree whose leaves are the frozen arrays, with everything else static, so that it can be closed over, passed to
-    and returned from `jax.jit`, mapped, scanned and differentiated. Made by `tp.ravel` or `tp.stack`; what is said here
-    of a form holds for a vector and for stacks.
+    and returned from `jax.jit`, mapped, scanned and differentiated. You make one by `tp.ravel` or `tp.stack`. All that
+    is said here of a form holds for a vector and for stacks.
     """
 
-    def __init__(self, rest: Any, form: Any, held: Any = NOTHING, stacks: Sequence[Any] = ()) -> None:
+    def __init__(self, rest: Rest[M], form: Form, held: Form = NOTHING, stacks: Sequence[Any] = ()) -> None:
         """For this library's own use; users write `tp.ravel(model)` or `tp.stack(model)`."""
-        self._rest: Rest[M] = rest  # without the frozen arrays that are in stacks
-        self._form: Form = form
-        self._held: Form = held  # which frozen arrays are in which of the stacks
+        self._rest = rest  # without the frozen arrays that are in stacks
+        self._form = form
+        self._held = held  # which frozen arrays are in which of the stacks
         self._stacks = stacks
 
     @property
     def layout(self) -> Layout:
-        """The layout of the model: which part of the form is what."""
+        """The layout of the model: where each parameter lies in the form."""
         return self._rest.layout
 
     def __call__(self, form: Resting) -> M:
@@ -86,7 +86,7 @@ class Restructure(Generic[M]):
 
         Args:
             model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
-                type. At a tie the value at the slot's own path counts. What is frozen is ignored.
+                type. At a tie the value at the slot's own path counts. Frozen leaves are ignored.
 
         Returns:
             The vector or the stacks, as `tp.ravel` or `tp.stack` gives them, in buffers of their own.
@@ -98,7 +98,7 @@ class Restructure(Generic[M]):
         return self._form.join(read_slots(index_in(self._rest), model, exact_shapes=True))
 
     def ravel_gradient(self, grads: PyTree) -> Any:
-        """The form of a gradient, the transpose of calling: ties are summed, what is missing is zero.
+        """The form of a gradient, the transpose of calling: ties are summed, missing leaves are zero.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
         >>> shared = jnp.ones(2)
@@ -160,12 +160,12 @@ class Restructure(Generic[M]):
         slot = slot_at(self.layout, path)
         if self._form.is_bare:
             raise ValueError(f"{path!r} lies in a vector, at layout.slice({path!r}); rows are of tp.stack")
-        block, row = self._form.places[slot]
+        block, row = self._form.locations[slot]
         *group, key = [entry.key for entry in self._form.keys[block]]
         return (group[0] if group else None), key, row
 
     def part(self, form: Resting, where: Where) -> Any:
-        """One node of the model, or one array, by itself: an embedding, a head. Nothing else is built.
+        """One node of the model, or one array, by itself: an embedding, a head. No other node is built.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> model = {"layers": [{"w": jnp.ones(2)}] * 2, "head": {"w": jnp.zeros(2), "n": 3}}
@@ -207,9 +207,9 @@ class Restructure(Generic[M]):
                 (or a list of them). The outermost ones, in tree order.
 
         Returns:
-            One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. What is tied
-            across all nodes is repeated, and its gradient summed; what is no array is as it is in each, so where nodes
-            hold functions write `eqx.filter_vmap` for `jax.vmap`.
+            One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. An array that is
+            tied across all nodes is repeated, and its gradient summed. A leaf that is no array is as in each node, so
+            where nodes hold functions write `eqx.filter_vmap` for `jax.vmap`.
 
         Raises:
             ValueError: `where` matches no node, or a list of nodes in place of those in it; the nodes differ in
@@ -218,7 +218,7 @@ class Restructure(Generic[M]):
         """
         source = self._source(form)
         found = alike_nodes(source, where)
-        same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.places)]
+        same = [broadcast_as(array, found.nodes, None) for array in source.one_by_one(found.locations)]
         return found.node(source.along(found.columns), same)
 
     def scan(
@@ -257,9 +257,13 @@ class Restructure(Generic[M]):
         source = self._source(form)
         found = alike_nodes(source, where)
         # What is the same in all nodes is closed over: no copies of it, and its gradient is summed on the way.
-        same = source.one_by_one(found.places)
+        same = source.one_by_one(found.locations)
         further = () if xs is None else (xs,)
-        body = lambda carry, each: step(carry, found.node(each[0], same), *each[1:])
+
+        def body(carry: C, each: tuple[Any, ...]) -> tuple[C, Any]:
+            along, *further = each
+            return step(carry, found.node(along, same), *further)
+
         return jax.lax.scan(body, carry, (source.along(found.columns), *further), found.nodes, **options)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
@@ -298,7 +302,7 @@ def _flatten_with_keys(restructure: Restructure[Any]) -> Any:
     return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
 
 
-def _unflatten(static: tuple[Form, Form], children: Any) -> Restructure[Any]:
+def _unflatten(static: tuple[Form, Form], children: Iterable[Any]) -> Restructure[Any]:
     rest, stacks = children
     return Restructure(rest, *static, stacks)
 
@@ -318,7 +322,7 @@ def released(restructure: Restructure[M]) -> Rest[M]:
 
 
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
-    """What a `Restructure` knows without a form: the index, the leaves that are no arrays, and where each slot lies."""
+    """All that a `Restructure` knows without a form: its index, the leaves that are no arrays, where each slot lies."""
     rest, _, form, _ = _halves(restructure)
     index, singles = index_in(rest), others(rest)
     leaves = {
@@ -334,5 +338,5 @@ def restructure_over(rest: Rest[M], form: Form) -> Restructure[M]:
         return Restructure(rest, form)
     kept = list(kept_arrays(rest).values())
     held = stacks_of_arrays(kept)
-    left = [None if i in held.places else array for i, array in enumerate(kept)]
+    left = [None if i in held.locations else array for i, array in enumerate(kept)]
     return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))

@@ -1,8 +1,12 @@
-"""What a rule keeps: copies of the form that it was shown, and what all parameters share.
+"""The state of a rule: copies of the form that it was shown, and arrays that all parameters share.
 
-All that happens to a state between steps follows from who owns its arrays (`_owners`): `regroup` cuts the arrays of
-some states into pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step
-without the others, wait, move to another model by name, and lie over devices.
+All that happens to a state between steps follows from who owns its arrays (`owners`): `regroup` cuts the arrays of some
+states into pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step without
+the others, wait, move to another model by name, and lie over devices.
+
+A piece is found by two things: the path of its parameter, and its place - the entries before and after the parameter's
+own in the path of the array, as `0.mu` for Adam's first moment. So it does not matter in which form either state is: in
+one a piece may be a row, in the other a span of a vector, and in a third an array by itself.
 """
 
 import dataclasses
@@ -15,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._tree.dtypes import common_dtype
 from .._tree.paths import join_path, key_text, quote
@@ -26,7 +31,7 @@ from .owners import UNDIVIDED, Division, Entries, Owners, Place
 
 
 class Piece(NamedTuple):
-    """What one parameter has of an array."""
+    """The piece of an array that is of one parameter."""
 
     array: Any
     owners: Owners
@@ -46,8 +51,8 @@ class Piece(NamedTuple):
         return piece.reshape(shape)
 
 
-def _between(array: Any, start: int, stop: int, axis: int) -> Any:
-    """A part of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
+def _between(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
+    """A span of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
     if isinstance(array, np.ndarray):
         return array[(slice(None),) * axis + (slice(start, stop),)]
     return jax.lax.slice_in_dim(jnp.asarray(array), start, stop, axis=axis)
@@ -82,7 +87,7 @@ class Copies:
         }
 
     def piece(self, place: Place, path: str) -> Piece:
-        """What a parameter has at a place; a `KeyError` if nothing."""
+        """The piece of a parameter at a place; a `KeyError` if there is none."""
         entries, owners, number = self.at[place, path]
         return Piece(self.arrays[entries], owners, number)
 
@@ -105,18 +110,21 @@ def entries_of(state: PyTree) -> dict[Entries, Any]:
 
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
-    """The arrays of a state like a fresh one: pieces, and what is shared, from the first source that has them."""
+    """The arrays of a state like a fresh one: pieces, and shared arrays, from the first source that has them."""
     pieces: dict[tuple[Place, str], Copies] = {}
     shared: dict[Entries, Copies] = {}
     for each in reversed(sources):
         pieces |= dict.fromkeys(each.at, each)
         shared |= dict.fromkeys(each.common, each)
-    piece = lambda place, path: pieces[place, path].piece(place, path)
-    return joined(like, piece, lambda entries: shared[entries].shared(entries))
+    return joined(
+        like,
+        lambda place, path: pieces[place, path].piece(place, path),
+        lambda entries: shared[entries].shared(entries),
+    )
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
-    """The arrays of a state like a fresh one, of the piece at a place of each parameter and of what is shared."""
+    """The arrays of a state like a fresh one, of each parameter's piece at a place, and of shared arrays."""
     made = []
     for entries, owners in like.owned():
         try:
@@ -137,6 +145,8 @@ def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shape
     axis = owners.axis
     if axis is None:
         return pieces[0].alone(shapes[owners.paths[0]])
+    # From an array that is joined along the same axis, pieces go over as they lie, many at once. From another form,
+    # each is first brought into the shape that it has by itself.
     if all((piece.owners.axis, piece.owners.has_rows) == (axis, owners.has_rows) for piece in pieces):
         arrays = _runs(pieces, axis)
     else:
@@ -152,6 +162,8 @@ def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shape
 
 def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
     """The pieces along an axis, those that follow one another in one array at once."""
+    # A slice for each piece would be a thousand operations for a thousand parameters. Most often a whole array, or a
+    # long run of it, goes over: when a layer freezes, two runs are left of the vector, before it and after it.
     runs: list[tuple[Any, list[tuple[int, int]]]] = []  # arrays, and spans of each
     for array, owners, number in pieces:
         start, stop = owners.starts[number : number + 2]
@@ -174,14 +186,14 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
     return found
 
 
-# -- A part of a state -------------------------------------------------------------------------------------------------
+# -- The state of some parameters --------------------------------------------------------------------------------------
 
 
 def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
-    """The structure, and the arrays as shapes, of what a state has of some parameters, and shares.
+    """The structure, and the arrays as shapes, of the arrays that a state has of some parameters, or shares.
 
-    What is of others alone is not there. It need not be the state that the rule has of these parameters, but has the
-    same pieces, so it can be regrouped as that.
+    An array that is of others alone is left out, and a joined one is shorter. The result need not be the state that the
+    rule makes of these parameters, but has the same pieces, so it can be regrouped as that.
     """
     if paths >= copies.shapes.keys():
         return state, copies
@@ -192,6 +204,7 @@ def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies
             continue
         shape = array.shape
         if own is not None and own.axis is not None:
+            # The pieces that are kept move together, so each begins where the last one now ends. Padding is dropped.
             kept = [number for number, path in enumerate(own.paths) if path in paths]
             sizes = [own.starts[number + 1] - own.starts[number] for number in kept]
             starts = (0, *itertools.accumulate(sizes))
@@ -204,6 +217,8 @@ def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies
 
 def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
     """A tree with nothing at some paths; of stacks there is not even the key."""
+    # One level at a time, since a `None` at a path takes the structure below it away too, which a map over leaves would
+    # keep.
     below: dict[Any, list[Any]] = {}
     for keys in absent:
         if not keys:

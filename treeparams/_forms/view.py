@@ -1,4 +1,4 @@
-"""Names over a form: its parts as a mapping from paths to arrays, and changes of parts that give a new form."""
+"""Names over a form: a mapping from paths to parameters, and changes of some of them that give a new form."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of, slot_at, slots_in
@@ -18,30 +19,34 @@ from .form import Form
 from .mesh import laid_as, replicated
 from .primitives import cut, join
 
+Values = Mapping[str, Any] | Sequence[Any] | ArrayLike
+"""What a user gives for some parameters: a number, an array, or an array for each path."""
+
 
 class View(Mapping[str, Any]):
-    """A mapping from paths to the parts of a vector or of stacks. Made by `restructure.view(vector)`, where it is read.
+    """A mapping from paths to the parameters in a vector or in stacks. You make one by `restructure.view(vector)`.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> model = {"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
     >>> vector, restructure = tp.ravel(model)
     >>> view = restructure.view(vector)
-    >>> {path: part.shape for path, part in view.items()}
+    >>> {path: array.shape for path, array in view.items()}
     {'a.b': (1,), 'a.w': (1, 2), 'c.w': (3,)}
 
-    A path gives the part in the shape of its leaf and the dtype of what it is read from (an alias gives that of its
-    slot, through its transform); any other `where` - a glob, a regex, a class - gives the view of what it selects:
+    A path gives the array in the shape of its leaf and the dtype of the vector or stack that it is read from (an alias
+    gives that of its slot, through its transform). Any other `where` - a glob, a regex, a class - gives the view of the
+    parameters that it selects:
 
     >>> dict(view["a"])
     {'a.b': Array([0.], dtype=float32), 'a.w': Array([[1., 1.]], dtype=float32)}
 
-    It reads a gradient as it reads parameters, and what reads it can be differentiated in the vector:
+    You can read a gradient as you read parameters, and differentiate a function that reads from a view:
 
     >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
     Array([[2., 2.]], dtype=float32)
 
     `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector, or stacks. A view is
-    neither an array nor a pytree: arithmetic is done on `view.form`, and that is what goes into `jax.jit`.
+    neither an array nor a pytree: do arithmetic on `view.form`, and pass `view.form` into `jax.jit`.
     """
 
     def __init__(
@@ -53,8 +58,8 @@ class View(Mapping[str, Any]):
         self._leaves = leaves
         self._chosen = tuple(range(len(layout.slots))) if chosen is None else chosen
         self._inside = frozenset(self._chosen)
-        # Inside of a trace all parts are cut at once: the transpose of many slices, each by itself, is as many padded
-        # additions. XLA drops the parts that nobody reads.
+        # Inside of a trace all pieces are cut at once: the transpose of many slices, each by itself, is as many padded
+        # additions. XLA drops the pieces that nobody reads. Outside of one, only what is read is cut.
         self._pieces = {
             number: block.pieces(leaf)
             for number, (block, leaf) in enumerate(zip(form.blocks, leaves, strict=True))
@@ -68,7 +73,7 @@ class View(Mapping[str, Any]):
 
     @property
     def at(self) -> "At":
-        """For `view.at[where].set(value)`: the form with some of its parts changed."""
+        """For `view.at[where].set(value)`: the form with some parameters changed."""
         return At(self._change)
 
     def __getitem__(self, where: Where) -> Any:
@@ -77,7 +82,7 @@ class View(Mapping[str, Any]):
         slot, index = self._slot(where), index_of(self._layout)
         leaf, source = index.structure.index[where], index.positions[slot]
         alias = next((each for each in index.aliases.get(source, ()) if each.leaf == leaf), None)
-        return alias.value_from(self._part(slot), index.structure.spec(source)) if alias else self._part(slot)
+        return alias.value_from(self._array(slot), index.structure.spec(source)) if alias else self._array(slot)
 
     def __iter__(self) -> Iterator[str]:
         return (self._layout.slots[i].path for i in self._chosen)
@@ -120,6 +125,7 @@ class View(Mapping[str, Any]):
         paths = index.structure.index
         leaves = {paths[where]} if self._is_path(where) else select(index.structure, where)
         for i in slots:
+            # A slot may be selected through an alias that is computed from it, and by no path of its own.
             its = [leaf for leaf in sorted(leaves) if index.by_leaf.get(leaf) == i]
             if index.follows.keys() >= set(its):
                 path, source = index.structure.paths[its[0]], self._layout.slots[i].path
@@ -135,24 +141,25 @@ class View(Mapping[str, Any]):
             raise KeyError(f"{path!r} is not in this part of the view, which has {list(self)}")
         return slot
 
-    def _part(self, i: int) -> Any:
-        number, place = self._form.places[i]
-        if number in self._pieces:
-            return self._pieces[number][place]
-        block = self._form.blocks[number]
-        leaf = block.gathered(self._leaves[number])
-        # With the offset as an operand one compiled slice serves all parts of one size.
-        start, stop = block.starts[place : place + 2]
+    def _array(self, i: int) -> jax.Array:
+        """The array of a slot, in its own shape."""
+        b, number = self._form.locations[i]
+        if b in self._pieces:
+            return self._pieces[b][number]
+        block = self._form.blocks[b]
+        leaf = block.gathered(self._leaves[b])
+        # With the offset as an operand one compiled slice serves all arrays of one size.
+        start, stop = block.starts[number : number + 2]
         zeros = [np.uint32(0)] * block.rank
         piece = jax.lax.dynamic_slice(leaf, [np.uint32(start), *zeros], (stop - start, *leaf.shape[1:]))
-        return piece.reshape(block.shapes[place])
+        return piece.reshape(block.shapes[number])
 
 
 View.__module__ = "treeparams"
 
 
 class At:
-    """`view.at`; waits for what is to be changed."""
+    """`view.at`; waits for a `where`."""
 
     def __init__(self, change: "Callable[[Where], Change]") -> None:
         self._change = change
@@ -174,38 +181,39 @@ class Change(NamedTuple):
     numbers: tuple[int, ...]
     slots: tuple[Slot, ...]
 
-    def set(self, value: Any) -> Any:
-        """The form with these elements in place of what was there."""
-        return self._changed(lambda part, new: jnp.broadcast_to(new, part.shape), value)
+    def set(self, value: Values) -> Any:
+        """The form with these elements in place of those that were there."""
+        return self._changed(lambda old, new: jnp.broadcast_to(new, old.shape), value)
 
-    def add(self, value: Any) -> Any:
-        """The form with this added to the parts."""
+    def add(self, value: Values) -> Any:
+        """The form with this added to the selected elements."""
         return self._changed(jnp.add, value)
 
-    def multiply(self, value: Any) -> Any:
-        """The form with the parts multiplied by this."""
+    def multiply(self, value: Values) -> Any:
+        """The form with the selected elements multiplied by this."""
         return self._changed(jnp.multiply, value)
 
-    def _changed(self, change: Callable[[Any, Any], Any], value: Any) -> Any:
+    def _changed(self, change: Callable[[Any, Any], Any], value: Values) -> Any:
         leaves = list(map(jnp.asarray, self.leaves))
         news: dict[int, dict[int, Any]] = {}  # of each leaf, by number within it
-        dtypes = [leaves[self.form.places[number][0]].dtype for number in self.numbers]
+        dtypes = [leaves[self.form.locations[number][0]].dtype for number in self.numbers]
         for number, new in zip(self.numbers, _values(self.slots, dtypes, value), strict=True):
-            block, place = self.form.places[number]
-            news.setdefault(block, {})[place] = new
+            b, n = self.form.locations[number]
+            news.setdefault(b, {})[n] = new
         for b, its in news.items():
-            # The parts and what lies between them, cut, changed and joined: one copy, however many parts there are.
+            # The pieces that change and the gaps between them, cut, changed and joined: one copy, however many change.
             block, leaf = self.form.blocks[b], leaves[b]
             pieces, shapes = block.between(block.gathered(leaf), sorted(its))
-            for i, place in enumerate(sorted(its)):
-                part, new = pieces[2 * i + 1], its[place].astype(leaf.dtype)
-                new = laid_as(replicated(new).reshape(part.shape), part) if new.ndim else replicated(new)
-                pieces[2 * i + 1] = laid_as(change(part, new), part)
+            for i, n in enumerate(sorted(its)):
+                old, new = pieces[2 * i + 1], its[n].astype(leaf.dtype)
+                new = laid_as(replicated(new).reshape(old.shape), old) if new.ndim else replicated(new)
+                pieces[2 * i + 1] = laid_as(change(old, new), old)
             leaves[b] = laid_as(join(pieces, shapes, block.shape[0], block.rank), leaf)
         return jtu.tree_unflatten(self.form.treedef, leaves)
 
 
-def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Any) -> list[jax.Array]:
+def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list[jax.Array]:
+    """The value for each slot: a number, or an array in its shape or flat."""
     if isinstance(value, Mapping):
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):

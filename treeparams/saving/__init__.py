@@ -1,21 +1,22 @@
-"""By name: what is in a file, what goes where, and back into a model.
+"""Arrays by name: trees into files and back, and from any arrays by name into a model.
 
-`save` and `load` keep a tree - model, optimiser, average - in one file, by path. `plan` says what goes where from any
-arrays by name into a model, before anything is loaded, and takes states and averages along. The files, from the ground
-up:
+`save` and `load` keep a tree - model, optimiser, average - in one file, by path. `plan` says which array goes where,
+from any arrays by name into a model, before you load anything; it takes states and averages along. The files, from the
+ground up:
 
-    _format    the safetensors format: a header, checked before anything is read
-    _arrays    arrays as the format holds them, and back
-    _contents  what of a tree is stored: each array once, ties and histories in words
-    _file      a file of arrays by name: written whole or not at all, read one array at a time
-    _unlike    what of a tree is not as in a file, in words
-    _save      save, load, metadata
-    _rename    from names to names by patterns
-    _names     names: arrays by name, whatever they come from
-    _elements  which element goes where, read from the program of a function
-    _carry     states and averages of the model before, as those of the model after
-    _fit       what comes to each array of a model, and what does not fit
-    _plan      plan, Plan
+    _format     the safetensors format: a header, checked before anything is read
+    _patterns   names with stars in them
+    _rename     from names to names by patterns: routes
+    _arrays     arrays as the format holds them, and back
+    _contents   the arrays of a tree that are stored, each once; ties and histories in words
+    _file       a file of arrays by name: written whole or not at all, read one array at a time
+    _names      names: arrays by name, whatever they come from
+    _unlike     how a tree differs from a file, in words
+    _elements   which element goes where, read from the program of a function
+    _moves      which array comes to each array of a model, and which do not fit
+    _save       save, load, metadata
+    _migration  states and averages of the model before, as those of the model after
+    _plan       plan, Plan
 """
 
 from ._names import names as names

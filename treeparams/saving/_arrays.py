@@ -1,4 +1,4 @@
-"""Arrays as the format holds them, and back: what it has no dtype for is stored as another one, and marked."""
+"""Arrays as the format holds them, and back: a dtype that it lacks is stored as another one, and marked."""
 
 import functools
 import math
@@ -15,6 +15,9 @@ from .._tree.dtypes import is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
 from ._format import DTYPES, Stored
+
+Array = jax.Array | np.ndarray | np.number | np.bool_
+"""An array with values, or a tracer; JAX has typed keys too, and NumPy scalars."""
 
 _NAMES = {name: text for text, name in DTYPES.items() if name != "complex64"}  # newer than the format's first readers
 PIECE = 1 << 20
@@ -35,7 +38,7 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
 
-def kind_of(path: str, leaf: Any) -> Kind:
+def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
     """How an array will be stored."""
     if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
         raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
@@ -69,7 +72,7 @@ def _stored_as(dtype: Any) -> Kind | None:
     return Kind("U8", (), 1, {"dtype": name}) if dtype.itemsize == 1 else None
 
 
-def pieces_of(leaf: Any) -> Iterator[memoryview]:
+def pieces_of(leaf: Array) -> Iterator[memoryview]:
     """The bytes of an array, a piece at a time."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -123,7 +126,7 @@ def key_kind(impl: str) -> tuple[Any, tuple[int, ...]]:
     return key.dtype, jax.eval_shape(jax.random.key_data, key).shape
 
 
-def placed(name: str, array: Any, like: Any) -> Any:
+def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array:
     """An array where another one lies: in NumPy, on its devices, by its sharding."""
     if isinstance(array, Tracer):
         return array
@@ -133,22 +136,24 @@ def placed(name: str, array: Any, like: Any) -> Any:
     sharding = getattr(like, "sharding", None)
     if sharding is None:
         return jax.device_put(array)
+    # An array that is on a device only because that is the default must not be committed to it, or it could no longer
+    # be used together with arrays of other devices.
     if not getattr(like, "committed", True):
         with jax.default_device(*sharding.device_set):
             return jax.device_put(array)
     if isinstance(array, jax.Array) or isinstance(sharding, SingleDeviceSharding):
         return jax.device_put(array, sharding)
-    # Each device, of this process or of another one, takes its own part.
-    return jax.make_array_from_callback(array.shape, sharding, lambda part: np.array(array[part]))
+    # Each device, of this process or of another one, takes what is its own.
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(np.asarray(array)[index]))
 
 
-def as_in_jax(name: str, array: Any) -> Any:
+def as_in_jax(name: str, array: Array) -> Array:
     """An array in the dtype that it has in JAX."""
     is_numpy = isinstance(array, np.ndarray)
     return _narrowed(name, array, jax.dtypes.canonicalize_dtype(array.dtype)) if is_numpy else array
 
 
-def _narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """An array in a dtype that may have fewer bits, as all of JAX's have without x64; digits are lost, no values."""
     if array.dtype == dtype:
         return array
@@ -162,7 +167,7 @@ def _narrowed(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     return new
 
 
-def array_spec(array: Any) -> Spec:
+def array_spec(array: Array | jax.ShapeDtypeStruct) -> Spec:
     """The shape of an array and its dtype in JAX."""
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -170,7 +175,7 @@ def array_spec(array: Any) -> Spec:
     return Spec(tuple(array.shape), dtype, is_inexact(dtype))
 
 
-def in_numpy(array: Any) -> np.ndarray:
+def in_numpy(array: Array) -> np.ndarray:
     """An array in NumPy; of keys their words."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

@@ -1,7 +1,7 @@
-"""What of a tree is stored: each array once, under its path; ties and the histories of optimisers in words."""
+"""The arrays of a tree that are stored, each once, under its path; ties and the histories of optimisers in words."""
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,18 +21,18 @@ from .._tree.structure import Spec
 from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import nodes_of
-from ._arrays import array_spec, pieces_of, placed
+from ._arrays import Array, array_spec, pieces_of, placed
 
 T = TypeVar("T")
 
 
 class Contents:
-    """A tree as the arrays that are stored, those that are made of them, and what is no array.
+    """A tree as the arrays that are stored, those that are made of them, and leaves that are no arrays.
 
     Attributes:
         leaves: all leaves.
         structure: of the tree.
-        aliases: of each array that is not stored, what it is of one that is; by leaf.
+        aliases: of each array that is not stored, how it follows from one that is; by leaf.
         names: of all arrays, by leaf. A name is a path.
     """
 
@@ -42,7 +42,8 @@ class Contents:
         ties = find_ties(structure) if trainable is None else look_up(structure, trainable)[1].ties
         self.aliases = {alias.leaf: alias for alias in ties}
         arrays = [i for i, spec in enumerate(structure.specs) if spec is not None]
-        for i in arrays:  # integers and keys may be one array too
+        # Ties are of parameters, but integers and keys may be one array too: they are stored once all the same.
+        for i in arrays:
             if structure.first[i] != i and not structure.is_parameter(i):
                 self.aliases[i] = Alias(i, structure.first[i], ())
         self.names = {i: name_of(structure.paths[i]) for i in arrays}
@@ -72,11 +73,12 @@ class Contents:
                 want = alias.value_from(source, self.structure.spec(alias.source))
                 if not _are_same(have, want):
                     del self.aliases[i]
+                    # It may still be the very array that stands at another path, which is then stored for both.
                     if first[i] != i and first[i] not in self.aliases:
                         self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves with these arrays where they are stored, and what follows from them at their aliases."""
+        """The leaves with these arrays where they are stored, and those that follow from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:
@@ -133,16 +135,16 @@ def state_in_words(state: TrainableState) -> dict[str, Any]:
     """The parameters that a state is of, which of them have one history, and which each array is of."""
     index, roles = index_of(state.layout), state.roles
     paths, spec = index.structure.paths, index.structure.spec
-    known = sorted({i for positions in (*roles.running, *roles.held) for i in positions})
-    aliases = lambda i: [paths[alias.leaf] for alias in index.aliases.get(i, ()) if not alias.transforms]
-    slots = [[paths[i], aliases(i), list(spec(i).shape), str(spec(i).dtype)] for i in known]
+    slots = []
+    for i in sorted({i for positions in (*roles.running, *roles.held) for i in positions}):
+        aliases = [paths[alias.leaf] for alias in index.aliases.get(i, ()) if not alias.transforms]
+        slots.append([paths[i], aliases, list(spec(i).shape), str(spec(i).dtype)])
     numbers = {path: number for number, (path, *_) in enumerate(slots)}
-    names = lambda histories: [[paths[i] for i in positions] for positions in histories]
     pairs = zip((*state.runs, *state.held), roles.divisions, strict=True)
     return {
         "slots": slots,
-        "running": names(roles.running),
-        "held": names(roles.held),
+        "running": [[paths[i] for i in positions] for positions in roles.running],
+        "held": [[paths[i] for i in positions] for positions in roles.held],
         "origins": [roles.origins.index(origin) for origin in roles.origins],  # their numbers mean nothing
         "divisions": [_division_in_words(run, division, numbers) for run, division in pairs],
     }
@@ -156,6 +158,9 @@ def _division_in_words(run: PyTree, division: Division, numbers: Mapping[str, in
     arrays, problem = entries_of(run), division.problem
     if not problem and len(arrays) != len(division.owners):
         problem = "the state was changed since its transformation made it: it has other arrays"
+    # Most arrays of a state have the owners of another one, as Adam's two moments do, so a block is written once, and
+    # each array refers to it by number. The entries before and after are a part of the array's own path: their number
+    # is enough.
     blocks, owned = dict[Any, int](), dict[str, list[Any]]()
     for entries, owners in [] if problem else zip(arrays, division.owners, strict=True):
         if owners is not None:
@@ -181,27 +186,39 @@ def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entrie
     return Division(tuple(map(owners_of, arrays)), said["problem"])
 
 
-def is_division(said: Any, count: int) -> bool:
-    """Whether this is said of the arrays of a history as `save` says it, with so many parameters."""
-    is_count = lambda x: type(x) is int and x >= 0
-    are_counts = lambda several: type(several) is list and all(map(is_count, several))
+def is_count(said: object) -> bool:
+    """Whether a value of a file is a whole number that counts something."""
+    return type(said) is int and said >= 0  # not `isinstance`: `true` is an `int` to Python
 
-    def is_block(block: Any) -> bool:
+
+def are(is_one: Callable[[Any], bool], several: object) -> bool:
+    """Whether a value of a file is a list, and each entry passes a test."""
+    return type(several) is list and all(map(is_one, several))
+
+
+def is_division(said: Mapping[str, Any], count: int) -> bool:
+    """Whether a file divides the arrays of a history as `save` does, among so many parameters.
+
+    A file may be damaged, or made to do harm. So each number is compared with the length of the list that it is an
+    index of, here, before `division_in` uses it.
+    """
+
+    def is_block(block: Sequence[Any]) -> bool:
         slots, starts, has_rows = block
-        are_there = are_counts(slots) and all(slot < count for slot in slots) and type(has_rows) is bool
-        return are_there and are_counts(starts) and len(starts) in (0, len(slots) + 1) and starts == sorted(starts)
+        are_there = are(is_count, slots) and all(slot < count for slot in slots) and type(has_rows) is bool
+        return are_there and are(is_count, starts) and len(starts) in (0, len(slots) + 1) and starts == sorted(starts)
 
-    def is_owned(its: Any) -> bool:
+    def is_owned(its: Sequence[Any]) -> bool:
         *numbers, axis = its
-        is_there = are_counts(numbers) and len(numbers) == 3 and numbers[0] < len(said["blocks"])
+        is_there = are(is_count, numbers) and len(numbers) == 3 and numbers[0] < len(said["blocks"])
         if not is_there or not (axis is None or is_count(axis)):
             return False
+        # Only a joined array has an axis, and then `starts` says how it is cut; any other is of one parameter.
         slots, starts, _ = said["blocks"][numbers[0]]
         return bool(starts) if axis is not None else not starts and len(slots) == 1
 
     blocks, owners = said["blocks"], said["owners"]
-    are_blocks = type(blocks) is list and all(map(is_block, blocks))
-    return are_blocks and type(said["problem"]) is str and all(map(is_owned, owners.values()))
+    return are(is_block, blocks) and type(said["problem"]) is str and all(map(is_owned, owners.values()))
 
 
 def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -215,7 +232,7 @@ def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
     return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(one: Array, other: Array) -> bool:
     """Whether two arrays have the same bits."""
     is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
     return is_same and all(a == b for a, b in zip(pieces_of(one), pieces_of(other), strict=True))

@@ -1,4 +1,4 @@
-"""Which element goes where: what a function of arrays does to moments and averages, if it only moves elements.
+"""Which element goes where: how a function of arrays moves moments and averages, if it only moves elements.
 
 That is read from its program: each operation on elements has to be one that moves them. The program then runs on the
 numbers of the elements. What is computed of constants alone, such as the rows of `x[jnp.array([2, 0, 1])]`, may be
@@ -7,13 +7,13 @@ anything.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._programs import bind, called
 from .._tree.dtypes import is_complex, is_inexact
@@ -23,7 +23,7 @@ from ._rename import Route
 
 
 class Movers:
-    """What comes to each array of a model, for arrays that are kept beside the parameters.
+    """Which arrays come to each array of a model, for arrays that are kept beside the parameters.
 
     Attributes:
         sources: of each path of the model, the names that it comes from.
@@ -34,14 +34,14 @@ class Movers:
         self._comes = comes
         self._specs = source.specs
         self._maps: dict[int, Sequence[np.ndarray]] = {}
-        one: Callable[[str], str] = lambda name: source.aliases.get(name, name)
-        self.sources = {path: tuple(map(one, route.sources)) for path, (route, _) in comes.items()}
-        self.known = frozenset(map(one, source.specs))
+        roots = {name: source.aliases.get(name, name) for name in source.specs}
+        self.sources = {path: tuple([roots[name] for name in route.sources]) for path, (route, _) in comes.items()}
+        self.known = frozenset(roots.values())
 
     def move(self, path: str, shape: tuple[int, ...], arrays: Sequence[Any]) -> Any:
-        """The array for a path, of what is kept beside each of its sources.
+        """The array for a path, of the arrays that are kept beside each of its sources.
 
-        What has not the shape of its parameter, as a count of its own, is taken where it is the same for all sources.
+        An array of another shape than its parameter, as a count of its own, is taken if it is the same for all sources.
         """
         route, number = self._comes[path]
         if route.is_plain:
@@ -49,8 +49,8 @@ class Movers:
         specs = [self._specs[name] for name in route.sources]
         if not any(spec.parameter for spec in specs):
             return route(*arrays)[number]
-        is_alike = lambda array, spec: array.shape == spec.shape and is_inexact(array.dtype)
-        if all(map(is_alike, arrays, specs)):
+        pairs = zip(arrays, specs, strict=True)
+        if all(array.shape == spec.shape and is_inexact(array.dtype) for array, spec in pairs):
             if route.function is None:
                 return jnp.stack(list(map(jnp.asarray, arrays))) if route.kind == "stack" else arrays[0][number]
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
@@ -65,13 +65,13 @@ class Movers:
         )
 
     def _map(self, route: Route, number: int) -> np.ndarray:
-        """The place of each element of a result among the elements of all sources, one after another."""
+        """The number of each element of a result, among the elements of all sources, one after another."""
         if id(route) not in self._maps:
-            self._maps[id(route)] = _places(route, [self._specs[name] for name in route.sources])
+            self._maps[id(route)] = _element_maps(route, [self._specs[name] for name in route.sources])
         return self._maps[id(route)][number]
 
     def is_plain(self, path: str) -> bool:
-        """Whether what comes to a path is one array as it is."""
+        """Whether one array comes to a path as it is."""
         return self._comes[path][0].is_plain
 
     def check(self) -> None:
@@ -81,25 +81,30 @@ class Movers:
                 self._map(route, number)
 
 
-def _places(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
-    """As `_map`, of each result of a route."""
+def _element_maps(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
+    """As `_map`, of each result of a route.
+
+    The elements of all sources are numbered, one source after another. The program of the route runs on the numbers, so
+    that its results say which element is where.
+    """
     ends = list(itertools.accumulate(math.prod(spec.shape) for spec in specs))
     numbers = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
     program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
     elements = [_Elements(jnp.reshape(own, spec.shape)) for own, spec in zip(numbers, specs, strict=True)]
     try:
-        places = [np.ravel(_numbers(made)) for made in _run(program.jaxpr, program.consts, elements)]
-        together = np.concatenate(places) if places else np.zeros(0, np.int32)
+        found = [np.ravel(_numbers(made)) for made in _run(program.jaxpr, program.consts, elements)]
+        # Over all results together: an element that comes out in two of them is repeated, too.
+        together = np.concatenate(found) if found else np.zeros(0, np.int32)
         is_moved = np.all((together >= 0) & (together < ends[-1])) and len(np.unique(together)) == len(together)
     except _NotMovedError:
-        places, is_moved = [], False
+        found, is_moved = [], False
     if not is_moved:
         raise ValueError(
             f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, and "
             f"{route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
             "parameters alone go through it: plan(arrays)"
         )
-    return places
+    return found
 
 
 class _NotMovedError(Exception):
@@ -107,7 +112,7 @@ class _NotMovedError(Exception):
 
 
 class _Elements(NamedTuple):
-    """An array of elements, by their numbers; what is none is a constant."""
+    """An array of elements, by their numbers; any other value is a constant."""
 
     numbers: Any
 
@@ -120,7 +125,7 @@ _SAME = {"copy", "device_put", "optimization_barrier"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     if not isinstance(value, _Elements):
         raise _NotMovedError
     return value.numbers
@@ -129,24 +134,34 @@ def _numbers(value: Any) -> Any:
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The results of a program, of elements and of constants."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-    look = lambda atoms: [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _step(eqn, look(eqn.invars)), strict=True))
-    return look(jaxpr.outvars)
+        known.update(zip(eqn.outvars, _step(eqn, _values(eqn.invars, known)), strict=True))
+    return _values(jaxpr.outvars, known)
 
 
-def _step(eqn: Any, values: list[Any]) -> list[Any]:
-    """The results of one operation."""
+def _values(atoms: Sequence[Any], known: Mapping[Any, Any]) -> list[Any]:
+    """The values of literals and of variables."""
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+
+def _step(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    """The results of one operation.
+
+    An operation on constants alone runs as it is. An operation that moves elements runs on their numbers. Any other one
+    on elements would compute something of them.
+    """
     name, program = eqn.primitive.name, called(eqn)
     if not any(isinstance(value, _Elements) for value in values):
         return bind(eqn, values)
     if program is not None:
-        return _run(program.jaxpr, program.consts, values)
+        is_open = isinstance(program, Jaxpr)
+        return _run(program, (), values) if is_open else _run(program.jaxpr, program.consts, values)
     if name in _MOVES | _JOINS:
         count = len(values) if name in _JOINS else 1
         if any(isinstance(value, _Elements) for value in values[count:]):
             raise _NotMovedError
-        if name == "gather":  # what is filled in is no element
+        # Behind the end of its operand a gather may fill in a number. -1 is that of no element, so it is noticed.
+        if name == "gather":
             eqn = eqn.replace(params=eqn.params | {"fill_value": -1})
         return list(map(_Elements, bind(eqn, [*map(_numbers, values[:count]), *values[count:]])))
     if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)) or _is_neutral(eqn, values):

@@ -7,13 +7,13 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._tree.text import in_short
 from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
-from ._contents import is_division, specs_in
-from ._format import Header, header_text, prefixed, read_bytes, read_header, wrong
+from ._contents import are, is_count, is_division, specs_in
+from ._format import FilePath, Header, header_text, prefixed, read_bytes, read_header, wrong
 
 try:
     import fcntl
@@ -35,11 +35,11 @@ class File:
     Attributes:
         specs: the shape and dtype in JAX of each array, by name.
         is_ours: whether `save` wrote it.
-        words: what `save` has said of the tree.
-        metadata: what else the file says, text by text.
+        words: all that `save` has said of the tree.
+        metadata: all else that the file says, text by text.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: FilePath) -> None:
         self.path = os.fsdecode(path)
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is there
         weakref.finalize(self, self._file.close)
@@ -94,7 +94,9 @@ class File:
 
 
 def _words(path: str, header: Header) -> dict[str, Any]:
-    """What `save` has said, once the header's checksum is right and all that is said can be."""
+    """The words of `save`, once the header's checksum is right and all that they say can be."""
+    # The first entry of the header is its checksum, always at the same offset. It is of the header with zeros in its
+    # place, since a text cannot hold its own checksum.
     end = len(_START) + len(_BLANK)
     blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
     is_whole = header.text[len(_START) : end] == f"{zlib.crc32(blanked):08x}".encode()
@@ -116,41 +118,67 @@ def _words(path: str, header: Header) -> dict[str, Any]:
     return words
 
 
-def _are_right(words: Any, names: Collection[str]) -> bool:
-    """Whether what is said is of the kinds that `save` writes, and of these arrays."""
-    is_text, is_count = lambda x: type(x) is str, lambda x: type(x) is int and x >= 0
-    are = lambda is_one, several: type(several) is list and all(map(is_one, several))
-    is_tie = lambda tie: are(is_text, tie) and len(tie) == 2 and tie[0] in names
-    is_mark = lambda mark: len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(is_text, mark.values()))
-    is_slot = lambda slot: is_text(slot[0]) and are(is_text, slot[1]) and are(is_count, slot[2]) and is_text(slot[3])
-
-    def is_state(state: Any) -> bool:
-        histories = [*state["running"], *state["held"]]
-        are_histories = all(are(is_text, each) for each in histories) and are(is_count, state["origins"])
-        if not (are_histories and are(is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
-            return False
-        divisions, count = state["divisions"], len(state["slots"])
-        if len(divisions) != len(histories) or not all(is_division(each, count) for each in divisions):
-            return False
-        return specs_in(state).keys() == {path for each in histories for path in each}
-
-    is_place = lambda place: len(place) == 2 and is_text(place[0]) and are(is_count, place[1])
+def _are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether these words are of the kinds that `save` writes, and of these arrays."""
     ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
     return (
-        are(is_text, words["frozen"])
-        and all(alias not in names and is_tie(tie) for alias, tie in ties.items())
-        and all(name in names and is_mark(mark) for name, mark in marks.items())
-        and all(map(is_state, states.values()))
-        and all(all(map(is_place, places.values())) for places in words["restructures"].values())
+        are(_is_text, words["frozen"])
+        and all(alias not in names and _is_tie(tie) and tie[0] in names for alias, tie in ties.items())
+        and all(name in names and _is_mark(mark) for name, mark in marks.items())
+        and all(map(_is_state, states.values()))
+        and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
         and sums.keys() == set(names)
     )
+
+
+def _is_text(said: object) -> bool:
+    """Whether a value of a file is text."""
+    return type(said) is str
+
+
+def _is_tie(tie: Sequence[Any]) -> bool:
+    """Whether this is the name of an array, and the transforms by which another one follows from it."""
+    return are(_is_text, tie) and len(tie) == 2
+
+
+def _is_mark(mark: Mapping[str, Any]) -> bool:
+    """Whether this says that an array is of another dtype than it is stored as, or holds keys."""
+    return len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(_is_text, mark.values()))
+
+
+def _is_slot(slot: Sequence[Any]) -> bool:
+    """Whether this is a parameter: its path, its aliases, its shape and its dtype."""
+    path, aliases, shape, dtype = slot
+    return _is_text(path) and are(_is_text, aliases) and are(is_count, shape) and _is_text(dtype)
+
+
+def _is_location(location: Sequence[Any]) -> bool:
+    """Whether this says where a parameter lies in a vector or in stacks, and its shape."""
+    return len(location) == 2 and _is_text(location[0]) and are(is_count, location[1])
+
+
+def _is_state(state: Mapping[str, Any]) -> bool:
+    """Whether this is a state: its parameters, their histories, and how each history divides its arrays."""
+    histories = [*state["running"], *state["held"]]
+    are_histories = all(are(_is_text, each) for each in histories) and are(is_count, state["origins"])
+    if not (are_histories and are(_is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
+        return False
+    divisions, count = state["divisions"], len(state["slots"])
+    if len(divisions) != len(histories) or not all(is_division(each, count) for each in divisions):
+        return False
+    return specs_in(state).keys() == {path for each in histories for path in each}
 
 
 # -- Writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: Any, leaves: Mapping[str, Any], words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Writes a file of arrays by name, whole or not at all."""
+def write(path: FilePath, leaves: Mapping[str, Any], words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Writes a file of arrays by name, whole or not at all.
+
+    Each array is read once. The header comes first in the file and holds the checksums, which are known only when all
+    arrays are written, so it is written twice: with blanks of the same length, and in the end with the checksums. The
+    checksum of the header is that of its text with blanks in the checksum's own place.
+    """
     kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
     kinds = dict(sorted(kinds.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
     sums = dict.fromkeys(kinds, _BLANK)
@@ -171,14 +199,16 @@ def write(path: Any, leaves: Mapping[str, Any], words: Mapping[str, Any], metada
                 file.write(piece)
             sums[name] = f"{value:08x}"
         file.seek(0)
-        file.write(prefixed(header()))  # now with the checksums, which are as long as what stood in their place
+        file.write(prefixed(header()))
 
 
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[Any]:
     """A file that takes the place of the one at a path when all of it is on the disk."""
     folder, name = os.path.split(path)
-    start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"  # a name of any length is not too long for it
+    # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name
+    # tells the path, by a checksum: the name of the path itself may be as long as the file system allows.
+    start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"
     for each in os.listdir(folder):
         if each.startswith(start) and each.endswith(end):
             _remove_unless_written(os.path.join(folder, each))
@@ -208,7 +238,7 @@ def _replacing(path: str) -> Iterator[Any]:
 
 
 def _remove_unless_written(unfinished: str) -> None:
-    """Removes what a killed process has left; one that still writes holds a lock."""
+    """Removes the file that a killed process has left; one that still writes holds a lock."""
     with contextlib.suppress(OSError):
         if fcntl is not None:
             with open(unfinished, "rb") as file:

@@ -4,6 +4,7 @@ The package `safetensors` is not needed to read or write it: its reader for NumP
 checksums, and its errors are of its own class. All that a header says is checked before anything is read or allocated.
 """
 
+import io
 import json
 import math
 import os
@@ -32,6 +33,9 @@ DTYPES = {
 }
 """The dtypes of the format and those of NumPy and JAX."""
 
+FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+"""The path of a file, as `open` takes it."""
+
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _LONGEST_REASON = 500  # characters; a name may have millions
 _PREFIX = 8  # bytes, the length of the header
@@ -48,7 +52,7 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a file."""
 
     arrays: dict[str, Stored]
     metadata: dict[str, str]
@@ -61,7 +65,7 @@ def wrong(path: str, why: str) -> ValueError:
     return ValueError(f"{path!r} is no safetensors file, or damaged: {why}")
 
 
-def read_header(path: Any, file: Any) -> Header:
+def read_header(path: str, file: io.FileIO) -> Header:
     """The header of an open file, once all in it agrees with itself and with the size of the file."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(_PREFIX), "little")
@@ -78,6 +82,7 @@ def read_header(path: Any, file: Any) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise wrong(path, "its metadata are not text by text")
     arrays = {name: _stored(path, name, entry, _PREFIX + length) for name, entry in said.items()}
+    # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
     end = _PREFIX + length
     for name, stored in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].stop)):
         if stored.start != end:
@@ -97,17 +102,23 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stored(path: Any, name: str, entry: Any, start: int) -> Stored:
-    is_count = lambda value: type(value) is int and 0 <= value < 1 << 63
+def _is_size(value: object) -> bool:
+    """Whether a value of the header is a whole number that 64 bits can hold."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _stored(path: str, name: str, entry: object, start: int) -> Stored:
+    """One entry of the header, checked: nothing of it is trusted, or used to allocate, before that."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong(path, f"its entry {name!r} is not of a dtype, a shape and two offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise wrong(path, f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(DTYPES)}")
-    is_shape = isinstance(shape, list) and len(shape) <= _MOST_AXES and all(map(is_count, shape))
-    if not is_shape or not is_count(8 * math.prod(size or 1 for size in shape)):
+    is_shape = isinstance(shape, list) and len(shape) <= _MOST_AXES and all(map(_is_size, shape))
+    # An axis of size 0 counts as 1 here: NumPy refuses a shape whose other axes are too long, empty or not.
+    if not is_shape or not _is_size(8 * math.prod(size or 1 for size in shape)):
         raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise wrong(path, f"the offsets of {name!r} are not two numbers")
     if offsets[1] - offsets[0] != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
         raise wrong(path, f"{name!r} is {dtype} of shape {shape} in {offsets[1] - offsets[0]:,} bytes")
@@ -135,7 +146,7 @@ def prefixed(text: bytes) -> bytes:
     return len(text).to_bytes(_PREFIX, "little") + text
 
 
-def read_bytes(path: Any, file: Any, stored: Stored) -> np.ndarray:
+def read_bytes(path: str, file: io.FileIO, stored: Stored) -> np.ndarray:
     """The bytes of an array, in a buffer of their own that JAX takes as it is."""
     size = stored.stop - stored.start
     buffer = np.empty(size + 64, np.uint8)

@@ -1,4 +1,4 @@
-"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, what Orbax says of a checkpoint."""
+"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, Orbax's metadata."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ class Names(Mapping[str, Any]):
     Attributes:
         specs: shape and dtype in JAX of each, of further names of one array too.
         aliases: the further names that only say again what another name says, and that one.
-        states: what is said of the states of optimisers, by path.
+        states: the words on the states of optimisers, by path.
         check: compares an array with its checksum, where there is one.
         is_file: whether each array is read into a buffer of its own.
     """
@@ -61,7 +61,7 @@ class Names(Mapping[str, Any]):
         return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
 
     def below(self, path: str) -> "Names":
-        """Those below a node, by what follows its path."""
+        """The names below a node, without its path."""
         short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
         if not short:
             heads = dict.fromkeys(".".join(split_path(name)[:1]) for name in self.specs)
@@ -70,8 +70,14 @@ class Names(Mapping[str, Any]):
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
         states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
         specs = {new: self.specs[name] for name, new in short.items()}
-        read, check = lambda name: self[whole[name]], lambda name: self.check(whole[name])
-        return Names(specs, read, aliases, states, check, self.is_file)
+        return Names(
+            specs,
+            lambda name: self[whole[name]],
+            aliases,
+            states,
+            lambda name: self.check(whole[name]),
+            self.is_file,
+        )
 
 
 def names_of(source: Any) -> Names:
@@ -93,11 +99,11 @@ def names_of(source: Any) -> Names:
     return _of_tree(source)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return value is None or jtu.all_leaves([value])
 
 
-def _is_no_array(value: Any) -> bool:
+def _is_no_array(value: object) -> bool:
     return not (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, np.generic)
 
 
@@ -111,30 +117,38 @@ def _checked(name: str, array: Any) -> Any:
 def _of_file(file: File) -> Names:
     aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
     specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
-    whole = lambda name: aliases.get(name, name)
+    stored = {name: aliases.get(name, name) for name in specs}
     return Names(
-        specs, lambda name: file.read(whole(name)), aliases, file.words["states"], lambda n: file.check(whole(n))
+        specs,
+        lambda name: file.read(stored[name]),
+        aliases,
+        file.words["states"],
+        lambda name: file.check(stored[name]),
     )
 
 
-def _paths_in(source: Any) -> Sequence[Any]:
+def _paths_in(source: object) -> Sequence[Any]:
     """The paths of files, where a source is one or several."""
     several = source if isinstance(source, (list, tuple)) else [source]
     return several if all(isinstance(each, (str, os.PathLike)) for each in several) else ()
 
 
-def _of_several(parts: Sequence[Names]) -> Names:
+def _of_several(files: Sequence[Names]) -> Names:
+    """The names of several files together, as of a model that is saved in shards."""
     owners: dict[str, Names] = {}
-    for part in parts:
-        for name in part.specs:
+    for file in files:
+        for name in file.specs:
             if name in owners:
                 raise ValueError(f"{name!r} is in two of the files")
-            owners[name] = part
-    aliases = {alias: name for part in parts for alias, name in part.aliases.items()}
-    states = {path: state for part in parts for path, state in part.states.items()}
-    specs = {name: part.specs[name] for name, part in owners.items()}
-    check = lambda name: owners[name].check(name)
-    return Names(specs, lambda name: owners[name][name], aliases, states, check, is_file=True)
+            owners[name] = file
+    return Names(
+        {name: file.specs[name] for name, file in owners.items()},
+        lambda name: owners[name][name],
+        {alias: name for file in files for alias, name in file.aliases.items()},
+        {path: state for file in files for path, state in file.states.items()},
+        lambda name: owners[name].check(name),
+        is_file=True,
+    )
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
@@ -149,13 +163,15 @@ def _of_tree(tree: PyTree) -> Names:
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
 
-    def read(path: Any, leaf: Any) -> Any:
-        if is_array(leaf) or _is_no_array(leaf):
-            return leaf
-        leaf = _checked(jtu.keystr(path), leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return names_of_contents(Contents(jtu.tree_map_with_path(_as_known, tree)))
 
-    return names_of_contents(Contents(jtu.tree_map_with_path(read, tree)))
+
+def _as_known(path: jtu.KeyPath, leaf: Any) -> Any:
+    """A leaf as it is, but an array that JAX does not know, such as Orbax's description of one, by its shape."""
+    if is_array(leaf) or _is_no_array(leaf):
+        return leaf
+    leaf = _checked(jtu.keystr(path), leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def names_of_contents(contents: Contents) -> Names:
@@ -190,14 +206,14 @@ def names(
     Args:
         source: a model or any pytree, a dictionary of arrays, or a safetensors file or a list of several, of which each
             array is read when it is asked for.
-        below: the path of a node; only what is below it, by the names that follow.
+        below: the path of a node, to take only the names below it, without that path.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
 
     Returns:
         Of a file the arrays by name, as a mapping. Else, or with `rename`, a dictionary of NumPy arrays: keys as their
-        words, all else in its dtype. Of what has no values - a `Layout`, what Orbax says of a checkpoint - the values
-        are `jax.ShapeDtypeStruct`s.
+        words, all else in its dtype. Of a source without values - a `Layout`, Orbax's metadata of a checkpoint - the
+        values are `jax.ShapeDtypeStruct`s.
 
     Raises:
         OSError: there is no such file.

@@ -1,25 +1,23 @@
-"""plan: what goes where, before anything is loaded."""
+"""plan: which array goes where, before anything is loaded."""
 
 import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 
 from .._average import Ema, copy_leaf
 from .._slots.layout import Trainable
 from .._tree.paths import nearest
 from .._tree.text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
-from ._arrays import as_in_jax, in_numpy, placed
-from ._carry import carried_average, carried_state
+from ._arrays import as_in_jax, placed
 from ._contents import Contents, heads_of
 from ._elements import Movers
-from ._fit import Fit, Move, fit
+from ._migration import carried_average, carried_state
+from ._moves import Fit, Move, check_same, fit
 from ._names import Names, names_of, names_of_contents
 from ._rename import Rename, Transforms
 
@@ -27,7 +25,7 @@ M = TypeVar("M")
 
 
 class Row(NamedTuple):
-    """An array of the model, and what comes there."""
+    """An array of the model, and the names that come there."""
 
     path: str
     names: tuple[str, ...]  # of the source; none: nothing comes
@@ -37,13 +35,13 @@ class Row(NamedTuple):
 
 
 class Plan(Generic[M]):
-    """What goes where from arrays by name into a model; made by `saving.plan`, and prints as a table.
+    """Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
 
     Attributes:
         rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
         missing: the paths to which nothing comes.
         unused: the names that go nowhere.
-        disagrees: what would come and does not fit, in words.
+        disagrees: arrays that would come and do not fit, in words.
     """
 
     def __init__(self, contents: Contents, source: Names, found: Fit) -> None:
@@ -69,7 +67,7 @@ class Plan(Generic[M]):
             arrays: whatever `source` may be, with values, traced ones too.
 
         Returns:
-            The model. What is no array is that of the model that the plan was made for, and so are, with
+            The model. A leaf that is no array is that of the model that the plan was made for, and so are, with
             `strict=False`, the arrays to which nothing comes. Arrays lie where those of that model do, if these are
             committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
 
@@ -88,6 +86,7 @@ class Plan(Generic[M]):
         for move in (*self._fit.comes.values(), *self._fit.also):
             wanted.setdefault(id(move.route), []).append(move)
         values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
+        # A route runs once, though several of its results may be wanted.
         for moves in wanted.values():
             route = moves[0].route
             arrays = [given[name] for name in route.sources]
@@ -104,22 +103,22 @@ class Plan(Generic[M]):
                     besides.append((move, made[move.number]))
         leaves = contents.leaves_with(values)
         for move, value in besides:
-            _check_same(move, value, leaves[move.leaf], contents)
+            check_same(move, value, leaves[move.leaf], contents)
         return jtu.tree_unflatten(contents.treedef, leaves)
 
     def state(self, source: Any, like: TrainableState) -> TrainableState:
         """The state of an optimiser of the model before, as one of the model after.
 
         Moments go where their parameters go: renamed, split, merged, stacked; where several go to one tie, those of the
-        first. What all parameters of one history have, such as step counts and rates, stays. A parameter to which
-        nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in `like`,
-        the rates of the others and count 0. One that `like` does not train is left out.
+        first. Arrays that all parameters of one history share, such as step counts and rates, stay. A parameter to
+        which nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in
+        `like`, the rates of the others and count 0. One that `like` does not train is left out.
 
         Args:
             source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
                 `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from.
             like: a fresh state of the model after, `tx.init(model)`, of the same rule; its form (`trainable`, `flat`,
-                `stacked`) may be another. What state a parameter begins with only the rule knows, so it is always
+                `stacked`) may be another. Only the rule knows with which state a parameter begins, so it is always
                 needed.
 
         Returns:
@@ -198,7 +197,7 @@ class Plan(Generic[M]):
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
-        wrong = "".join(f", {count} {what}" for count, what in counts if count)
+        wrong = "".join(f", {count} {word}" for count, word in counts if count)
         return f"Plan({len(self.rows)} arrays{wrong})"
 
     def problems(self) -> list[str]:
@@ -208,11 +207,11 @@ class Plan(Generic[M]):
             call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
             return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
         few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
-        near = lambda name, known: nearest(name, known) if few and known else ""
+        unused, missing = (self.unused, self.missing) if few else ((), ())
         return [
-            *(f"{path!r} is missing: nothing comes to it{near(path, self.unused)}" for path in self.missing),
+            *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in self.missing),
             *(
-                f"{name!r} is unused: no array is at {to or name!r}{near(to or name, self.missing)}"
+                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
                 for name, to in self._fit.unused.items()
             ),
             *self.disagrees,
@@ -231,7 +230,7 @@ def plan(
     strict: bool = True,
     trainable: Trainable = None,
 ) -> Plan[M]:
-    """Says what goes where from arrays by name into a model, before anything is loaded.
+    """Says which array goes where, by name, into a model, before anything is loaded.
 
     >>> import jax, jax.numpy as jnp, numpy as np
     >>> from treeparams import saving
@@ -252,10 +251,10 @@ def plan(
 
     **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
     takes stay as they are. `*` stands for any text between two dots, `**` for any number of entries, also none, and
-    those of the right side are what those of the left side stood for, in order; `?` and `[...]` are as in globs. `None`
-    on the right drops on purpose, and under `None` on the left stands what is to stay as it is in the model, so that
-    strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to several, go through a
-    function:
+    those of the right side stand for the same text as those of the left side, in order; `?` and `[...]` are as in
+    globs. `None` on the right drops on purpose, and under `None` on the left you write the paths that stay as they are
+    in the model, so that strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to
+    several, go through a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     >>> split = saving.plan(
@@ -285,13 +284,13 @@ def plan(
     layers.w: layers.0.w, layers.1.w, layers.2.w (stack)
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 
-    **What goes along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)` take moments and
-    averages of the model before through the same renames. There a function may only move, drop and join elements, each
-    as it is - a transpose, a slice, a concatenation - which is read from its program.
+    **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
+    take moments and averages of the model before through the same renames. There a function may only move, drop and
+    join elements, each as it is - a transpose, a slice, a concatenation - which is read from its program.
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read, or a list of several; what `saving.names` returns; what Orbax says of a
+            file, of which the header is read, or a list of several; the result of `saving.names`; Orbax's metadata of a
             checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths; another plan,
             for the model that it makes.
         model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
@@ -301,7 +300,8 @@ def plan(
             several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
         strict: whether to refuse what is missing, unused or does not fit. Otherwise the plan takes what fits and
             reports the rest; arrays to which nothing comes stay as they are in the model.
-        trainable: a `Layout` knows ties that an abstract model does not show; what it trains does not matter here.
+        trainable: a `Layout` knows ties that an abstract model does not show; which leaves it trains does not matter
+            here.
 
     Returns:
         The plan: `plan(arrays)` is the model.
@@ -320,23 +320,3 @@ def plan(
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
     return made
-
-
-def _check_same(move: Move, value: Any, have: Any, contents: Contents) -> None:
-    if isinstance(value, Tracer) or isinstance(have, Tracer):
-        return
-    alias = contents.aliases.get(move.leaf)
-    value, have = (in_numpy(each) for each in (value, have))
-    tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5 if alias and alias.transforms else 0.0
-    wide = lambda each: each.astype(np.complex128 if each.dtype.kind == "c" else np.float64)
-    if tolerance:
-        is_same = np.allclose(wide(value), wide(have), tolerance, tolerance, equal_nan=True)
-    else:
-        is_same = bool(np.all((value == have) | ((value != value) & (have != have))))
-    if not is_same:
-        names = contents.names
-        raise ValueError(
-            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
-            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
-            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
-        )

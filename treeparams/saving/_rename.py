@@ -1,10 +1,7 @@
 """From names to names by patterns: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
 
 import dataclasses
-import fnmatch
 import functools
-import itertools
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, in_short
+from ._patterns import Pattern
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, a side a pattern or a tuple of them and the right one also `None`; or a function of a name."""
@@ -31,7 +29,7 @@ class Route:
 
     @property
     def how(self) -> str:
-        """What is done to the arrays, in words; empty where nothing is."""
+        """How the arrays are changed, in words; empty where they are not."""
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
@@ -68,7 +66,7 @@ class Route:
 
 
 class Routes(NamedTuple):
-    """What `rename` and `transform` say of arrays by name."""
+    """The words of `rename` and `transform`, as routes of arrays by name."""
 
     found: list[Route]
     dropped: set[str]  # names, on purpose
@@ -106,7 +104,7 @@ def routes(
     return Routes(_with_functions(found, functions), dropped, kept)
 
 
-def _kept(side: Any, targets: Collection[str]) -> set[str]:
+def _kept(side: object, targets: Collection[str]) -> set[str]:
     """The targets that patterns under `None` name."""
     kept = set[str]()
     for pattern in _side(side, "right") if side != () else ():
@@ -133,7 +131,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
     for key, function in functions.items():
         if not isinstance(key, str):
             raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
-        pattern = _Pattern(key)
+        pattern = Pattern(key)
         hits = [i for i, route in enumerate(found) if any(pattern.match(name) is not None for name in route.sources)]
         if not hits:
             at = [route.sources[0] for route in found if any(pattern.match(name) is not None for name in route.targets)]
@@ -152,9 +150,9 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
 
 
 class _Entry:
-    """An entry of `rename`, and the names that it takes: by what their stars stand for, and by pattern."""
+    """An entry of `rename`, and the names that it takes: by the text that their stars stand for, and by pattern."""
 
-    def __init__(self, left: Any, right: Any) -> None:
+    def __init__(self, left: object, right: object) -> None:
         self.left = left
         self.lefts = _side(left, "left")
         self.rights = None if right is None else _side(right, "right")
@@ -171,6 +169,7 @@ class _Entry:
                 f"{right!r} has {-self.surplus:+} of them; one more on the left stacks one pattern of arrays, one more "
                 "on the right unstacks one array"
             )
+        # A star more on one side tells rows of a stack apart; so there is one pattern on each side.
         self._right = self.rights[0]
         longer = self.lefts[0] if self.surplus > 0 else self._right
         if self.surplus and not longer.single:
@@ -188,6 +187,7 @@ class _Entry:
                     f"rename, {self.left!r}: it takes {its[position]!r} and {name!r}, which would go to one place; "
                     "write a '*' for what tells them apart"
                 )
+            # Names to be dropped are only collected; others have the position of their pattern, that of an argument.
             its[position if self.rights is not None else len(its)] = name
             return True
         return False
@@ -200,7 +200,7 @@ class _Entry:
             taken = [name for name in names if pattern.match(name) is not None]
             if taken:
                 raise ValueError(f"rename has {pattern.text!r}, but entries before it take {taken[0]!r}; put it first")
-            below = next((name for name in names if _Pattern(f"{pattern.text}.**").match(name) is not None), None)
+            below = next((name for name in names if Pattern(f"{pattern.text}.**").match(name) is not None), None)
             hint = (
                 f"; {pattern.text}.** takes what is below it, as {below!r}" if below else nearest(pattern.text, names)
             )
@@ -209,12 +209,12 @@ class _Entry:
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
-        """What the entry says of the names that it has taken; of patterns that go together, where all are there."""
+        """The routes of the names that the entry has taken; of patterns that go together, where all are there."""
         rights = [*(self.rights or ())]
         if len(self.lefts) + len(rights) > 2 and function is None:
-            what, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
+            verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
             raise ValueError(
-                f"rename, {self.left!r}: it {what} arrays, and transform is to say how, by a function from one array "
+                f"rename, {self.left!r}: it {verb} arrays, and transform is to say how, by a function from one array "
                 f"for each source to one for each target, such as one that calls {example}: "
                 f"transform={{{self.left!r}: ...}}"
             )
@@ -222,6 +222,7 @@ class _Entry:
             yield from self._stacked(rights[0], function)
             return
         for stars, its in self.found.items():
+            # Of `("*.q", "*.k")`, a layer that has `q` alone gives nothing: its name stays unused, which is reported.
             if len(its) < len(self.lefts):
                 continue
             sources = tuple(its[position] for position in range(len(self.lefts)))
@@ -233,17 +234,17 @@ class _Entry:
                 made = self._rows(stars, targets)
             yield Route(sources, made, "unstack" if self.surplus else "", function)
 
-    def _stacked(self, right: "_Pattern", function: Callable[..., Any] | None) -> Iterator[Route]:
-        places = [i for i in self.lefts[0].single if all(stars[i].isdecimal() for stars in self.found)]
-        if not places:
+    def _stacked(self, right: Pattern, function: Callable[..., Any] | None) -> Iterator[Route]:
+        numbered = [i for i in self.lefts[0].single if all(stars[i].isdecimal() for stars in self.found)]
+        if not numbered:
             raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
-        place = places[-1]
+        star = numbered[-1]
         stacks: dict[tuple[Any, ...], dict[int, str]] = {}
         for stars, its in self.found.items():
-            rows = stacks.setdefault(stars[:place] + stars[place + 1 :], {})
-            if int(stars[place]) in rows:
-                raise ValueError(f"rename, {self.left!r}: {rows[int(stars[place])]!r} and {its[0]!r} are one row")
-            rows[int(stars[place])] = its[0]
+            rows = stacks.setdefault(stars[:star] + stars[star + 1 :], {})
+            if int(stars[star]) in rows:
+                raise ValueError(f"rename, {self.left!r}: {rows[int(stars[star])]!r} and {its[0]!r} are one row")
+            rows[int(stars[star])] = its[0]
         for stars, rows in stacks.items():
             yield Route(tuple(rows[row] for row in sorted(rows)), (right.with_stars(stars),), "stack", function)
 
@@ -251,9 +252,13 @@ class _Entry:
         """The paths of an array's rows among these, in numeric order."""
         right = self._right
         matched = [(target, found) for target in targets if (found := right.match(target)) is not None]
-        for place in reversed(right.single):
-            with_row = lambda row, place=place: right.with_stars((*stars[:place], row, *stars[place:]))
-            rows = {int(m[place]): t for t, m in matched if m[place].isdecimal() and with_row(m[place]) == t}
+        # The last star that stands for numbers is that of the rows; the others have what they have on the left.
+        for star in reversed(right.single):
+            rows = {
+                int(found[star]): target
+                for target, found in matched
+                if found[star].isdecimal() and right.with_stars((*stars[:star], found[star], *stars[star:])) == target
+            }
             if rows:
                 return tuple(rows[row] for row in sorted(rows))
         return ()
@@ -263,56 +268,13 @@ class _Entry:
         right = self._right
         if len(right.single) > 1:
             raise ValueError(f"rename, {self.left!r}: write one '*' in {right.text!r}, that of the rows, and no other")
-        place = right.single[0]
-        return tuple(right.with_stars((*stars[:place], str(row), *stars[place:])) for row in range(count))
+        star = right.single[0]
+        return tuple(right.with_stars((*stars[:star], str(row), *stars[star:])) for row in range(count))
 
 
-def _side(side: Any, which: str) -> tuple["_Pattern", ...]:
+def _side(side: object, which: str) -> tuple[Pattern, ...]:
     texts = (side,) if isinstance(side, str) else side
     if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
         also = ", or None" if which == "right" else ""
         raise TypeError(f"a {which} side of rename is a name, a pattern or a tuple of these{also}, got {side!r}")
-    return tuple(map(_Pattern, texts))
-
-
-class _Pattern:
-    """A name with stars in it: `*` for any text between two dots, `**` for any number of entries, also none."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._entries = [entry if entry == "**" else _tokens(entry) for entry in text.split(".")]
-        stars = [token for entry in self._entries for token in ([entry] if entry == "**" else entry) if token in _STARS]
-        self.stars = len(stars)
-        self._kinds = stars
-        self.single = [i for i, star in enumerate(stars) if star == "*"]
-        # Each entry with a dot after it, and so is the name that is matched; `**` then needs no case of its own.
-        entry_regex = lambda entry: "((?:[^.]*[.])*)" if entry == "**" else "".join(map(_regex_of, entry)) + "[.]"
-        self._regex = re.compile("".join(map(entry_regex, self._entries)), re.DOTALL)
-
-    def match(self, name: str) -> tuple[Any, ...] | None:
-        """What the stars stand for in a name: `*` for a text, `**` for a tuple of entries."""
-        found = self._regex.fullmatch(f"{name}." if name else "") or (self._regex.fullmatch(".") if not name else None)
-        if found is not None:
-            groups = zip(self._kinds, found.groups(), strict=True)
-            return tuple(tuple(text.split(".")[:-1]) if kind == "**" else text for kind, text in groups)
-        return () if name == self.text and not self.stars else None
-
-    def with_stars(self, stars: Sequence[Any]) -> str:
-        """The name with something in place of its stars, whichever kind of star that was."""
-        left = iter((star,) if isinstance(star, str) else star for star in stars)
-        fill = lambda entry: "".join(".".join(next(left)) if token == "*" else token for token in entry)
-        entries = [next(left) if entry == "**" else (fill(entry),) for entry in self._entries]
-        return ".".join(itertools.chain.from_iterable(entries))
-
-
-_STARS = ("*", "**")
-
-
-def _tokens(entry: str) -> list[str]:
-    return re.findall(r"\*|\[!?\]?[^\]]*\]|.", entry, re.DOTALL)
-
-
-def _regex_of(token: str) -> str:
-    if token == "*":
-        return "([^.]*)"
-    return "[^.]" if token == "?" else fnmatch.translate(token)[4:-3]  # without the `(?s:` and `)\\Z` around it
+    return tuple(map(Pattern, texts))

@@ -12,12 +12,13 @@ from .._tree.types import PyTree
 from ._arrays import placed
 from ._contents import Contents, histories_in, places_in_words, state_in_words
 from ._file import PREFIX, File, write
+from ._format import FilePath
 from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
 
 M = TypeVar("M")
 
 
-def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
+def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
     """Writes all arrays of a tree to a file in the safetensors format, each once, by its path.
 
     >>> import os, tempfile, jax.numpy as jnp, optax
@@ -30,11 +31,11 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
     >>> list(saving.names(path, "model"))
     ['embed', 'steps']
 
-    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. What is no array -
+    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. All else -
     functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
     says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
-    state is of. Of a `Restructure` in the tree it says which parameter lies where in what that opens. Anything that
-    reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    state is of. Of a `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything
+    that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one.
@@ -80,8 +81,8 @@ def save(path: Any, model: PyTree, *, metadata: Mapping[str, str] | None = None)
         raise
 
 
-def metadata(path: Any) -> dict[str, str]:
-    """What was passed to `save` as metadata, or what another program has written there.
+def metadata(path: FilePath) -> dict[str, str]:
+    """The metadata that you passed to `save`, or that another program has written.
 
     >>> import os, tempfile, jax.numpy as jnp
     >>> from treeparams import saving
@@ -103,7 +104,7 @@ def metadata(path: Any) -> dict[str, str]:
     return File(path).metadata
 
 
-def load(path: Any, like: M, *, checksum: bool = True) -> M:
+def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     """Reads a file of `save` into a tree like the one that was saved.
 
     >>> import os, tempfile, equinox as eqx, jax, treeparams as tp
@@ -120,7 +121,7 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
 
     **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
     the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed
-    since, `saving.plan(path, model, rename=...)` says what goes where.
+    since, `saving.plan(path, model, rename=...)` says which array goes where.
 
     Args:
         path: of a file that `save` wrote.
@@ -164,24 +165,24 @@ def load(path: Any, like: M, *, checksum: bool = True) -> M:
 
 def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
     """The leaves by their names in the file, where the histories of a state may stand in another order."""
-    places: dict[str, str] = {}
+    theirs: dict[str, str] = {}  # by the path of each history in the tree
     for path, state in contents.states.items():
-        here, there = (_places_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
+        here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
-            places |= dict(zip(ours, there.get(paths, ours), strict=True))
+            theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
     names = {}
     for i, name in contents.names.items():
-        start = next((ours for ours in places if name == ours or name.startswith(f"{ours}.")), "")
-        names[places.get(start, "") + name[len(start) :]] = i
+        start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
+        names[theirs.get(start, "") + name[len(start) :]] = i
     return names
 
 
-def _places_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[str, str]]:
+def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[str, str]]:
     """Where the state and the count of each history are, by whether it runs and by its parameters."""
     if words is None:
         return {}
     start = f"{path}." if path else ""
     return {
-        (place.partition(".")[0], *paths): (f"{start}{place}", f"{start}counts.{number}")
-        for number, (place, paths) in enumerate(histories_in(words))
+        (at.partition(".")[0], *paths): (f"{start}{at}", f"{start}counts.{number}")
+        for number, (at, paths) in enumerate(histories_in(words))
     }

@@ -1,4 +1,4 @@
-"""What of a tree is not as in a file, in words: arrays, ties, histories, and what lies where in joined arrays."""
+"""How a tree differs from a file, in words: arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -8,6 +8,7 @@ import numpy as np
 
 from .._slots.layout import index_of
 from .._tree.paths import nearest
+from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, heads_of, histories_in, places_in_words, specs_in, state_in_words
 from ._file import File
@@ -25,13 +26,15 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         return
     for name in [name for name in leaves if name not in there]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    head = lambda name: name.partition(".")[0]
-    heads, lacking = set(map(head, leaves)), [name for name in there if name not in leaves]
-    for name in [name for name in lacking if head(name) in heads]:
-        yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
-    for part in dict.fromkeys(head(name) for name in lacking if head(name) not in heads):
+    heads, others = set(map(_head, leaves)), dict[str, None]()
+    for name in [name for name in there if name not in leaves]:
+        if _head(name) in heads:
+            yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
+        else:
+            others[_head(name)] = None
+    for other in others:
         yield (
-            f"the file also holds {part!r}, which the tree has not; to take a part of a file, as 'model', write "
+            f"the file also holds {other!r}, which the tree has not; to take a part of a file, as 'model', write "
             "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
     plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
@@ -45,11 +48,16 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
 
+def _head(name: str) -> str:
+    """The first entry of a name: which of several things in a file it belongs to."""
+    return name.partition(".")[0]
+
+
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says what is one array in the tree or in the file only."""
+    """Says which paths are one array in the tree or in the file only."""
     aliases, first = contents.aliases, contents.structure.first
     names = {i: name for name, i in leaves.items()}
-    source_of = lambda i: aliases[i].source if i in aliases else i
+    roots = {i: aliases[i].source if i in aliases else i for i in names}
     for alias, (source, transforms) in file.words["ties"].items():
         if alias not in leaves or source not in leaves:
             continue
@@ -57,12 +65,12 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if not contents.structure.is_parameter(here):
             continue
         if transforms:
-            if here not in aliases or (source_of(here), str(aliases[here])) != (source_of(there), transforms):
+            if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
                     f"{alias!r} is {transforms} of {source!r} in the file, and the tree declares no such tie: "
                     f"declare it, tp.field(tied_to=..., transform={transforms})"
                 )
-        elif source_of(here) != source_of(there) and not {here, there} & contents.abstract:
+        elif roots[here] != roots[there] and not {here, there} & contents.abstract:
             yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
     for i, name in names.items():
         same = names[first[i]]
@@ -74,7 +82,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
     """Says which states have other histories, and how to make one that fits."""
     for path, state in contents.states.items():
         here, there = state_in_words(state), file.words["states"].get(path)
-        if there is None or _parts_in(here) == _parts_in(there):
+        if there is None or _histories_in(here) == _histories_in(there):
             continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
@@ -91,7 +99,7 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
     for path, restructure in contents.ways_back.items():
         here, there = places_in_words(restructure), file.words["restructures"].get(path)
         for name in here if there is None else here | there:
-            ours, theirs = (_place(each, name) for each in (here, there or here))
+            ours, theirs = (_location(each, name) for each in (here, there or here))
             if ours != theirs:
                 yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the file"
                 break
@@ -105,9 +113,9 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
                 break
 
 
-def _place(places: Mapping[str, Any], name: str) -> str:
-    place, shape = places.get(name, ("nothing", []))
-    return f"{place} of shape {tuple(shape)}"
+def _location(locations: Mapping[str, Any], name: str) -> str:
+    location, shape = locations.get(name, ("nothing", []))
+    return f"{location} of shape {tuple(shape)}"
 
 
 def _pieces_in(words: Mapping[str, Any] | None) -> dict[Any, list[str]]:
@@ -122,14 +130,15 @@ def _pieces_in(words: Mapping[str, Any] | None) -> dict[Any, list[str]]:
     }
 
 
-def _parts_in(words: Mapping[str, Any]) -> Any:
-    """What a state is said to be of, whatever the order of its histories."""
+def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
+    """The parameters of a state, and its histories in whatever order, each with those that it comes from one with."""
     together: dict[int, list[str]] = {}
     histories = [(place.partition(".")[0], *paths) for place, paths in histories_in(words)]
     for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
         together.setdefault(origin, []).extend(paths)
-    parts = zip(histories, words["origins"], strict=True)
-    return specs_in(words), {history: frozenset(together[origin]) for history, origin in parts}
+    # The numbers of origins mean nothing: two states agree if the same histories have one origin.
+    pairs = zip(histories, words["origins"], strict=True)
+    return specs_in(words), {history: frozenset(together[origin]) for history, origin in pairs}
 
 
 def _histories(words: Mapping[str, Any]) -> str:
@@ -139,11 +148,14 @@ def _histories(words: Mapping[str, Any]) -> str:
 
 def _calls_for(words: Mapping[str, Any]) -> str:
     """The calls that make a state of these histories."""
-    places = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
-    running, held = ([[at for p in paths for at in places[p]] for paths in words[side]] for side in ("running", "held"))
+    whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
+    running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
     together: dict[int, list[str]] = {}
     for origin, paths in zip(words["origins"], [*running, *held], strict=True):
         together.setdefault(origin, []).extend(paths)
+    # Histories come about where parameters begin to train later than others. So each origin is thawed by a call of its
+    # own, with all that trained before it; the first call resets what `init` has begun for all. The last call freezes
+    # what waits.
     lines, trained = ["state = tx.init(model)"], list[str]()
     for paths in together.values():
         trained += paths

@@ -3,19 +3,19 @@
 `sharding.plan` says where each parameter of a model lies on a mesh, and in which form; `sharding.step` is the whole
 step of training over it. Over several processes `sharding.initialize` comes first. The files, from the ground up:
 
-    _collectives  collectives: what a compiled program moves between devices
+    _collectives  collectives: how much a compiled program moves between devices
     _processes    initialize; whether all processes have the same plan
     _specs        from rules over paths to where each parameter lies
     _put          arrays put there
     _owners       arrays of a rule's state, or of an average, lie as the parameters that they are of
     _placement    where all that lies, in the form in which it rests
-    _update       the update of a step, and what it keeps
+    _update       the update of a step, and the state that it keeps
     _plan         plan, Plan
-    _gather       what devices have brought together, whole or a layer at a time
+    _gather       parameters that devices share, brought together
     _gradient     the loss and its gradient, by hand over the devices
     _check        whether a rule of Optax fits a plan
     _step         step, StepState
-    _ahead        what a step takes of each device, compiled and never run
+    _ahead        how much a step takes of each device, compiled and never run
     __main__      the same of a transformer by its shapes
 """
 

@@ -1,4 +1,4 @@
-"""What training a transformer would take of each of many devices: compiled from shapes alone, and never run."""
+"""How much of each device training a transformer would take: compiled from shapes alone, and never run."""
 
 import argparse
 import dataclasses
@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,19 +40,22 @@ _HANDED_ON = (
 
 def transformer(layers: int, width: int, vocabulary: int) -> PyTree:
     """A plain decoder-only transformer, by its shapes."""
-    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    square = {name: leaf(width, width) for name in ("query", "key", "value", "out")}
-    norms = {"norm_attention": leaf(width), "norm_feed_forward": leaf(width)}
-    layer = {**square, **norms, "up": leaf(width, 4 * width), "down": leaf(4 * width, width)}
+    square = {name: _leaf(width, width) for name in ("query", "key", "value", "out")}
+    norms = {"norm_attention": _leaf(width), "norm_feed_forward": _leaf(width)}
+    layer = {**square, **norms, "up": _leaf(width, 4 * width), "down": _leaf(4 * width, width)}
     return {
-        "embed": leaf(vocabulary, width),
+        "embed": _leaf(vocabulary, width),
         "layers": [layer] * layers,
-        "norm": leaf(width),
-        "head": leaf(width, vocabulary),
+        "norm": _leaf(width),
+        "head": _leaf(width, vocabulary),
     }
 
 
-def loss(params: PyTree, restructure: Restructure, tokens: Any) -> Any:
+def _leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def loss(params: PyTree, restructure: Restructure, tokens: jax.Array) -> jax.Array:
     """The mean cross entropy of each token but the first."""
     x = restructure.part(params, "embed")[tokens[:, :-1]]
     x, _ = restructure.scan(lambda x, layer: (jax.checkpoint(_layer)(x, layer), None), x, params, "layers.*")
@@ -60,16 +64,16 @@ def loss(params: PyTree, restructure: Restructure, tokens: Any) -> Any:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
 
 
-def _layer(x: Any, layer: PyTree) -> Any:
-    heads = lambda each: each.reshape(*each.shape[:-1], -1, _HEAD)
+def _layer(x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
     normed = _normed(x, layer["norm_attention"])
-    query, key, value = (heads(normed @ layer[name]) for name in ("query", "key", "value"))
+    heads = (*x.shape[:-1], -1, _HEAD)
+    query, key, value = ((normed @ layer[name]).reshape(heads) for name in ("query", "key", "value"))
     attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     x = x + attended.reshape(x.shape) @ layer["out"]
     return x + jax.nn.gelu(_normed(x, layer["norm_feed_forward"]) @ layer["up"]) @ layer["down"]
 
 
-def _normed(x: Any, scale: Any) -> Any:
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * jnp.expand_dims(scale, (0, 1))
 
 
@@ -172,8 +176,8 @@ def _tables(options: argparse.Namespace, steps: list[Ahead]) -> str:
         of_each = (each.parameters, each.state, each.temporaries, each.total)
         compiled.append([f"{each.devices:,}", *map(in_bytes, of_each), f"{each.moved.count():,}", in_bytes(moved)])
         multiples = (each.temporaries / (4 * count), moved / (4 * count))
-        part = in_bytes(-(-4 * count // each.devices))
-        calculated.append([f"{each.devices:,}", part, *(f"{number:.2f}" for number in multiples)])
+        share = in_bytes(-(-4 * count // each.devices))
+        calculated.append([f"{each.devices:,}", share, *(f"{number:.2f}" for number in multiples)])
     if steps:
         header = ("devices", "parameters", "state", "temporaries", "total", "collectives", "moved")
         lines += ["", "compiled, for CPU: bytes of each device, and what it moves in a step"]

@@ -1,8 +1,9 @@
-"""ahead: what a step takes of each device, from a program that is compiled and never run."""
+"""ahead: how much a step takes of each device, from a program that is compiled and never run."""
 
 import dataclasses
 import html
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,15 +22,16 @@ _MEANING = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ahead:
-    """What a step takes of each device; made by `sharding.ahead`. Prints as a table.
+    """How much a step takes of each device; made by `sharding.ahead`. Prints as a table.
 
     Attributes:
         devices: over how many the step runs.
-        parameters: bytes of what a device has of them; so `state` and `batch`.
+        parameters: bytes of the parameters that a device has; so `state` and `batch`.
         state: of the optimiser.
         batch: of all further arguments.
-        temporaries: bytes of what is made and dropped within the step: gradients, activations, what is gathered.
-        moved: what one step moves, as `sharding.collectives` counts it.
+        temporaries: bytes of arrays that are made and dropped within the step: gradients, activations, gathered
+            parameters.
+        moved: the bytes that one step moves between devices, as `sharding.collectives` counts them.
     """
 
     devices: int
@@ -55,8 +57,8 @@ class Ahead:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
-    """Compiles a step and tells what it takes of each device: bytes at rest, temporary ones, and what is moved.
+def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
+    """Compiles a step and tells how much it takes of each device: bytes at rest, temporary ones, bytes moved.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from treeparams import sharding
@@ -74,8 +76,8 @@ def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
     <BLANKLINE>
     total               2              800.0 MB
 
-    Nothing is run and no array is made, so the model may be larger than this machine, and the devices more: start
-    Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these.
+    Nothing is run and no array is made, so the model may be larger than your machine, and the devices more than you
+    have: start Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these.
 
     Args:
         step: of `sharding.step`; or any function of `jax.jit` with these arguments.
@@ -91,29 +93,30 @@ def ahead(step: Any, params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:
         TypeError: `step` is no function of `jax.jit`.
         ValueError: the device's compiler does not tell how much memory its programs take.
     """
-    if not hasattr(step, "lower"):
+    lower = getattr(step, "lower", None)
+    if lower is None:
         raise TypeError(f"expected a step of sharding.step, or what jax.jit returns, got a {type(step).__name__}")
-    compiled = step.lower(params, state, *batch).compile()
+    compiled = lower(params, state, *batch).compile()
     memory = compiled.memory_analysis()
     if memory is None:
         raise ValueError("the compiler of this device does not tell how much memory a program takes; take that of CPU")
     arguments = (params, state, *batch)
-    # An argument that the program does not read has no place in it, but lies on the device all the same.
-    places = jax.tree.map(
-        lambda leaf, place: getattr(leaf, "sharding", None) if place is None else place,
+    # An argument that the program does not read has no sharding in it, but lies on the device all the same.
+    shardings = jax.tree.map(
+        lambda leaf, sharding: getattr(leaf, "sharding", None) if sharding is None else sharding,
         arguments,
         compiled.input_shardings[0],
     )
-    bytes_of = jax.tree.map(_bytes_of_each, arguments, places)
+    bytes_of = jax.tree.map(_bytes_of_each, arguments, shardings)
     for_params, for_state, for_batch = (sum(jax.tree.leaves(each)) for each in (bytes_of[0], bytes_of[1], bytes_of[2:]))
-    devices = max((len(place.device_set) for place in jax.tree.leaves(places)), default=1)
+    devices = max((len(sharding.device_set) for sharding in jax.tree.leaves(shardings)), default=1)
     return Ahead(devices, for_params, for_state, for_batch, memory.temp_size_in_bytes, collectives(compiled))
 
 
 Ahead.__module__ = "treeparams.sharding"
 
 
-def _bytes_of_each(leaf: Any, place: Any) -> int:
-    """What one device has of an array."""
-    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+def _bytes_of_each(leaf: Any, sharding: jax.sharding.Sharding | None) -> int:
+    """How many bytes of an array one device has."""
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize

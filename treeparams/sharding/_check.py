@@ -7,6 +7,7 @@ import numpy as np
 
 from .._forms.mesh import automatic
 from .._tree.text import describe, in_bytes, in_short, quoted
+from .._tree.types import PyTree
 from ..optim._separability import check_form
 from ..optim._stacked import WITHIN
 from ._collectives import collectives
@@ -18,15 +19,16 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
 def check_over_form(placement: Placement, rule: Any) -> None:
-    """Checks that a rule is the same over what is joined as leaf by leaf."""
+    """Checks that a rule is the same over joined leaves as leaf by leaf."""
     instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
     check_form(rule, placement.form, ("sharding.step", instead), {})
 
 
-def check_moves(placement: Placement, update: Update, kept: Any) -> None:
-    """Checks that an update moves no parameters; `kept` is what it keeps, as shapes with their shardings."""
+def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> None:
+    """Checks that an update moves no parameters; `kept`: its state and average, as shapes with their shardings."""
     if not placement.layout.slots:
         return
+    # First by shapes alone, without shardings: so an error of the rule itself is told from one of how arrays lie.
     params = placement.shapes()
     value = jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *kept, value))
@@ -37,8 +39,10 @@ def check_moves(placement: Placement, update: Update, kept: Any) -> None:
             f"the update of the rule fails ({in_short(error)}). sharding.step gives it gradients, parameters and, of "
             "extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
         ) from error
-    if placement.axes.parts == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
+    if placement.axes.devices == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
         return
+    # Only a compiled program tells which arrays XLA moves. So the update is compiled, quickly, and the collectives in
+    # its text are counted: a norm of all parameters moves a few numbers, a matrix that is put together moves megabytes.
     run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
     compiled = run.lower(params, params, *kept, value).compile(compiler_options=_QUICK)
     moved = collectives(compiled, ignore=0)
@@ -51,11 +55,11 @@ def check_moves(placement: Placement, update: Update, kept: Any) -> None:
 
 
 def _why_moved(placement: Placement) -> str:
-    """Why a rule moves parameters, and what to write instead."""
+    """Why a rule moves parameters, and a remedy."""
     matrices = [
         f"{slot.path} ({describe(slot)}, {each.words})"
         for slot, each in placement.rows
-        if each.parts > 1 and len(slot.shape) > 1 and not each.is_owned
+        if each.devices > 1 and len(slot.shape) > 1 and not each.is_owned
     ]
     if matrices:
         reason = (
@@ -67,7 +71,7 @@ def _why_moved(placement: Placement) -> str:
     else:
         reason = (
             f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
-            f"many run together as own them, at_once={placement.axes.parts}"
+            f"many run together as own them, at_once={placement.axes.devices}"
         )
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
         reason += (

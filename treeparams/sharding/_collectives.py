@@ -1,12 +1,12 @@
-"""What a compiled program moves between devices, read from its text.
+"""How much a compiled program moves between devices, read from its text.
 
 XLA writes a compiled program as computations, each a list of operations; one operation is one line:
 
     %name = f32[64,32]{1,0} all-gather(%operand), replica_groups={{0,1,2,3}}, dimensions={0}
 
-A loop, a branch or a fusion names the computations that it runs, so what one run moves is a sum over the computations
-from the entry downwards, with the rounds of each loop as factors. Text is all there is: JAX has no other public view of
-a compiled program, and what the user wrote is none, since XLA adds, joins, moves and removes collectives.
+A loop, a branch or a fusion names the computations that it runs, so the bytes that one run moves are a sum over the
+computations from the entry downwards, with the rounds of each loop as factors. Text is all there is: JAX has no other
+public view of a compiled program, and the jaxpr is none, since XLA adds, joins, moves and removes collectives.
 """
 
 import collections
@@ -15,8 +15,8 @@ import functools
 import html
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -64,11 +64,11 @@ class Collective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Collectives:
-    """What one run of a compiled program moves between devices; made by `sharding.collectives`. Prints as a table.
+    """How much one run of a compiled program moves between devices; made by `sharding.collectives`. Prints as a table.
 
     Attributes:
         rows: one per kind and size, with `.kind`, `.bytes` of each, `.times` per run and `.total`; the largest first.
-        notes: what the counts leave open.
+        notes: the questions that the counts leave open.
     """
 
     rows: tuple[Collective, ...]
@@ -90,11 +90,10 @@ class Collectives:
         return _total((row.times, 1) for row in self.rows if kind in (None, row.kind))
 
     def __repr__(self) -> str:
-        in_words = lambda number, say="{:,}".format: "unknown" if number is None else say(number)
         cells = [
-            (row.kind, in_words(row.times), in_bytes(row.bytes), in_words(row.total, in_bytes)) for row in self.rows
+            (row.kind, _if_known(row.times), in_bytes(row.bytes), _if_known(row.total, in_bytes)) for row in self.rows
         ]
-        total = ("total", in_words(self.count()), "", in_words(self.bytes, in_bytes))
+        total = ("total", _if_known(self.count()), "", _if_known(self.bytes, in_bytes))
         table = in_columns(("collective", "times", "bytes each", "bytes"), [*cells, total], right=(1, 2, 3))
         return "\n".join([*table[:-1], "", table[-1], *self.notes]) if cells else "nothing is moved between devices"
 
@@ -102,8 +101,12 @@ class Collectives:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
+def _if_known(number: int | None, say: Callable[[int], str] = "{:,}".format) -> str:
+    return "unknown" if number is None else say(number)
+
+
 def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Collectives:
-    """Counts what one run of a compiled program moves between devices, each way.
+    """Counts the bytes that one run of a compiled program moves between devices, each way.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -118,17 +121,17 @@ def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Col
     total           3              24.0 kB
 
     The bytes are those of one device: of an all-gather its result, of a reduce-scatter its operand, of an all-reduce,
-    which is both in one, twice its operand, of all others their operand; times the rounds of all loops around it. What
-    is counted is what the compiler made: on CPU it widens narrow floats, say, and a collective among groups of one
+    which is both in one, twice its operand, of all others their operand; times the rounds of all loops around it. The
+    compiler's own program is counted: on CPU it widens narrow floats, say, and a collective among groups of one
     device, which moves nothing, is left out.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` returns; arguments may be `jax.ShapeDtypeStruct`s. Or the text
+        compiled: the result of `jax.jit(f).lower(...).compile()`; arguments may be `jax.ShapeDtypeStruct`s. Or the text
             of such a program, `compiled.as_text()`.
         ignore: a collective that counts for at most this many bytes is left out: the loss, a norm.
 
     Returns:
-        `Collectives`, which print as a table. What a loop moves that runs until some value is reached has no count:
+        `Collectives`, which print as a table. A loop that runs until some value is reached has no count:
         `None`, printed as "unknown". Of a conditional, the branch that moves most is counted.
 
     Raises:
@@ -149,6 +152,8 @@ def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Col
         )
     notes: dict[str, None] = {}
 
+    # A computation may be called by several others, and loops stand within loops: its counts are found once, and
+    # multiplied where it is called. `None` is a number that is not known, and so is all that it is multiplied with.
     @functools.cache
     def moved(name: str) -> Mapping[tuple[str, int], int | None]:
         """How often each kind and size is met in one run of a computation."""
@@ -169,18 +174,18 @@ def collectives(compiled: jax.stages.Compiled | str, *, ignore: int = 64) -> Col
             elif kind == "while":
                 known = _TRIPS.search(operation.attributes)
                 trips = int(known[1]) if known else None
-                for role, part in _LOOP.findall(operation.attributes):
-                    if trips is None and moved(part):
+                for role, called in _LOOP.findall(operation.attributes):
+                    if trips is None and moved(called):
                         notes[_UNKNOWN] = None
                     # The condition is evaluated once more than the body: it ends the loop.
-                    add(moved(part), trips if trips is None or role == "body" else trips + 1)
+                    add(moved(called), trips if trips is None or role == "body" else trips + 1)
             elif kind == "conditional":
-                branches = [moved(part) for part in _names(_BRANCHES, operation.attributes)]
+                branches = [moved(called) for called in _names(_BRANCHES, operation.attributes)]
                 notes.update({_BRANCH: None} if any(branches) else {})
                 add(max(branches, key=_weight, default={}), 1)
             elif not kind.endswith(("-done", "-update")):  # these name once more what was started
-                for part in _names(_CALLED, operation.attributes):
-                    add(moved(part), 1)
+                for called in _names(_CALLED, operation.attributes):
+                    add(moved(called), 1)
         return dict(counts)
 
     counts = moved(entry)
@@ -228,11 +233,12 @@ def _end(text: str) -> int:
 
 def _operands(text: str) -> Iterator[str]:
     """The names in `%a, f32[2,3]{1,0} %b, (f32[], s32[]) %c`: some versions write their types, some a `%`."""
+    # The pattern takes the innermost brackets away, those that hold no others; so again, until none are left.
     before = ""
     while before != text:
         before, text = text, _BRACKETS.sub("", text)
-    for part in text.split(","):
-        if words := part.split():
+    for operand in text.split(","):
+        if words := operand.split():
             yield words[-1].removeprefix("%")
 
 
@@ -275,7 +281,7 @@ def _bytes(types: str) -> int:
     return total
 
 
-def _total(products: Any) -> int | None:
+def _total(products: Iterable[tuple[int | None, int | None]]) -> int | None:
     """The sum of products; none if a factor is not known."""
     total = 0
     for one, other in products:

@@ -1,11 +1,11 @@
-"""Inside of `jax.shard_map`: what devices have of parameters brought together, whole or a layer at a time.
+"""Inside of `jax.shard_map`: parameters that devices share, brought together, all at once or a layer at a time.
 
 A gather is explicit, so that it is one collective where XLA would make many, and its transpose is explicit too: the
 gradient is summed over the devices and divided among them at once (`psum_scatter`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,62 +13,67 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
+from .._forms.form import Form
 from .._forms.layers import Source, alike_nodes
 from .._forms.restructure import Restructure
 from .._forms.view import View
 from .._slots.where import Where
+from .._tree.types import PyTree
 from ._specs import Axes
 
 Dims = Sequence[tuple[int, tuple[str, ...]]]
 """The axes of an array that are split, with those of the mesh; of `Axes.by_hand`."""
 
 
-def gather(array: Any, split: Dims, shift: int = 0) -> Any:
-    """The whole of an array of which each device has a part."""
+def gather(array: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
+    """The whole of an array of which each device has a share; `shift`: by how much its axes are later than `split`."""
     for dim, names in split:
         array = jax.lax.all_gather(array, names, axis=dim + shift, tiled=True)
     return array
 
 
-def scatter(gradient: Any, split: Dims, batch: Sequence[str]) -> Any:
-    """The device's own part of the sum of gradients over the devices along the batch: `gather` transposed."""
+def scatter(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
+    """The device's own share of the sum of gradients over the devices along the batch: `gather` transposed."""
+    # In the opposite order: an axis of the array may be split over several axes of the mesh, one after another.
     for dim, names in reversed(split):
         gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
     return summed(gradient, split, batch)
 
 
-def summed(gradient: Any, split: Dims, batch: Sequence[str]) -> Any:
+def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
     """The sum of gradients over the devices along the batch, but for the axes along which they have been summed."""
     left = tuple(name for name in batch if all(name not in names for _, names in split))
     return jax.lax.psum(gradient, left) if left else gradient
 
 
-def divided(stack: Any, spec: PartitionSpec, axes: Axes) -> tuple[Any, Dims]:
-    """A stack of which each device has a part of each row, and which axes are split.
+def divided(stack: jax.Array, spec: PartitionSpec, axes: Axes) -> tuple[jax.Array, Dims]:
+    """A stack of which each device has a share of each row, and which axes are split.
 
-    Where each has whole rows they are divided, all at once, by an exchange of what each has. So a layer can be gathered
-    from all devices, as if rows had been split at rest; broadcast by its owner it would have to be summed with zeros.
-    Rows that cannot be divided are gathered.
+    Where each device has whole rows they are divided, all at once, by one exchange between all devices. So a layer can
+    be gathered from all devices, as if rows had been split at rest; broadcast by its owner it would have to be summed
+    with zeros. Rows that cannot be divided are gathered.
     """
     split = axes.by_hand(spec)
     if not split or split[0][0] != 0:
         return stack, split
     (_, names), *others = split
-    parts = axes.parts_along(names)
+    devices = axes.devices_along(names)
     entries = [*spec, *[None] * stack.ndim]
-    dim = next((dim for dim in range(1, stack.ndim) if entries[dim] is None and stack.shape[dim] % parts == 0), 0)
+    dim = next((dim for dim in range(1, stack.ndim) if entries[dim] is None and stack.shape[dim] % devices == 0), 0)
     if not dim:
         return gather(stack, split), ()
     return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), ((dim, names), *others)
 
 
-class _PartSource(Source):
-    """A model of which each device has a part of each array in stacks: what is cut out is gathered."""
+class _ShareSource(Source):
+    """A model of which each device has a share of each array in stacks: an array that is cut out is gathered."""
 
     splits: Sequence[Dims]
 
-    def pick(self, block: int, numbers: Any) -> dict[int, jax.Array]:
+    def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, each whole."""
+        # The stacks come first among the blocks. Behind them are those of frozen arrays, which are whole. Without the
+        # axis over the rows, the axes of an array stand one earlier than those of the stack.
         found = super().pick(block, numbers)
         return found if block >= len(self.splits) else {n: gather(a, self.splits[block], -1) for n, a in found.items()}
 
@@ -80,30 +85,34 @@ class _PartSource(Source):
         rows, pieces = found
         return pieces(gather(rows, self.splits[number], 1))
 
-    def parts(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, int, Any]:
-        """What this device has of these arrays, those of each node as one, with an axis over the nodes.
+    def shares(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, int, Callable[..., Any]]:
+        """This device's share of these arrays, those of each node as one, with an axis over the nodes.
 
-        And for one node: how its axes lie to those of the stack, as `gather` asks, and what cuts it when it is whole.
+        And for one node: how its axes lie to those of the stack, as `gather` asks, and a function that cuts it when it
+        is whole.
         """
+        # One gather for each layer, whatever the number of its arrays in this stack. Where the layers lie one after
+        # another, a layer is a span of rows and is cut after it is gathered; one array of each layer needs no axis over
+        # rows. Where they do not, the arrays of each layer are picked first, and stacked along an axis of their own.
         found = self.rows(number, columns)
         if found is not None and len(columns) > 1:
             return found[0], 0, found[1]
         if found is not None:
             rows, pieces = found
             return pieces(rows)[0], -1, lambda whole: [whole]
-        parts = super().pick(number, {each for column in columns for each in column})
-        return jnp.stack([jnp.stack([parts[each] for each in column]) for column in columns], 1), 0, list
+        shares = super().pick(number, {each for column in columns for each in column})
+        return jnp.stack([jnp.stack([shares[each] for each in column]) for column in columns], 1), 0, list
 
 
-class DevicePart:
-    """What one device has of stacks, for `restructure` alone: a sum over it would be one over a part, in silence."""
+class DeviceShare:
+    """One device's share of stacks, for `restructure` alone: a sum over it would be one over a share, in silence."""
 
-    def __init__(self, stacks: Any) -> None:
+    def __init__(self, stacks: PyTree) -> None:
         """For this library's own use; a loss with `split="parameters"` is given it."""
         self.stacks = stacks
 
-    def refuse(self, *_: Any) -> Any:
-        """Says what to write instead."""
+    def refuse(self, *_: object) -> Any:
+        """Says how to write it instead."""
         raise TypeError(
             "parameters are split, and a device has a part of each; take them by the restructure: "
             'restructure.scan(layer, x, params, "layers.*"), restructure.part(params, "head"), restructure(params)'
@@ -113,17 +122,17 @@ class DevicePart:
 
 
 # So that no function of trees passes over it.
-jtu.register_pytree_node(DevicePart, DevicePart.refuse, DevicePart.refuse)
+jtu.register_pytree_node(DeviceShare, DeviceShare.refuse, DeviceShare.refuse)
 
 
-class PartRestructure(Restructure[Any]):
-    """A `Restructure` over what one device has of stacks. What is asked for is gathered, and nothing else."""
+class ShareRestructure(Restructure[Any]):
+    """A `Restructure` over one device's share of stacks. It gathers the nodes that you ask for, and nothing else."""
 
     splits: Sequence[Dims]  # of each stack
 
     @classmethod
-    def over(cls, whole: Restructure[Any], splits: Sequence[Dims]) -> "PartRestructure":
-        """That of the parts of stacks, from the one of the whole."""
+    def over(cls, whole: Restructure[Any], splits: Sequence[Dims]) -> "ShareRestructure":
+        """That of the shares of stacks, from the one of the whole."""
         return cls.of_halves((whole._form, whole._held, tuple(splits)), (whole._rest, whole._stacks))
 
     def __call__(self, form: Any) -> Any:
@@ -134,25 +143,26 @@ class PartRestructure(Restructure[Any]):
         """Names over whole stacks."""
         return super().view(self._whole(form))
 
-    def _whole(self, form: DevicePart) -> Any:
+    def _whole(self, form: DeviceShare) -> PyTree:
         leaves, treedef = jtu.tree_flatten(form.stacks)
         return jtu.tree_unflatten(treedef, list(map(gather, leaves, self.splits)))
 
     def halves(self) -> tuple[Any, Any]:
-        """Its arrays, and what is static."""
+        """Its arrays, and its static half."""
         return (self._rest, self._stacks), (self._form, self._held, self.splits)
 
     @classmethod
-    def of_halves(cls, static: Any, arrays: Any) -> "PartRestructure":
-        """From what `halves` gives."""
+    def of_halves(cls, static: tuple[Form, Form, Sequence[Dims]], arrays: Sequence[Any]) -> "ShareRestructure":
+        """The inverse of `halves`."""
         form, held, splits = static
-        part = cls(arrays[0], form, held, arrays[1])
-        part.splits = splits
-        return part
+        restructure = cls(arrays[0], form, held, arrays[1])
+        restructure.splits = splits
+        return restructure
 
-    def _source(self, form: Any) -> _PartSource:
-        source = _PartSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
+    def _source(self, form: Any) -> _ShareSource:
+        source = _ShareSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
         source.splits = self.splits
+        # The blocks say how long whole rows are, and a device has shorter ones.
         for block in range(len(self.splits)):
             count, *row = source.leaves[block].shape
             rows = (tuple(row),) * count
@@ -160,39 +170,41 @@ class PartRestructure(Restructure[Any]):
         return source
 
     def scan(
-        self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: Any = None, **options: Any
+        self, step: Callable[..., Any], carry: Any, form: Any, where: Where, xs: PyTree = None, **options: Any
     ) -> tuple[Any, Any]:
         """As that of `Restructure`: each layer is gathered when its turn comes.
 
-        On the way back it is gathered, and computed, once more: so of all layers only what enters them is kept.
+        On the way back it is gathered, and computed, once more: so of all layers only their inputs are kept.
         """
         source = self._source(form)
         found = alike_nodes(source, where)
-        of_block: dict[int, list[int]] = {}  # the columns that are gathered in each turn
+        # Gathered in each turn are the columns that lie in one split stack for all layers. Any other one - of frozen
+        # arrays, or of layers that lie in different stacks - is brought together before the scan.
+        of_block: dict[int, list[int]] = {}
         for j, column in enumerate(found.columns):
-            block, one_block = column[0].block, len({place.block for place in column}) == 1
+            block, one_block = column[0].block, len({at.block for at in column}) == 1
             if block is not None and one_block and block < len(self.splits) and self.splits[block]:
                 of_block.setdefault(block, []).append(j)
         gathered = {j for its in of_block.values() for j in its}
         others = [j for j in range(len(found.columns)) if j not in gathered]
         along = dict(zip(others, source.along([found.columns[j] for j in others]), strict=True))
-        same = source.one_by_one(found.places)
-        numbers = lambda j: tuple(place.number for place in found.columns[j])
-        found_parts = {block: source.parts(block, list(map(numbers, its))) for block, its in of_block.items()}
-        parts = {block: part for block, (part, _, _) in found_parts.items()}
+        same = source.one_by_one(found.locations)
+        numbers = [tuple(at.number for at in column) for column in found.columns]
+        found_shares = {block: source.shares(block, [numbers[j] for j in its]) for block, its in of_block.items()}
+        shares = {block: share for block, (share, _, _) in found_shares.items()}
 
         @jax.checkpoint
-        def turn(carry: Any, each: Any) -> Any:
-            parts, along, further = each
+        def turn(carry: Any, each: tuple[Any, ...]) -> Any:
+            shares, along, further = each
             arrays = dict(along)
-            for block, part in parts.items():
-                _, shift, pieces = found_parts[block]
-                pairs = zip(of_block[block], pieces(gather(part, self.splits[block], shift)), strict=True)
+            for block, share in shares.items():
+                _, shift, pieces = found_shares[block]
+                pairs = zip(of_block[block], pieces(gather(share, self.splits[block], shift)), strict=True)
                 arrays |= {j: source.value(found.columns[j][0], piece) for j, piece in pairs}
             return step(carry, found.node([arrays[j] for j in range(len(found.columns))], same), *further)
 
         further = () if xs is None else (xs,)
-        return jax.lax.scan(turn, carry, (parts, along, further), found.nodes, **options)
+        return jax.lax.scan(turn, carry, (shares, along, further), found.nodes, **options)
 
 
-jtu.register_pytree_node(PartRestructure, PartRestructure.halves, PartRestructure.of_halves)
+jtu.register_pytree_node(ShareRestructure, ShareRestructure.halves, ShareRestructure.of_halves)

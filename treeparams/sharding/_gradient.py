@@ -17,7 +17,7 @@ from .._slots.parts import Rest, put_together
 from .._tree.structure import is_array
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
-from ._gather import DevicePart, Dims, PartRestructure, divided, gather, scatter, summed
+from ._gather import DeviceShare, Dims, ShareRestructure, divided, gather, scatter, summed
 from ._placement import Placement
 from ._specs import Axes
 
@@ -56,48 +56,60 @@ class Gradient:
         # What is whole on each device afterwards is divided on the way out.
         out_specs = (PartitionSpec(), PartitionSpec() if self.split == "state" else self.specs)
         f = functools.partial(self.on_device, treedef)
-        run = lambda *args: over_devices(f, axes.mesh, in_specs, out_specs, axes.batch)(*args)
+
+        def run(*args: Any) -> Any:  # the mesh is asked for within `automatic`, where it is another one
+            return over_devices(f, axes.mesh, in_specs, out_specs, axes.batch)(*args)
+
         return automatic(run, (placement.whole, placement.params), axes.mesh)(params, rest, *laid)
 
-    def on_device(self, treedef: Any, params: PyTree, rest: Any, *arrays: jax.Array) -> tuple[jax.Array, PyTree]:
-        """The same on one device: of what it has of parameters and of the arrays of a batch."""
+    def on_device(
+        self, treedef: Any, params: PyTree, rest: Rest[Any] | Restructure[Any], *arrays: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """The same on one device: of its shares of the parameters and of the arrays of a batch."""
         leaves, splits, batch_axes = jtu.tree_leaves(params), self.splits, self.placement.axes.batch
         if self.split != "parameters":
             leaves = list(map(gather, leaves, splits))
         value_of = functools.partial(self.value, treedef, rest, arrays)
         run = jax.value_and_grad(value_of) if self.pieces == 1 else accumulate(value_of, pieces=self.pieces)
-        # A scalar is for all examples, and none of the pieces.
+        # A scalar is for all examples, and none of the pieces: `accumulate` would cut it.
         value, gradients = run(leaves, [array if array.ndim else None for array in arrays])
-        # Gradients of split parameters have been summed where they were gathered.
+        # Three ways to the same sum. Of split parameters, gradients have been summed where these were gathered, by the
+        # transpose of that. Split gradients are summed and divided in one collective here. With a split state alone,
+        # each device keeps the whole sum, and XLA takes from it on the way out.
         reduce = scatter if self.split == "gradients" else summed
         done = [()] * len(splits) if self.split == "state" else splits
         gradients = [reduce(each, its, batch_axes) for each, its in zip(gradients, done, strict=True)]
         return jax.lax.psum(value, batch_axes), self.placement.tree(gradients)
 
     def value(
-        self, treedef: Any, rest: Any, arrays: Sequence[jax.Array], leaves: list[Any], examples: list[Any]
+        self,
+        treedef: Any,
+        rest: Any,
+        arrays: Sequence[jax.Array],
+        leaves: list[Any],
+        examples: list[Any],
     ) -> jax.Array | float:
-        """The part of some examples in the value of the loss, of the arrays of parameters."""
+        """The share of some examples in the value of the loss, of the arrays of parameters."""
         found = [array if each is None else each for array, each in zip(arrays, examples, strict=True)]
-        of_leaves = self._of_parts if self.split == "parameters" else self._of_whole
+        of_leaves = self._of_shares if self.split == "parameters" else self._of_whole
         value = of_leaves(leaves, rest, jtu.tree_unflatten(treedef, found))
         is_number = is_array(value) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating)
         if not (is_number or isinstance(value, float)):
             raise TypeError(f"the loss must return one real number, the mean over its examples, got {describe(value)}")
         # Divided before it is summed over the devices, so that sums of narrow floats do not overflow.
         axes = self.placement.axes
-        return value / axes.parts_along(axes.batch)
+        return value / axes.devices_along(axes.batch)
 
-    def _of_whole(self, leaves: list[Any], rest: Any, batch: Any) -> Any:
+    def _of_whole(self, leaves: list[Any], rest: Any, batch: Sequence[Any]) -> Any:
         if self.takes_form:
             return self.loss(self.placement.tree(leaves), rest, *batch)
         return self.loss(put_together(rest, self.placement.form.cut_leaves(leaves)), *batch)
 
-    def _of_parts(self, leaves: list[Any], rest: Any, batch: Any) -> Any:
+    def _of_shares(self, leaves: list[Any], rest: Restructure[Any], batch: Sequence[Any]) -> Any:
         pairs = zip(leaves, self.placement.specs, strict=True)
-        parts = [divided(leaf, spec, self.placement.axes) for leaf, spec in pairs]
-        restructure = PartRestructure.over(rest, [split for _, split in parts])
-        return self.loss(DevicePart(self.placement.tree([leaf for leaf, _ in parts])), restructure, *batch)
+        shares = [divided(leaf, spec, self.placement.axes) for leaf, spec in pairs]
+        restructure = ShareRestructure.over(rest, [split for _, split in shares])
+        return self.loss(DeviceShare(self.placement.tree([leaf for leaf, _ in shares])), restructure, *batch)
 
 
 def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
@@ -113,7 +125,7 @@ def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> N
                 "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
                 "functools.partial; keys as one for each, jax.random.split(key, count)"
             )
-    devices = axes.parts_along(axes.batch)
+    devices = axes.devices_along(axes.batch)
     if not count:
         raise ValueError(f"{name} has no examples")
     if count % devices:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._forms.block import Block
 from .._forms.form import Form
+from .._forms.mesh import MeshAxes
 from .._forms.owners import divide
 from .._tree.types import PyTree
 
@@ -21,8 +22,8 @@ Entries = list[Any]
 def entries_of(make: Make, form: Form, specs: Sequence[PartitionSpec], start: PyTree) -> list[Entries]:
     """How each array of `start` lies, which `make` makes of parameters in a form that lies by `specs`.
 
-    Most have the shape of the block that they are of, and lie as it does. What has another shape (SM3's vectors for
-    each axis, Adafactor's factors) is asked for once more, see `_ask`. What all parameters share is whole.
+    Most have the shape of the block that they are of, and lie as it does. Arrays of another shape (SM3's vectors for
+    each axis, Adafactor's factors) are asked for once more, see `_ask`. An array that all parameters share is whole.
     """
     arrays = jtu.tree_leaves(start)
     found: list[Entries] = [[None] * array.ndim for array in arrays]
@@ -68,9 +69,12 @@ def _ask(
 ) -> None:
     """Completes the entries of arrays whose axes are not those of their blocks.
 
-    Of parameters that are twice as long along what is split over some axes of the mesh, `make` makes arrays that are
-    twice as long along their own. Along the axis that joins parameters, the entry is known.
+    Of parameters that are twice as long along the axes that are split over some axes of the mesh, `make` makes arrays
+    that are twice as long along their own. Along the axis that joins parameters, the entry is known.
     """
+    # One question for each entry, that is for each set of axes of the mesh, of all blocks at once. A weight of shape
+    # (8, 3) that lies by `P("data")` becomes (16, 3): Adafactor's factor over rows grows from 8 to 16, and the one over
+    # columns stays. Doubled, and not longer by one, since a rule may look at sizes: whether an axis can be divided.
     pairs, asked = list(zip(form.blocks, specs, strict=True)), set(unknown.values())
     arrays = jtu.tree_flatten_with_path(start)[0]
     for entry in dict.fromkeys(entry for i in asked for entry in _within(*pairs[i]) if entry is not None):
@@ -96,8 +100,8 @@ def _within(block: Block, spec: PartitionSpec) -> Entries:
     return [*spec] if block.length is None else [None, *spec[1:]]
 
 
-def _longer(block: Block, spec: PartitionSpec, entry: Any) -> jax.ShapeDtypeStruct:
-    """A block that is twice as long along what is split over some axes of the mesh."""
+def _longer(block: Block, spec: PartitionSpec, entry: MeshAxes) -> jax.ShapeDtypeStruct:
+    """A block that is twice as long along the axis that is split over these axes of the mesh."""
     pairs = itertools.zip_longest(block.shape, _within(block, spec))
     shape = [2 * size if entry is not None and each == entry else size for size, each in pairs]
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(block.dtype))

@@ -1,4 +1,4 @@
-"""Where the parameters of a layout lie, in the form in which they rest: what a plan says, and a step asks."""
+"""Where the parameters of a layout lie, in the form in which they rest: a plan says it, and a step asks."""
 
 import functools
 import math
@@ -21,7 +21,19 @@ from .._tree.text import in_columns
 from .._tree.types import PyTree
 from ._owners import entries_of
 from ._put import put_leaf
-from ._specs import Axes, Rules, as_text, check_rules, group_of, matches, names_of, parts_by, spec_of, specs_of
+from ._specs import (
+    Axes,
+    FormName,
+    Rules,
+    as_text,
+    check_rules,
+    devices_by,
+    group_of,
+    matches,
+    names_of,
+    spec_of,
+    specs_of,
+)
 
 T = TypeVar("T")
 Maker = Callable[[Layout, Mapping[str, Sequence[int]], int], Form]
@@ -48,14 +60,14 @@ class Lying(NamedTuple):
 
     spec: PartitionSpec  # of its own axes
     words: str
-    parts: int
+    devices: int  # over which it is split
     is_owned: bool  # whether it is a row that is whole on some device
 
 
 class Placement:
     """Where each parameter lies: a form, and a spec for each block of it. Static."""
 
-    def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: str) -> None:
+    def __init__(self, layout: Layout, axes: Axes, rules: Rules, name: FormName) -> None:
         if name not in MAKERS:
             *others, last = map('"{}"'.format, MAKERS)
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
@@ -64,10 +76,12 @@ class Placement:
         groups: dict[str, list[int]] = {group_of(rule): [] for rule in rules.values()}
         for slot, (_, rule) in enumerate(matched):
             groups[group_of(rule)].append(slot)
-        multiple = math.lcm(_ALIGNED, parts_by([rule for _, rule in matched], axes))
+        # A vector is padded so that all of its devices have equal shares of it; more than that, to the same length for
+        # any usual number of devices, or a file of 8 devices would not fit 16.
+        multiple = math.lcm(_ALIGNED, devices_by([rule for _, rule in matched], axes))
         self.layout = layout
         self.axes = axes
-        self.name = name  # what the user calls the form
+        self.name: FormName = name  # of the form, as users call it
         self.form = MAKERS[name](layout, groups, multiple)
         self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
 
@@ -112,7 +126,7 @@ class Placement:
         return jax.tree.map(put_leaf, self.form.shapes(), self.params)
 
     def made(self, make: Callable[[PyTree], PyTree]) -> PyTree:
-        """What is made of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
+        """A tree that `make` makes of the parameters, as `jax.ShapeDtypeStruct`s with shardings."""
         start, treedef = jtu.tree_flatten(jax.eval_shape(make, self.form.shapes()))
         entries = entries_of(make, self.form, self.specs, treedef.unflatten(start))
         shardings = [self.sharding(spec_of(each)) for each in entries]
@@ -164,7 +178,7 @@ class Placement:
     def rows(self) -> list[tuple[Slot, Lying]]:
         """Each slot, and how it lies."""
         of_blocks = list(map(self._lying, self.form.blocks, self.specs, self.stacked))
-        return [(slot, of_blocks[self.form.places[n][0]]) for n, slot in enumerate(self.layout.slots)]
+        return [(slot, of_blocks[self.form.locations[n][0]]) for n, slot in enumerate(self.layout.slots)]
 
     def _lying(self, block: Block, spec: PartitionSpec, is_stack: bool) -> Lying:
         """How each slot in a block lies."""
@@ -174,23 +188,23 @@ class Placement:
         words = f"whole rows over {first!r}" if is_owned else as_text(own) if names_of(spec) else "whole"
         # In a vector it has none of its axes.
         is_vector = block.length is not None and not is_stack
-        return Lying(PartitionSpec() if is_vector else own, words, self.axes.parts_along(names_of(spec)), is_owned)
+        return Lying(PartitionSpec() if is_vector else own, words, self.axes.devices_along(names_of(spec)), is_owned)
 
     @property
     def replicated(self) -> dict[str, int]:
-        """What is not split, with its bytes on each device; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, each in self.rows if each.parts == 1}
+        """The parameters that are not split, with their bytes on each device; the largest first."""
+        found = {slot.path: _bytes(slot) for slot, each in self.rows if each.devices == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self, *, all_rows: bool = False) -> str:
         """The plan as a table, of many rows without those in the middle."""
-        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.parts):,}"] for slot, each in self.rows]
+        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.devices):,}"] for slot, each in self.rows]
         header = ["path", "key", "lies", "bytes per device"]
         lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
         total = sum(map(_bytes, shapes))
-        parts_of = map(self.axes.parts_along, map(names_of, self.specs))
-        local = sum(_bytes(each) // parts for each, parts in zip(shapes, parts_of, strict=True))
+        counts = map(self.axes.devices_along, map(names_of, self.specs))
+        local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
         pairs = zip(self.form.blocks, self.stacked, strict=True)
         lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
         padding = f", padded to {sum(lengths):,} elements" if lengths else ""
@@ -207,9 +221,10 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
     return [(jtu.keystr(path), of(leaf)) for path, leaf in jtu.tree_flatten_with_path(tree)[0]]
 
 
-def _shape_of(leaf: Any) -> Any:
-    return tuple(leaf.shape) if hasattr(leaf, "shape") else type(leaf).__name__
+def _shape_of(leaf: object) -> tuple[int, ...] | str:
+    shape = getattr(leaf, "shape", None)
+    return type(leaf).__name__ if shape is None else tuple(shape)
 
 
-def _bytes(array: Any) -> int:
+def _bytes(array: Slot | jax.ShapeDtypeStruct) -> int:
     return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize

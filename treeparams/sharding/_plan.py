@@ -3,10 +3,10 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
@@ -16,8 +16,10 @@ from .._tree.lost_ties import keep_apart
 from .._tree.types import PyTree
 from ._placement import Placement
 from ._put import put_leaf
-from ._specs import FormName, Rules, axes_of
+from ._specs import AxisNames, FormName, Rules, axes_of
 from ._update import Average, Update, ema_maker, sharding_of
+
+M = TypeVar("M")
 
 
 class Plan:
@@ -26,18 +28,18 @@ class Plan:
     It is static: it holds shapes, and the frozen arrays of the model that it was made of.
 
     Attributes:
-        layout: what trains.
+        layout: which parameters train.
         mesh: the mesh.
         form: `"tree"`, `"vector"` or `"stacks"`.
     """
 
     layout: Layout
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     form: FormName
 
-    def __init__(self, placement: Any, rest: Rest[Any] | None) -> None:
+    def __init__(self, placement: Placement, rest: Rest[Any] | None) -> None:
         """For this library's own use; users write `sharding.plan(model, mesh, rules)`."""
-        self._placement: Placement = placement
+        self._placement = placement
         self._rest = rest
         self.layout = placement.layout
         self.mesh = placement.axes.mesh
@@ -70,18 +72,19 @@ class Plan:
         >>> state[0].mu["w"].spec, state[0].count.spec
         (PartitionSpec('data',), PartitionSpec())
 
-        What belongs to a parameter lies as it does. Which that is, is found by asking `init`, for shapes alone; and if
-        it has another shape, along which of its axes it is longer where the parameter is.
+        An array that belongs to a parameter lies as the parameter does. Which arrays do is found by asking `init`, for
+        shapes alone. If an array has another shape, a second question tells which of its axes grows with which axis of
+        the parameter.
 
         Args:
             tx: a rule of Optax over parameters in the form of this plan.
 
         Returns:
-            The shardings. Of what has no axis in common with what is split: whole on each device.
+            The shardings. An array that has no axis in common with one that is split is whole on each device.
 
         Raises:
             ValueError: `tx` is `optim.trainable` or the like, which takes models; or does not keep its state parameter
-                by parameter, so that it cannot be told what belongs to which.
+                by parameter, so that it cannot be told which array belongs to which.
         """
         return sharding_of(self._placement.made(Update.of(tx).start))[0]
 
@@ -117,12 +120,12 @@ class Plan:
         """The model of parameters in the form of this plan.
 
         Args:
-            params: the parameters, or what else has their form: gradients, an average.
+            params: the parameters, or another tree of their form: gradients, an average.
             state: the state of the step, which has the frozen arrays of the model. Without it they are those of the
                 model that the plan was made of.
-            whole: whether each parameter is whole on each device, to be called there as any model is. What is split
-                over an explicit mesh, the default of `jax.make_mesh`, JAX indexes and multiplies only where it is told
-                how the result lies.
+            whole: whether each parameter is whole on each device, to be called there as any model is. An array that
+                is split over an explicit mesh, the default of `jax.make_mesh`, JAX indexes and multiplies only where
+                you tell it how the result lies.
 
         Returns:
             The model, each array where `plan.put` has it, or whole, in a buffer of its own.
@@ -151,16 +154,16 @@ class Plan:
         to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
         return {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
 
-    def put(self, model: Any) -> Any:
+    def put(self, model: M) -> M:
         """The model over the mesh.
 
         Args:
             model: a model of this layout.
 
         Returns:
-            The model, in buffers of its own, ties kept: each parameter as its own rule lays it, as far as that is
-            about its own axes; what lies in a vector, rows that are owned, and all frozen arrays whole on each device.
-            What is no array is as it is.
+            The model, in buffers of its own, ties kept: each parameter as its own rule lays it, as far as that is about
+            its own axes. Parameters of a vector, rows that are owned, and all frozen arrays are whole on each device.
+            A leaf that is no array is as it is.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -185,7 +188,13 @@ Plan.__module__ = "treeparams.sharding"
 
 
 def plan(
-    model: PyTree, mesh: Any, rules: Rules, *, form: FormName = "tree", axis: Any = None, batch_axis: Any = None
+    model: PyTree,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules,
+    *,
+    form: FormName = "tree",
+    axis: AxisNames = None,
+    batch_axis: AxisNames = None,
 ) -> Plan:
     """Where each parameter of a model lies on a mesh, by rules over paths.
 
@@ -211,7 +220,7 @@ def plan(
 
             - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
               in equal parts (it is padded);
-            - `"owned"`: whole rows of a stack on each device, what rules for matrices need (Muon, Adafactor, LAMB);
+            - `"owned"`: whole rows of a stack on each device, as rules for matrices need (Muon, Adafactor, LAMB);
             - `"whole"`: on each device;
             - a `PartitionSpec` over the axes of the leaf. Axes of the mesh other than those of the batch are left to
               XLA (tensor parallelism).
@@ -220,7 +229,7 @@ def plan(
         form: in which form the parameters rest: `"tree"` (as `tp.partition`), `"vector"` (`tp.ravel`) or `"stacks"`
             (`tp.stack`). Stacks that lie in different ways are in groups named after their rules, `{"owned": {key:
             array}, "whole": {...}}`. The form does not depend on how many devices there are (a vector is padded to a
-            multiple of 128), so that what some have saved is read by others.
+            multiple of 128), so that others can read a file that some have saved.
         axis: the axis of the mesh, or several as a tuple, over which is split; `None`: the only one, or `batch_axis`.
         batch_axis: along which the batch lies; `None`: `axis`.
 

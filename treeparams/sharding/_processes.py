@@ -117,14 +117,14 @@ def _leave_after_exceptions(seconds: int) -> None:
 def agree(words: str, what: str) -> None:
     """Checks that all processes say the same; where they do not, it raises in every one of them.
 
-    All processes call it together. What they exchange has the same shape in each whatever they say, so that it cannot
-    hang or mix up data as other collectives do between processes that differ.
+    All processes call it together. The arrays that they exchange have the same shape whatever they say, so that it
+    cannot hang or mix up data as other collectives do between processes that differ.
 
     >>> agree("float32[64,64]  split", "the plans")  # one process agrees with itself
 
     Args:
-        words: what this process says, as text; lines that differ are shown.
-        what: what these are, in the plural, for the message: `"the plans"`.
+        words: the words of this process; lines that differ are shown.
+        what: a name for these words, in the plural, for the message: `"the plans"`.
     """
     if jax.process_count() == 1:
         return
@@ -132,6 +132,7 @@ def agree(words: str, what: str) -> None:
     digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():
         return
+    # Only where they differ is all of the text exchanged, padded to one length: a gather needs arrays of one shape.
     sizes = multihost_utils.process_allgather(np.asarray(text.size, np.int32))
     padded = np.pad(text, (0, sizes.max() - text.size))
     rows = zip(multihost_utils.process_allgather(padded), sizes, strict=True)

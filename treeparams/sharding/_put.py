@@ -1,4 +1,4 @@
-"""Arrays put where a plan has them, whether they are values, traced or shapes."""
+"""Arrays laid over a mesh as a plan says, whether they are values, traced or shapes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from .._forms.mesh import lay
 
 
-def put_leaf(leaf: Any, sharding: NamedSharding, is_own: bool = False) -> Any:
+def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: NamedSharding, is_own: bool = False) -> Any:
     """An array laid over a mesh, in a buffer of its own (`is_own`: it is in one); a shape gets its sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -29,5 +29,5 @@ def put_leaf(leaf: Any, sharding: NamedSharding, is_own: bool = False) -> Any:
     # Over several processes each gives what its own devices have.
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-    array = jax.make_array_from_callback(values.shape, sharding, lambda part: values[part])
+    array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array

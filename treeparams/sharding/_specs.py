@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._forms.form import Form, stacked_leaves
 from .._slots.index import Index, Slot
@@ -17,22 +16,23 @@ Rules = Mapping[Any, Rule]
 Matched = tuple[Where, Rule]
 """The rule of a parameter, after the `where` that it is under."""
 FormName = Literal["tree", "vector", "stacks"]
+AxisNames = str | Sequence[str] | None
 _WORDS = ("split", "owned", "whole")
 
 
 class Axes(NamedTuple):
     """The axes of a mesh: over which of them parameters are split, and along which the batch lies."""
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     split: tuple[str, ...]
     batch: tuple[str, ...]
 
     @property
-    def parts(self) -> int:
-        """Into how many parts is split what is split."""
-        return self.parts_along(self.split)
+    def devices(self) -> int:
+        """Over how many devices parameters are split."""
+        return self.devices_along(self.split)
 
-    def parts_along(self, names: Sequence[str]) -> int:
+    def devices_along(self, names: Sequence[str]) -> int:
         """How many devices there are along some axes."""
         return math.prod(self.mesh.shape[name] for name in names)
 
@@ -44,7 +44,7 @@ class Axes(NamedTuple):
     def by_hand(self, spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The axes of an array that are split along the batch, and so are gathered explicitly, with those of the mesh.
 
-        What is split along other axes of the mesh is left to XLA.
+        A split along other axes of the mesh is left to XLA.
         """
         entries = enumerate(map(names_in, spec))
         return tuple([(dim, names) for dim, names in entries if names and names[0] in self.batch])
@@ -55,9 +55,9 @@ class Axes(NamedTuple):
         return PartitionSpec(*[entry if dim in by_hand else None for dim, entry in enumerate(spec)])
 
 
-def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
+def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -> Axes:
     """The axes, checked."""
-    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f'expected a mesh, such as jax.make_mesh((8,), ("data",)), got {describe(mesh)}')
     given = {"axis": axis, "batch_axis": batch_axis}
     for name, value in given.items():
@@ -86,11 +86,11 @@ def axes_of(mesh: Any, axis: Any, batch_axis: Any) -> Axes:
     return Axes(mesh, split, batch)
 
 
-def _sequence(value: Any) -> Sequence[Any]:
+def _sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else [value]
 
 
-def names_in(entry: Any) -> tuple[str, ...]:
+def names_in(entry: AxisNames) -> tuple[str, ...]:
     """The axes of the mesh in one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -112,7 +112,7 @@ def check_rules(rules: Rules, axes: Axes) -> None:
 
 
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
-    """What is wrong with a spec over these axes, whatever lies by it."""
+    """The problems of a spec over these axes, whichever arrays lie by it."""
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
         yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
         return
@@ -132,6 +132,7 @@ def matches(index: Index, rules: Rules) -> list[Matched]:
     paths = index.structure.paths
     of_leaf: dict[int, int] = {}  # the number of the first rule that matches
     leaves = [select(index.structure, where) for where in rules]
+    # From the last rule to the first, so that the first one that matches a leaf is the one that stays.
     for number, matched in reversed([*enumerate(leaves)]):
         of_leaf |= dict.fromkeys(matched, number)
     items, missing, found = [*rules.items()], [], []
@@ -144,6 +145,8 @@ def matches(index: Index, rules: Rules) -> list[Matched]:
     for leaf in index.positions:
         number = of_leaf.get(leaf)
         aliases = [alias.leaf for alias in index.aliases.get(leaf, ()) if alias.leaf in of_leaf]
+        # A tie is one array, so it can lie in one way only. The rule of its source counts, and one that an alias has
+        # besides must agree.
         for alias in aliases:
             other = of_leaf[alias]
             # A rule that is for both is no other word: the first that matches the source has been taken.
@@ -166,17 +169,17 @@ def matches(index: Index, rules: Rules) -> list[Matched]:
     return found
 
 
-def parts_by(rules: Sequence[Rule], axes: Axes) -> int:
-    """Into how many parts these rules split, along all axes of the mesh that they name."""
+def devices_by(rules: Sequence[Rule], axes: Axes) -> int:
+    """Over how many devices these rules split, along all axes of the mesh that they name."""
     words = {"split": axes.split, "owned": axes.split, "whole": ()}
     names = {name for rule in rules for name in (words[rule] if isinstance(rule, str) else names_of(rule))}
-    return axes.parts_along(sorted(names))
+    return axes.devices_along(sorted(names))
 
 
 def specs_of(
     form: Form, slots: Sequence[Slot], matched: Sequence[Matched], axes: Axes, name: str
 ) -> list[PartitionSpec]:
-    """How each block of a form lies, by the rules of its slots. `name`: what the user calls the form."""
+    """How each block of a form lies, by the rules of its slots. `name`: of the form, as users call it."""
     specs, wrong = list[PartitionSpec](), dict[int, str]()
     for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
         rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
@@ -206,47 +209,48 @@ def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
 
 
 def _checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
-    """What is wrong with a rule for an array, or for one of so many rows of a stack; and its spec."""
-    whole, parts, size = PartitionSpec(), axes.parts, math.prod(shape)
+    """The problem of a rule for an array, or for one of so many rows of a stack; and its spec."""
+    whole, devices, size = PartitionSpec(), axes.devices, math.prod(shape)
     if isinstance(rule, PartitionSpec):
         return _misfit(rule, shape, axes), rule if size else whole
-    axis = next((axis for axis, each in enumerate(shape) if each % parts == 0), None)
+    axis = next((axis for axis, each in enumerate(shape) if each % devices == 0), None)
+    # A row that is owned lies whole on one device: the axis over the rows is split, which `specs_of` puts before this.
     if rule == "owned":
-        return _not_owned(rows, parts, axis is not None, name), whole
+        return _not_owned(rows, devices, axis is not None, name), whole
     if rule == "whole" or not size:
         return "", whole
     if axis is not None:
         return "", PartitionSpec(*[None] * axis, axes.split_entry)
     others = {each: axes.mesh.shape[each] for each in axes.mesh.axis_names if each not in axes.split}
     fitting = [each for each, size in others.items() if size > 1 and any(length % size == 0 for length in shape)]
-    remedies = ['"owned", whole rows of its stack'] if rows and rows % parts == 0 else []
+    remedies = ['"owned", whole rows of its stack'] if rows and rows % devices == 0 else []
     remedies += [f"a split over another axis of the mesh, {fitting[0]!r}"] if fitting else []
-    return f"none of its axes is a multiple of {parts}; write " + ", or ".join([*remedies, '"whole"']), whole
+    return f"none of its axes is a multiple of {devices}; write " + ", or ".join([*remedies, '"whole"']), whole
 
 
-def _not_owned(rows: int | None, parts: int, can_split: bool, name: str) -> str:
+def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> str:
     """Why rows cannot be owned by devices; the empty text if they can."""
     if rows is None:
         return f'"owned" is of rows of stacks; write form="stacks", or "split" in a {name}'
-    if rows % parts == 0:
+    if rows % devices == 0:
         return ""
     instead = '"split", which divides each row, or "whole"' if can_split else '"whole"'
     s = "s" if rows > 1 else ""
-    return f"{parts} devices cannot own the {rows} row{s} of its stack in equal parts; write {instead}"
+    return f"{devices} devices cannot own the {rows} row{s} of its stack in equal parts; write {instead}"
 
 
 def _misfit(spec: PartitionSpec, shape: tuple[int, ...], axes: Axes) -> str:
     """Why an array of this shape cannot lie by a spec; the empty text if it can."""
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries, the array {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s"
-    for dim, parts in enumerate(map(axes.parts_along, map(names_in, spec))):
-        if shape[dim] % parts:
-            return f"its axis {dim} of size {shape[dim]} is no multiple of {parts}"
+    for dim, devices in enumerate(map(axes.devices_along, map(names_in, spec))):
+        if shape[dim] % devices:
+            return f"its axis {dim} of size {shape[dim]} is no multiple of {devices}"
     return ""
 
 
-def group_of(rule: Any) -> str:
-    """The name of the group of what lies by a rule."""
+def group_of(rule: Rule) -> str:
+    """The name of the group of parameters that lie by a rule."""
     if isinstance(rule, str):
         return rule
     spec = spec_of([*rule])

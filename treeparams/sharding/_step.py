@@ -23,7 +23,7 @@ from ._update import Average, Update, sharding_of
 
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """What `sharding.step` keeps beside the parameters, a pytree.
+    """All that `sharding.step` keeps beside the parameters, a pytree.
 
     Attributes:
         rule: the state of the rule, plain Optax.
@@ -51,7 +51,7 @@ def step(
     average: Average | None = None,
     loss_takes: Literal["model", "form"] = "model",
 ) -> tuple[Callable[[Any], Any], Any]:
-    """One step of training over the devices of a mesh, as one compiled program, and what starts it.
+    """One step of training over the devices of a mesh, as one compiled program, and the function that starts it.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from treeparams import sharding
@@ -64,10 +64,10 @@ def step(
     >>> print(value, plan.model(params)["b"])
     64.0 [-0.8 -0.8]
 
-    Each device has its part of the parameters, of the gradient and of the optimiser's state, computes the gradient for
-    its part of the batch, and updates what it has. The rule sees the whole, laid over the devices, so norms of all and
-    checks for numbers that are not finite are those of one device; they cost a scalar each. (So that nothing else is
-    moved, the update is compiled here and looked at, which takes about as long as compiling the step.)
+    Each device has its share of the parameters, of the gradient and of the optimiser's state. It computes the gradient
+    for its share of the batch, and updates its own parameters. The rule sees the whole, laid over the devices, so norms
+    of all and checks for numbers that are not finite are those of one device; they cost a scalar each. (So that nothing
+    else is moved, the update is compiled here and looked at, which takes about as long as compiling the step.)
 
     Args:
         loss: `loss(model, *batch)`, the *mean* over the examples of the batch, a real scalar.
@@ -79,13 +79,13 @@ def step(
             - `"state"`: the optimiser's state. Parameters are gathered, gradients summed on each device.
             - `"gradients"`: gradients too: they are summed and divided at once. The least that is moved.
             - `"parameters"`: parameters too, of stacks, for a loss that takes these: a layer is gathered when
-              `restructure.scan` comes to it, and again on the way back, where it is computed again from what entered
-              it. What `restructure.part` takes is whole from there on. Rows that are owned are first divided among all
-              devices, by one exchange. The loss is given the parameters as something that only the restructure opens:
-              a sum over them would be one over the part of a device.
-        microbatches: into how many pieces each device takes its part of the batch, one after another. Gradients are
-            reduced once for all (with split parameters for each).
-        average: the decay of a `tp.Ema` of the parameters, a number; or what makes one of them, such as
+              `restructure.scan` comes to it, and again on the way back, where it is computed again from its
+              input. A node that you take by `restructure.part` is whole from there on. Rows that are owned are first
+              divided among all devices, by one exchange. The loss is given the parameters as something that only the
+              restructure opens: a sum over them would be one over the share of a device.
+        microbatches: into how many pieces each device cuts its share of the batch, to take them one after another.
+            Gradients are reduced once for all (with split parameters for each).
+        average: the decay of a `tp.Ema` of the parameters, a number; or a function that makes one, such as
             `functools.partial(tp.Ema, decay=0.99, warmup=True)`.
         loss_takes: `"form"`: the loss is `loss(params, restructure, *batch)`, with the vector or the stacks and the
             `Restructure` to the model (of a tree: the canonical tree and the `Rest`, for `tp.combine`). So it can say
@@ -98,9 +98,9 @@ def step(
         buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for `step.lower`. With several processes it
         first compares their plans.
 
-        `params, state, value = step(params, state, *batch)` is what `jax.jit` returns, and donates `params` and
+        `params, state, value = step(params, state, *batch)` is a function of `jax.jit`, and donates `params` and
         `state`, which are not to be used again. Arrays of the batch have the examples as their leading axis, and are
-        laid along `batch_axis`; what lies on other devices is put there before, `jax.device_put(batch, plan.batch)`. A
+        laid along `batch_axis`; put an array of other devices there before, `jax.device_put(batch, plan.batch)`. A
         scalar is for all of them. So is a key: for noise of its own give each example one, `jax.random.split(key, n)`.
         `state` is a `StepState`.
 
@@ -139,7 +139,7 @@ def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What `sharding.step` returns, as two methods: `init` and `step`."""
+    """The two results of `sharding.step`, as methods: `init` and `step`."""
 
     placement: Placement
     gradient: Gradient
@@ -156,7 +156,7 @@ class Step:
         return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """What the update keeps, of parameters that are laid over the mesh."""
+        """The state that the update keeps, of parameters that are laid over the mesh."""
         if not jtu.tree_leaves(self.kept):
             return self.kept
         shardings = sharding_of(self.kept)
@@ -181,7 +181,7 @@ class Step:
         """Whether the loss takes a `Restructure`, and no model or `Rest`."""
         return self.gradient.takes_form and self.placement.has_restructure
 
-    def check_state(self, state: Any) -> None:
+    def check_state(self, state: object) -> None:
         """Checks that a state is that of this step."""
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")

@@ -1,4 +1,4 @@
-"""What a step does with parameters and gradients, and what it keeps for that: the state of a rule, an average."""
+"""The update of a step: of parameters by gradients, with the state of a rule and an average."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Update:
 
     @classmethod
     def of(cls, tx: Any, average: Average | None = None) -> "Update":
-        """Of a rule, and of what a user says of the average."""
+        """Of a rule, and of the user's words on the average."""
         if isinstance(tx, ModelTransformation):
             raise ValueError(
                 "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
@@ -53,7 +53,7 @@ class Update:
 
 
 def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
-    """What makes an average of parameters."""
+    """A function that makes an average of parameters."""
 
     def make(params: PyTree) -> Ema[Any]:
         made = average(params) if callable(average) else Ema(params, average)

@@ -1,14 +1,17 @@
-"""What comes to each array of a model from arrays by name, and what does not fit."""
+"""Which array by name comes to each array of a model, and which do not fit."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from .._tree.paths import nearest, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few
-from ._arrays import array_spec
+from ._arrays import Array, array_spec, in_numpy
 from ._contents import Contents
 from ._names import Names
 from ._rename import Rename, Route, Transforms, routes
@@ -23,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What comes to each array, ties once, and what does not fit."""
+    """Which move fills each array, ties once, and which arrays do not fit."""
 
     comes: dict[int, Move]  # to each leaf that is stored
     also: list[Move]  # what comes to a tie besides, and is to be the same
@@ -34,7 +37,7 @@ class Fit(NamedTuple):
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
-    """Finds what comes to each array of a model."""
+    """Finds the move that fills each array of a model."""
     leaves = {name: i for i, name in contents.names.items()}
     # A dictionary of arrays may itself be the model; then its keys are not written as paths are.
     leaves = {
@@ -55,11 +58,13 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         used.update(route.sources)
         made = _results(route, source.specs)
         if len(made) != len(route.targets):
-            what = f"gives {len(made)} arrays, and the paths are {first_few(route.targets)}"
-            disagrees.append(f"{first_few(route.sources)}: {route.how} {what}")
+            why = f"gives {len(made)} arrays, and the paths are {first_few(route.targets)}"
+            disagrees.append(f"{first_few(route.sources)}: {route.how} {why}")
             continue
         for number, leaf in targets:
             name, want, alias = contents.names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
+            # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one;
+            # the others are compared with it. An alias with a transform is never filled: it is computed.
             root = leaf if alias is None or alias.transforms else alias.source
             if name in goes_to:
                 raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
@@ -77,6 +82,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
         first, *others = sorted(moves, key=lambda move: move.leaf != root)
         comes[root] = first._replace(leaf=root)
         also += [move for move in others if not _is_again(first.route, move.route, source.aliases)]
+    # A file has a tie under several names; the one that is stored is used where another one is.
     used.update([source.aliases[name] for name in used if name in source.aliases])
     for name in kept & goes_to.keys():
         raise ValueError(f"rename, None: nothing is to come to {name!r}, and {goes_to[name]!r} does")
@@ -87,7 +93,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
-    """What comes of a route, as shapes."""
+    """The results of a route, as shapes."""
     if route.is_plain:
         return [specs[route.sources[0]]]
     made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
@@ -108,3 +114,25 @@ def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
     """Whether two routes take one array that the source has under two names."""
     first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
     return one.is_plain and other.is_plain and first == second
+
+
+def check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
+    """Refuses another array for a tie than the one that has come there; of tracers nothing can be told."""
+    if isinstance(value, Tracer) or isinstance(have, Tracer):
+        return
+    alias = contents.aliases.get(move.leaf)
+    value, have = in_numpy(value), in_numpy(have)
+    if alias and alias.transforms:
+        # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
+        tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5
+        wide = np.complex128 if have.dtype.kind == "c" else np.float64  # NumPy does not compare the narrowest floats
+        is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
+    else:
+        is_same = bool(np.all((value == have) | ((value != value) & (have != have))))
+    if not is_same:
+        names = contents.names
+        raise ValueError(
+            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
+            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
+        )

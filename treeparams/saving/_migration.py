@@ -1,4 +1,11 @@
-"""States and averages of the model before, as those of the model after: regrouped, with a move between cut and join."""
+"""States and averages of the model before, as those of the model after: regrouped, with a move between cut and join.
+
+A state has several histories where parameters were frozen and thawed: each is a state of the rule, for parameters that
+have taken the same steps. The histories after are not those before. Each parameter after goes on with the history of
+the parameters that it is made of (`_homes`); histories before that come from one and have taken the same steps are one
+again; and parameters to which nothing comes begin a history of their own. The arrays of a history after are made
+piece by piece (`_moved`), where `regroup` would take the pieces as they are.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -21,21 +28,21 @@ from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import Roles, in_own_buffers, nodes_of
-from ._arrays import as_in_jax, placed
+from ._arrays import Array, as_in_jax, placed
 from ._contents import division_in, histories_in, specs_in
 from ._elements import Movers
 from ._names import Names, names_of
 
 M = TypeVar("M")
 Origin = tuple[int, int]
-"""The number of the history that one is a part of, and the steps that it has taken."""
+"""The number of the history that one has come from, by freezing and thawing, and the steps that it has taken."""
 
 
 class _Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by what follows its place in their names, each read once, where it is asked for."""
+    """The arrays of a history by the rest of their names, each read once, where it is asked for."""
 
-    def __init__(self, source: Names, place: str) -> None:
-        self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{place}.")}
+    def __init__(self, source: Names, path: str) -> None:
+        self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{path}.")}
         self._source = source
         self._read = functools.cache(self._from_source)
 
@@ -55,8 +62,8 @@ class _Arrays(Mapping[Entries, Any]):
         return as_in_jax(name, array)
 
 
-class _Part(NamedTuple):
-    """A history of the model after: its parameters, and what it is made of."""
+class _History(NamedTuple):
+    """A history of the model after: its parameters, and where its arrays come from."""
 
     origin: Origin
     paths: list[str]
@@ -74,7 +81,7 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
     owner_of = {path: number for number, (_, paths) in enumerate(histories_in(words)) for path in paths}
     used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
     _check_lost(olds, fresh, words, used)
-    # Parts of one history that have taken the same steps are one again, as after optim.set_trainable.
+    # Histories that come from one and have taken the same steps are one again, as after optim.set_trainable.
     counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
     origins: list[Origin] = list(zip(words["origins"], counts, strict=True))
     homes = _homes(movers, {path: origins[owner] for path, owner in owner_of.items()}, like.layout)
@@ -84,20 +91,22 @@ def carried_state(movers: Movers, source: Names, like: TrainableState) -> Traina
             "state"
         )
     moved = functools.partial(_moved, movers, {path: olds[owner] for path, owner in owner_of.items()}, fresh.shapes)
-    parts: list[_Part] = []
+    histories: list[_History] = []
     for origin in [*dict.fromkeys(origins), None]:
         paths = [path for path, home in homes.items() if home == origin]
         if paths and origin is not None:
-            parts.append(_Part(origin, paths, moved, olds[origins.index(origin)].shared))
+            # Histories of one origin that have taken the same steps share the same counts, so that of any will do.
+            histories.append(_History(origin, paths, moved, olds[origins.index(origin)].shared))
         elif paths:
-            parts.append(_Part((len(olds), 0), paths, fresh.piece, functools.partial(_begun, olds, fresh)))
-    return _state_of(like, parts)
+            begun = functools.partial(_begun, olds, fresh)
+            histories.append(_History((len(olds), 0), paths, fresh.piece, begun))
+    return _state_of(like, histories)
 
 
 def _histories_of(source: Names, words: Mapping[str, Any]) -> list[Copies]:
     shapes, found = {path: spec.shape for path, spec in specs_in(words).items()}, []
-    for number, (place, _) in enumerate(histories_in(words)):
-        arrays = _Arrays(source, place)
+    for number, (path, _) in enumerate(histories_in(words)):
+        arrays = _Arrays(source, path)
         found.append(Copies(shapes, arrays, division_in(words, number, arrays)))
         found[-1].check()
     return found
@@ -119,7 +128,7 @@ def _check_lost(olds: Sequence[Copies], fresh: Copies, words: Mapping[str, Any],
 
 
 def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any], place: Place, path: str) -> Piece:
-    """What comes to a parameter of the model after, at a place in its state."""
+    """The piece that comes to a parameter of the model after, at a place in its state."""
     names = movers.sources[path]
     pieces = [olds[name].piece(place, name) for name in names]
     if movers.is_plain(path):
@@ -129,12 +138,12 @@ def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any]
 
 
 def _begun(olds: Sequence[Copies], fresh: Copies, entries: Entries) -> Any:
-    """What parameters share that begin: fresh, but with the rates that were set, as after optim.set_trainable."""
+    """An array that new parameters share: fresh, but with the rates that were set, as after optim.set_trainable."""
     return (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
 
 
 def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:
-    """What is said of the histories of a state, which must be of the plan's source, and `like` fresh."""
+    """The words on the histories of a state, which must be of the plan's source; and `like` must be fresh."""
     if not isinstance(like, TrainableState):
         raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
     words = source.states.get("")
@@ -154,7 +163,7 @@ def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, 
     return words
 
 
-def _steps(count: Any) -> int:
+def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
     """The number of steps that a history has taken."""
     if isinstance(count, Tracer):
         raise ValueError("plan.state is called between steps, outside of jax.jit: what it makes goes by their number")
@@ -179,27 +188,31 @@ def _homes(movers: Movers, numbers: Mapping[str, Origin], layout: Layout) -> dic
     return homes
 
 
-def _state_of(like: TrainableState, parts: list[_Part]) -> TrainableState:
+def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
     """The state of these histories, the oldest first, as after optim.set_trainable."""
-    parts = sorted(parts, key=lambda part: -part.origin[1])
+    histories = sorted(histories, key=lambda history: -history.origin[1])
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
-    running = tuple(tuple(leaves[path] for path in part.paths) for part in parts)
-    runs, divisions = zip(*[_run_of(like, part) for part in parts], strict=True)
-    counts = tuple(jnp.asarray(part.origin[1], jnp.int32) for part in parts)
-    roles = Roles(like.layout, running, (), tuple(part.origin[0] for part in parts), divisions)
+    running = tuple(tuple(leaves[path] for path in history.paths) for history in histories)
+    runs, divisions = zip(*[_run_of(like, history) for history in histories], strict=True)
+    counts = tuple(jnp.asarray(history.origin[1], jnp.int32) for history in histories)
+    roles = Roles(like.layout, running, (), tuple(history.origin[0] for history in histories), divisions)
     return in_own_buffers(TrainableState(runs, (), counts, roles))
 
 
-def _run_of(like: TrainableState, part: _Part) -> tuple[PyTree, Division]:
-    """A state of the rule and its division. Only the rule knows how it is of some parameters; here it is cut out."""
+def _run_of(like: TrainableState, history: _History) -> tuple[PyTree, Division]:
+    """A state of the rule and its division.
+
+    Only the rule knows what state it keeps for some of the parameters, and it is not here to be asked. So the state for
+    all of them is taken, without the arrays of others alone: it has the same pieces.
+    """
     shapes, fresh = {slot.path: slot.shape for slot in like.layout.slots}, entries_of(like.runs[0])
-    run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(part.paths))
-    made = zip(its.arrays.items(), joined(its, part.piece, part.shared), strict=True)
+    run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(history.paths))
+    made = zip(its.arrays.items(), joined(its, history.piece, history.shared), strict=True)
     arrays = [_as(fresh[entries], array, entries, want.shape) for (entries, want), array in made]
     return jtu.tree_unflatten(jtu.tree_structure(run), arrays), its.division
 
 
-def _as(like: Any, array: Any, entries: Entries, shape: tuple[int, ...]) -> Any:
+def _as(like: Array | jax.ShapeDtypeStruct, array: Array, entries: Entries, shape: tuple[int, ...]) -> Array:
     """An array in the dtype of the fresh one, and where that lies; of other parameters that may not be possible."""
     name = join_path(entries)
     if array.shape != shape:
@@ -221,14 +234,16 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
             f"{first_few(list(source)[:3])}"
         )
 
+    # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
+    # the two a name is in may have changed since: a parameter that trained may be frozen now.
     def average_of(name: str) -> Any:
         shadow = f"shadow.{name}" if name else "shadow"
-        place = shadow if shadow in source.specs else f"rest.{quote(name)}"
-        if place not in source.specs:
+        known = shadow if shadow in source.specs else f"rest.{quote(name)}"
+        if known not in source.specs:
             raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")
-        return source[place]
+        return source[known]
 
-    def moved(path: str, old: Any) -> Any:
+    def moved(path: str, old: Array) -> Array:
         if path not in movers.sources:
             return old
         new = movers.move(path, old.shape, [average_of(name) for name in movers.sources[path]])
