@@ -8,6 +8,7 @@ import itertools
 import sys
 import types
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -141,9 +142,10 @@ def agree(words: str, what: str) -> None:
         said.setdefault(row[:size].tobytes().decode(), []).append(process)
     # Against what most of them say; among equals, against the first process.
     (usual, holders), *others = sorted(said.items(), key=lambda item: -len(item[1]))
-    name = lambda processes: f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
     lines = itertools.chain.from_iterable(
-        difflib.unified_diff(usual.split("\n"), other.split("\n"), name(holders), name(processes), lineterm="", n=0)
+        difflib.unified_diff(
+            usual.split("\n"), other.split("\n"), _listed(holders), _listed(processes), lineterm="", n=0
+        )
         for other, processes in others
     )
     shown = list(itertools.islice(lines, SHOWN))
@@ -152,3 +154,7 @@ def agree(words: str, what: str) -> None:
         f"{what} differ between the processes; make them from the same model, rules and options in all of them:\n"
         + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
     )
+
+
+def _listed(processes: Sequence[int]) -> str:
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
