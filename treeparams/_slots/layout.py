@@ -136,7 +136,7 @@ class Layout:
     @overload
     def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
 
-    def block(self, matrix: jax.Array | np.ndarray, rows: Where, columns: Where) -> jax.Array | np.ndarray:
+    def block(self, matrix: Any, rows: Where, columns: Where) -> jax.Array | np.ndarray:
         """The block of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
