@@ -106,6 +106,8 @@ def stack(
     Returns:
         `{key: array}`, or `{group: {key: array}}`: for each shape and dtype among the slots, `"float32[4,4]"`, an array
         of shape `(k, *shape)` and that dtype in a buffer of its own, with a row for each slot in tree order, ties once.
+        The dictionary is a pytree of its own kind, by which `optim.per_leaf` knows that rows are leaves. `jax.tree.map`
+        and `stacks | {key: array}` keep the kind; a dictionary that you build from the items is a tree of plain arrays.
         And the `Restructure`. Nothing trained: `{}`.
 
     Raises:
