@@ -156,14 +156,13 @@ def _like(aval: Any, replaced: int, shape: tuple[int, ...], rank: int) -> Any:
     return aval.update(shape=aval.shape[:batch] + shape, sharding=sharding, weak_type=False)
 
 
-def _transpose_cut(cotangents: Sequence[Any], array: ad.UndefinedPrimal, *, shapes: Shapes, rank: int) -> list[Any]:
+# What JAX gives a rule may be NumPy's, too.
+def _transpose_cut(cotangents: Sequence[Any], array: Any, *, shapes: Shapes, rank: int) -> list[Any]:
     length = array.aval.shape[array.aval.ndim - 1 - rank]
     return [join([ad.instantiate_zeros(each) for each in cotangents], shapes, length, rank)]
 
 
-def _transpose_join(
-    cotangent: jax.Array | ad.Zero, *arrays: ad.UndefinedPrimal | jax.Array, shapes: Shapes, length: int, rank: int
-) -> list[Any]:
+def _transpose_join(cotangent: Any, *arrays: Any, shapes: Shapes, length: int, rank: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(array.aval) if ad.is_undefined_primal(array) else None for array in arrays]
     pieces = cut(cotangent, shapes, rank)
