@@ -41,7 +41,13 @@ RULES = {
 late = {"should_transform_fn": lambda step: step >= 3}
 clipped = optax.chain(optim.clip_by_global_norm(1.0), optax.adam(0.1))
 RIGHT = {
-    **{name: getattr(module, name)(0.1) for module, names in RULES.items() for name in names.split()},
+    # Older versions of Optax lack some.
+    **{
+        name: getattr(module, name)(0.1)
+        for module, names in RULES.items()
+        for name in names.split()
+        if hasattr(module, name)
+    },
     "momentum": optax.sgd(optax.linear_schedule(0.1, 0.0, 3), momentum=0.9, nesterov=True),
     "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 3)),
     "clip": optax.chain(optax.clip(0.1), optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1)),
