@@ -138,8 +138,7 @@ class Parts(Generic[M]):
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
         """The canonical tree of one value per slot."""
-        static = _halves(self.rest)[1]
-        return jtu.tree_unflatten(static.treedef, static.index.canonical_leaves([*slots, None]))
+        return self.index.canonical(slots, self.treedef)
 
     def everywhere(self, slots: Sequence[Any]) -> PyTree:
         """The tree of one value per slot at all paths of each, `None` elsewhere."""

@@ -173,8 +173,7 @@ class Rule:
         if "active" in extra:
             raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
         if self.fills:
-            pairs = zip(parts.slots, gradients, strict=True)
-            gradients = [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
+            gradients = _filled(parts, gradients)
         layout, slots = parts.layout, [slot for slot, given in enumerate(gradients) if given is not None]
         if len(slots) < len(gradients):
             layout = trained_at(layout, [parts.index.positions[slot] for slot in slots])
@@ -221,19 +220,14 @@ class Rule:
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """One gradient per slot as Optax's rules take them; `None` where there is none."""
-        gradients = self.read_gradients(parts, grads)
-        for slot in parts.index.complex_slots:
-            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
-            if gradients[slot] is not None:
-                gradients[slot] = jnp.conj(gradients[slot])
-        return gradients
-
-    def read_gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
-        """One gradient per slot, in its dtype or single precision, in JAX's convention."""
         if grads is None or isinstance(grads, (bool, int)):
             raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
         gradients = slot_gradients(parts.index, grads, None, wide=True)
         check_no_updates(parts, grads)
+        for slot in parts.index.complex_slots:
+            # JAX's gradient of a real loss is the conjugate of the direction of ascent, which is what Optax takes.
+            if gradients[slot] is not None:
+                gradients[slot] = jnp.conj(gradients[slot])
         return gradients
 
     def _argument(self, sight: Sight, name: str, value: Any) -> Any:
@@ -260,10 +254,14 @@ class Rule:
 
     def _show_gradients(self, sight: Sight, grads: PyTree) -> PyTree:
         """Gradients among the extra arguments, as the rule is shown them."""
-        given = self._gradients(sight.parts, grads)
-        pairs = zip(sight.parts.slots, given, strict=True)
         # A rule is shown a whole form, so what is missing here alone is zero.
-        return sight.show([jnp.zeros_like(leaf) if each is None else each for leaf, each in pairs])
+        return sight.show(_filled(sight.parts, self._gradients(sight.parts, grads)))
+
+
+def _filled(parts: Parts[Any], gradients: Sequence[Any]) -> list[Any]:
+    """The gradients, of zeros where there is none."""
+    pairs = zip(parts.slots, gradients, strict=True)
+    return [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
 
 
 def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
