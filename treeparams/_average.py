@@ -13,16 +13,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.match import read_slots
 from ._slots.parts import Rest, index_in, kept_arrays, put_together, take_apart, with_kept_arrays
-from ._slots.where import select
+from ._slots.rules import first_entries
 from ._tree.declare import field
 from ._tree.dtypes import is_inexact, widened
 from ._tree.lost_ties import keep_apart
 from ._tree.messages import name_deleted, warn
 from ._tree.recognise import structure_of
-from ._tree.structure import Structure, flatten
+from ._tree.structure import flatten
 from ._tree.types import PyTree
 
 M = TypeVar("M")
@@ -155,7 +156,7 @@ def _lerp_one(old: jax.Array, new: ArrayLike, step: ArrayLike) -> jax.Array:
 def next_rest(rest: Rest[M], model: PyTree, step: ArrayLike, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: the arrays that are no slots, by their policies."""
     olds = kept_arrays(rest)
-    policies = _policies(index_in(rest).structure, olds, buffers)
+    policies = _policies(index_in(rest), olds, buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
     leaves, _, others = structure_of(model)
@@ -186,20 +187,23 @@ def _next_array(policy: str, old: Any, new: Any, step: ArrayLike) -> Any:
     return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
 
-def _policies(structure: Structure, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
+def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
     """The policy for the array at each path."""
-    usual, said = (buffers, {}) if isinstance(buffers, str) else ("copy", buffers)
-    for policy in (usual, *said.values()):
+    rules = {"**": buffers} if isinstance(buffers, str) else buffers
+    for policy in rules.values():
         if policy not in ("copy", "keep", "average"):
             raise ValueError(
                 f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}'
             )
-    policies = dict.fromkeys(paths, usual)
-    among = frozenset(structure.index[path] for path in paths)
-    for where, policy in said.items():
-        for leaf in select(structure, where, among, "frozen or integer array"):
-            policies[structure.paths[leaf]] = policy
-    return policies
+    if isinstance(buffers, str):
+        return dict.fromkeys(paths, buffers)
+    structure, policies = index.structure, list(rules.values())
+    kept = {path: structure.index[path] for path in paths}
+    places = [i for i, first in enumerate(structure.first) if first in kept.values()]
+    sources = {path: index.sources.get(i, i) for path, i in kept.items()}
+    asked, kind = frozenset(sources.values()), "frozen or integer array"
+    found = first_entries(index, list(rules), places, asked=asked, kind=kind)
+    return {path: policies[found[i]] if i in found else "copy" for path, i in sources.items()}
 
 
 def copy_leaf(leaf: Any) -> Any:

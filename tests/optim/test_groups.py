@@ -103,17 +103,47 @@ def _plus_nothing(x):
 def test_a_tie_goes_where_its_own_path_goes(form):
     shared = jnp.ones(2)
     model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
-    tx = groups({"embed": optax.sgd(1.0), "**": optax.sgd(2.0)}, None, ("embed", "head"), form)
+    both = ("embed", "head")
+    tx = groups({both: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, both, form)
     assert rates(tx, model) == {"embed": 1.0}
     assert rates(tx, model, optim.set_trainable(tx, tx.init(model), model)) == {"embed": 1.0, "body": 2.0}
+    for half in both:
+        with pytest.raises(ValueError, match=r"names '(embed|head)', but 'embed', 'head' are one array.* name all in "):
+            groups({half: optax.sgd(1.0)}, optax.sgd(1.0), None, form).init(model)
     parted = {"embed": shared, "head": shared + 1, "body": jnp.ones(1)}
     tied = tp.layout(parted, ties={"head": ("embed", _plus_nothing)})
-    for where, known in (("head", None), (("head", "body"), None), ("head", tied)):  # each glob is checked
-        tx = groups({where: optax.sgd(1.0)}, optax.sgd(1.0), known, form)
-        with pytest.raises(
-            ValueError, match=r"'head' selects only 'head', which is tied to 'embed'; .* write that one"
-        ):
-            tx.init(model if known is None else tp.tie(parted, tied))
+    tx = groups({"head": optax.sgd(1.0)}, optax.sgd(1.0), tied, form)
+    with pytest.raises(ValueError, match=r"'head' names 'embed' by an alias that a layout was given.*; write 'embed'"):
+        tx.init(tp.tie(parted, tied))
+
+
+@forms
+def test_a_declared_tie_is_named_by_either_end(form):
+    class Language(eqx.Module):
+        embed: jax.Array
+        head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
+        body: jax.Array
+
+    model = Language(ramp(2, 3), ramp(2, 3).T, ramp(1))
+    for end in ("embed", "head", ("head", "body")):
+        assert rates(groups({end: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, None, form), model)["embed"] == 1.0
+
+
+@forms
+def test_an_entry_that_gives_nothing_is_an_error(form):
+    model, one = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}, optax.sgd(1.0)
+    for rules, match in (
+        ({"**": one, "body": one}, r"'body' comes too late: '\*\*' before it took all that it selects"),
+        ({("**", "!encodr"): one}, r"'encodr' selects nothing; nearest: 'encoder'"),
+        ({re.compile("encodr"): one}, r"'encodr' selects nothing"),
+        ({eqx.nn.Linear: one}, r"'Linear' selects nothing"),
+        ({tp.leaves(lambda path, leaf: leaf.ndim > 3): one}, r"tp.leaves\(.*\) selects nothing"),
+        ({lambda m: None: one}, r"<lambda>' selects nothing"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            groups(rules, one, "!frozen", form).init(model)
+    tx = groups({"frozen": one, "encoder": one, "body": one, "**": one}, None, "!frozen", form)
+    assert set(optim.report(tx, model).groups.values()) == {"encoder", "body"}  # the others are empty
 
 
 @forms
@@ -136,11 +166,11 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head(form):
     }
     adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
     matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=form)
+    tx = groups({("embed", "head.weight"): adam, matrices: optim.per_leaf(muon)}, adam, form=form)
     assert optim.report(tx, model).groups == {
         "body.0.b": "default",
         "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",
-        "embed.weight": "embed",  # and so is the head's, which is this array
+        "embed.weight": "('embed', 'head.weight')",  # one array
         "head.b": "default",
     }
 

@@ -104,7 +104,7 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
         (lambda m: m.head.weight.T, r"\(it is given shapes in place of arrays\); it failed with AttributeError"),
         (
             lambda m: (m.act, m.steps),
-            r"no parameter, only 'steps' \(int32\[\]\), 'act' \(not an array\); only floating",
+            r"no parameter, only 'act' \(not an array\); only floating",
         ),
         (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
         ([], r"an empty sequence selects nothing; leave the argument out, or write None"),

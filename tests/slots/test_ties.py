@@ -178,7 +178,6 @@ def test_never_half_of_a_tie():
         lambda model: tp.layout(model, freeze="target"),
         lambda model: tp.layout(model, freeze="**", thaw="online"),
         lambda model: tp.layout(model).freeze("target"),
-        lambda model: tp.layout(tp.untie(model), freeze="target", ties={"target.w": "online.w"}),
     ):
         with pytest.raises(ValueError, match=r"'online.w' is trained and 'target.w' is frozen.*one array.*" + remedies):
             half(shared())
@@ -210,14 +209,48 @@ def test_an_alias_with_a_transform_follows_its_source():
     frozen = layout.freeze("encoder")
     assert frozen == tp.layout(codec(), freeze=["encoder", "decoder"]) != layout
     assert jax.tree.leaves(frozen.mask) == [False, False]
-    for only_the_alias in (
-        lambda: tp.layout(codec(), "decoder"),
-        lambda: tp.layout(codec(), Codec(True, False)),
-        lambda: frozen.thaw("decoder"),
-        lambda: layout.freeze(["**", "!decoder"]),
-    ):
-        with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* say it of the source"):
-            only_the_alias()
+    with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* say it of the source"):
+        tp.layout(codec(), Codec(True, False))
+
+
+@pytest.mark.parametrize("transform", [None, jnp.transpose])
+@pytest.mark.parametrize("end", ["embed", "head", "body.head"])
+def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
+    """By its source, or by its alias alone, also by a node that holds nothing else."""
+    alias = "head" if end == "embed" else end
+    head = leaf(3, 2) if transform else leaf(2, 3)
+    model: Any = {"embed": leaf(2, 3), "bias": leaf(2)} | (
+        {"head": head} if alias == "head" else {"body": {"head": head}}
+    )
+    ties: Any = {alias: ("embed", transform) if transform else "embed"}
+    layout = tp.layout(model, ties=ties)
+    assert layout.ties == {"embed": (alias,)}
+    bias = layout.freeze("embed")
+    for node in dict.fromkeys((end, end.split(".")[0])):
+        assert layout.freeze(node) == bias == layout.freeze(["**", "!bias"])
+        assert bias.thaw(node) == layout == layout.freeze("**").thaw(["**"]) != layout.freeze(["**", f"!{node}"])
+        assert tp.layout(model, f"!{node}", ties=ties).size == 2
+        assert tp.layout(model, node, ties=ties).paths == ("embed",)
+        assert layout.indices(node).tolist() == layout.indices("embed").tolist()
+        vector, restructure = tp.ravel(tp.tie(model, layout), layout)
+        assert list(restructure.view(vector)[f"{node}.**"]) == ["embed"]
+        assert tp.stack(model, layout, groups={"tied": node, "rest": "**"})[0].keys() == {"tied", "rest"}
+
+
+def test_a_declared_tie_is_named_by_either_end():
+    class Language(eqx.Module):
+        embed: Any
+        head: Any = tp.field(tied_to="embed")
+        bias: Any = None
+
+    for model in (Language(leaf(2, 3), leaf(2, 3), leaf(2)), tp.tie(Language(leaf(2, 3), leaf(2, 3), leaf(2)))):
+        for end in ("embed", "head"):
+            assert tp.layout(model, freeze=end).paths == tp.layout(model, f"!{end}").paths == ("bias",)
+            assert tp.layout(model, f"!{end}").size == 2
+            grads = tp.grad(lambda m: jnp.sum(m.embed) + jnp.sum(m.head), end)(model)
+            assert grads.bias is None is grads.head
+            assert grads.embed.tolist() == [[2.0] * 3] * 2
+        assert tp.layout(model, freeze=["head", "embed"]).paths == ("bias",)
 
 
 def test_a_word_for_a_node_is_no_word_for_an_alias_with_a_transform_below_it():

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
-from .._slots.where import Where, name_of, select
+from .._slots.rules import first_entries
+from .._slots.where import Where
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.text import count_of, describe, quoted
 from .._tree.types import PyTree
@@ -127,17 +128,14 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     if not isinstance(groups, Mapping) or not all(isinstance(name, str) for name in groups):
         raise TypeError(f"groups is a dictionary {{name: where}}, got {groups!r:.80}")
     index = index_of(layout)
-    lost, found = set(range(len(layout.slots))), {}
-    for name, where in groups.items():
-        leaves = select(index.structure, where)
-        if leaves <= index.sources.keys():
-            alias = min(leaves)
-            path, source = (index.structure.paths[i] for i in (alias, index.sources[alias]))
-            raise ValueError(f"{name_of(where)} selects only {path!r}, which is tied to {source!r}; write that one")
-        found[name] = sorted(lost.intersection(index.by_leaf[leaf] for leaf in leaves.intersection(index.positions)))
-        lost -= set(found[name])
+    entries = first_entries(index, list(groups.values()))
+    found: dict[str, list[int]] = {name: [] for name in groups}
+    for slot, leaf in enumerate(index.positions):
+        if leaf in entries:
+            found[[*groups][entries[leaf]]].append(slot)
+    lost = [slot for slot, leaf in enumerate(index.positions) if leaf not in entries]
     if lost:
-        paths = [layout.slots[i].path for i in sorted(lost)]
+        paths = [layout.slots[i].path for i in lost]
         raise ValueError(f"in no group: {quoted(paths)}; add one for what is left, groups={{..., 'rest': '**'}}")
     return found
 

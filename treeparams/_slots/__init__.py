@@ -3,10 +3,12 @@
 The files, from the ground up:
 
     transform  linear functions that are recognised again
-    where      masks, globs, classes, leaves(): from these to the leaves that they select
-    nodes      which nodes a `where` matches itself, and whether they are alike
+    where      leaves(); the one reader of a `where`: the nodes and leaves that it matches
+    nodes      the layers of a net: nodes that a `where` matches, and whether they are alike
+    said       which parameters are trained: masks, declarations, freeze and thaw
     ties       ties: by identity, declared, given
     index      Slot; where each leaf lies
+    rules      the one reader of `{where: value}`: the first entry that selects a parameter
     layout     Layout
     trainable  layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project

@@ -13,7 +13,7 @@ from .._tree.dtypes import is_complex
 from .._tree.structure import Structure, getter
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
-from .ties import Alias
+from .ties import Alias, followers
 
 
 class Slot(NamedTuple):
@@ -61,14 +61,10 @@ class Index:
         self.positions = tuple([i for i in self.distinct if trained[i]])  # the leaf of each slot
         self.by_leaf = {leaf: slot for slot, leaf in enumerate(self.positions)}  # the slot of each trained leaf
         self.aliases: dict[int, list[Alias]] = {}  # of each source
-        # The source of each alias that has a transform, and so is trained if and only if its source is; and of those
-        # that are trained the slots.
-        self.follows: dict[int, int] = {}
-        self.computed: list[tuple[int, Alias]] = []
+        self.follows = followers(ties)
+        self.computed: list[tuple[int, Alias]] = []  # aliases with a transform that are trained, and their slots
         for alias in ties:
             self.aliases.setdefault(alias.source, []).append(alias)
-            if alias.transforms:
-                self.follows[alias.leaf] = alias.source
             if trained[alias.source]:
                 self.by_leaf[alias.leaf] = self.by_leaf[alias.source]
                 if alias.transforms:

@@ -21,8 +21,9 @@ from .._tree.structure import Structure
 from .._tree.text import first_few, in_columns
 from .._tree.types import PyTree
 from .index import Index, Slot
+from .said import Said, change
 from .ties import Alias, settle
-from .where import Said, Where, change, select
+from .where import Where, select
 
 
 class Layout:
@@ -312,7 +313,7 @@ def slot_at(layout: Layout, path: str) -> int:
 def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
     """The numbers of the slots that `where` selects, in order."""
     index = index_of(layout)
-    leaves = select(index.structure, where)
+    leaves = select(index.structure, where, index.follows)
     found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
     if not found:
         path = index.structure.paths[min(leaves)]

@@ -1,38 +1,17 @@
-"""The nodes that a `where` itself matches, such as the layers of a net, and whether they are alike.
+"""The nodes that a `where` matches, such as the layers of a net, and whether they are alike."""
 
-Here `layers.*` means the layers; as `trainable` it means the parameters in them (see `where`).
-"""
-
-import functools
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
-import jax.tree_util as jtu
+from collections.abc import Iterator
 
 from .._tree.difference import static_differences
-from .._tree.paths import join_path, nearest, selects, split_path
+from .._tree.paths import join_path, split_path
 from .._tree.structure import Structure, same_treedef
-from .._tree.text import describe, quoted
-from .._tree.types import TreeDef
-from .where import Where, name_of, with_distinct_leaves
-
-
-class Span(NamedTuple):
-    """A node, or a leaf, by the leaves in it."""
-
-    start: int
-    stop: int
-    entries: tuple[str, ...]
-    number: int | None  # of the node; none of a leaf
-
-    @property
-    def path(self) -> str:
-        return join_path(self.entries)
+from .._tree.text import quoted
+from .where import Span, Where, found_in, name_of, read, subtreedefs
 
 
 def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
-    """The outermost nodes, or leaves, that a `where` itself matches, in tree order; an error if they are not alike.
+    """The outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
 
     Remembered, but for functions, which may find others at the next call.
     """
@@ -46,58 +25,28 @@ def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
 
 
 def _find_nodes(structure: Structure, where: Where) -> list[Span]:
-    several = list(where) if isinstance(where, (list, tuple)) else [where]
-    if not several:
-        raise ValueError("an empty sequence matches no node")
-    away = [each[1:] for each in several if isinstance(each, str) and each.startswith("!")]
-    if len(away) == len(several):
+    chosen, away = read(structure, where)
+    every = range(len(structure.specs))
+    for match in (*chosen, *away):
+        found_in(structure, match, every, "leaf")
+    if not chosen:
         raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
-    matches, not_these = ([_matcher(structure, each) for each in side] for side in (several, away))
-    spans = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
-    spans += [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
-    # Nodes come in preorder and leaves last, so a node is met before all that is below it: the outermost is found.
-    found: dict[tuple[str, ...], Span] = {}
-    for span in spans:
-        is_below = any(span.entries[:depth] in found for depth in range(len(span.entries) + 1))
-        if not is_below and any(match(span) for match in matches) and not any(match(span) for match in not_these):
-            found[span.entries] = span
+    taken = frozenset[int]().union(*[match.leaves() for match in away])
+    # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
+    found, covered = list[Span](), set[int]()
+    for span in sorted({span for match in chosen for span in match.spans}, key=lambda span: span.start - span.stop):
+        leaves = range(span.start, span.stop)
+        if taken.isdisjoint(leaves):
+            if covered.isdisjoint(leaves):
+                found.append(span)
+                covered.update(leaves)
+        elif not taken.issuperset(leaves):
+            raise ValueError(
+                f"{name_of(where)} takes away a part of the node {span.path!r}; name the nodes that you mean"
+            )
     if not found:
-        known = [span.path for span in spans if span.entries]
-        raise ValueError(f"{name_of(where)} matches no node{nearest(str(where), known)}")
-    return sorted(found.values(), key=lambda span: (span.start, span.stop))
-
-
-def _matcher(structure: Structure, where: object) -> Callable[[Span], bool]:
-    """A function that tells whether a single `where` matches a node."""
-    if isinstance(where, str):
-        pattern = split_path(where)
-        return lambda span: selects(pattern, span.entries)
-    if isinstance(where, re.Pattern):
-        return lambda span: where.fullmatch(span.path) is not None
-    if isinstance(where, type):
-        return lambda span: span.number is not None and issubclass(structure.nodes[span.number].cls, where)
-    if not callable(where):
-        raise TypeError(
-            "expected a glob, a compiled regex, a class, a callable from the model to nodes of it, or a sequence of "
-            f"these, which match nodes, got {name_of(where)}"
-        )
-    found = _pointed_nodes(structure, where)[0]
-    treedefs = subtreedefs(structure)
-    return lambda span: (list(range(span.start, span.stop)), treedefs[span.number]) in found
-
-
-def _pointed_nodes(structure: Structure, where: Callable[[Any], Any]) -> tuple[list[tuple[list[int], TreeDef]], bool]:
-    """The leaves and treedefs of the nodes that a callable returns, and whether it is a list of them."""
-    tree, index = with_distinct_leaves(structure)
-    nodes: Any = where(tree)
-    are_several = type(nodes) in (list, tuple)
-    found = []
-    for node in nodes if are_several else [nodes]:
-        leaves, treedef = jtu.tree_flatten(node)
-        if not leaves or any(id(leaf) not in index for leaf in leaves):
-            raise ValueError(f"{name_of(where)} must return nodes of the model that have leaves, got {describe(node)}")
-        found.append(([index[id(leaf)][0] for leaf in leaves], treedef))
-    return found, are_several
+        raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
+    return sorted(found, key=lambda span: (span.start, span.stop))
 
 
 def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
@@ -126,7 +75,7 @@ def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
         return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
     if isinstance(where, (list, tuple)):
         return all(_is_one(structure, each, cls) for each in where)
-    return isinstance(where, (type, re.Pattern)) or not (callable(where) and _pointed_nodes(structure, where)[1])
+    return not any(match.is_listed for match in read(structure, where)[0])
 
 
 def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str]:
@@ -155,20 +104,3 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
 def _entries_within(structure: Structure, span: Span) -> list[tuple[str, ...]]:
     """The entries of the leaves in a node, from the node on."""
     return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]
-
-
-def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """The treedef of each node of a structure, and of a leaf."""
-    return structure.remember("subtreedefs", functools.partial(_find_subtreedefs, structure.treedef))
-
-
-def _find_subtreedefs(treedef: TreeDef) -> dict[int | None, TreeDef]:
-    # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-    found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-    waiting = [treedef]
-    while waiting:
-        each = waiting.pop()
-        if each.node_data() is not None and each.node_data()[0] is not type(None):
-            found[len(found) - 1] = each
-            waiting += reversed(each.children())
-    return found

@@ -5,7 +5,7 @@ it. Ties by identity are found among the array objects; a declared or given tie 
 names as source is the source, wherever it is in the tree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,9 @@ from .._tree.declare import Given, read_source
 from .._tree.paths import join_path, nearest, split_path
 from .._tree.structure import Spec, Structure
 from .._tree.text import describe
+from .said import Said, declaring_nodes
 from .transform import Transform
-from .where import Said, declaring_nodes
+from .where import Follows
 
 
 class Alias(NamedTuple):
@@ -26,6 +27,14 @@ class Alias(NamedTuple):
     leaf: int
     source: int
     transforms: tuple[Transform, ...]
+    is_said: bool = False  # by a class, or to `tp.layout`; else the two are one array object
+
+    # However a tie came about, programs over the two are the same.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alias) and self[:3] == other[:3]
+
+    def __hash__(self) -> int:
+        return hash(self[:3])
 
     def __str__(self) -> str:
         """The transforms in words; empty where there is none."""
@@ -66,10 +75,12 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
+    said = set[int]()  # leaves that a tie names as alias
     for alias, source, transform in [*_declared_ties(structure), *(_given_ties(structure, given) if given else ())]:
         # The ends of a tie stand for the sets they are in: tying one path of a set ties all of them.
         lower, upper = structure.first[alias], structure.first[source]
         named[upper] = min(named.get(upper, source), source)
+        said.add(alias)
         if lower == upper and transform is None:
             continue
         names = structure.paths[alias], structure.paths[source]
@@ -84,16 +95,25 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
         return ()
     # Declared ties join the sets to trees, and the set at the root of a tree holds the source. The source is the leaf
     # that a tie names, which need not be the first of its set: tables and messages show the path that you wrote.
-    trees: dict[int, list[tuple[int, tuple[Transform, ...]]]] = {}
+    trees: dict[int, list[tuple[int, tuple[Transform, ...], bool]]] = {}
     for leaf in structure.parameters:
         root, transforms = _root(structure, structure.first[leaf], above)
-        trees.setdefault(root, []).append((leaf, transforms))
+        trees.setdefault(root, []).append((leaf, transforms, leaf in said or root != structure.first[leaf]))
     return tuple(
-        Alias(leaf, source, transforms)
+        Alias(leaf, source, transforms, is_said)
         for source, joined in sorted((named.get(root, root), joined) for root, joined in trees.items())
-        for leaf, transforms in joined
+        for leaf, transforms, is_said in joined
         if leaf != source
     )
+
+
+def followers(ties: Sequence[Alias]) -> Follows:
+    """The aliases that are said to be tied, and the places of the parameter that each follows: one array object."""
+    places: dict[int, set[int]] = {}
+    for alias in ties:
+        its = places.setdefault(alias.source, {alias.source})
+        its |= set() if alias.is_said else {alias.leaf}
+    return {alias.leaf: frozenset(places[alias.source]) for alias in ties if alias.is_said}
 
 
 def _root(
@@ -172,15 +192,10 @@ def checked(structure: Structure, alias: int, source: int, function: Callable[..
 
 
 def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
-    """Decides for each leaf whether it is trained, with every tie trained or frozen as a whole.
-
-    An alias with a transform is trained if and only if its source is. Naming the alias itself and saying otherwise is
-    an error.
-    """
+    """Decides for each leaf whether it is trained, with every tie trained or frozen as a whole."""
     trained = dict(said)
     for alias in ties:
-        # A source is no alias, so its own entry is final. An alias that nothing is said of, as one with a transform
-        # that no statement names (see `Said`), agrees with its source.
+        # A source is no alias, so its own entry is final. An alias that nothing is said of agrees with its source.
         of_source = trained[alias.source]
         if said.get(alias.leaf, of_source) != of_source:
             raise ValueError(_half_trained(structure, ties, alias, of_source))
@@ -191,15 +206,20 @@ def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[b
 def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, of_source: bool) -> str:
     names = structure.paths[alias.source], structure.paths[alias.leaf]
     is_, other = ("trained", "frozen") if of_source else ("frozen", "trained")
-    if alias.transforms:
+    if alias.is_said:
+        how = f"is {alias} of" if alias.transforms else "is tied to"
         return (
-            f"{names[1]!r} is {alias} of {names[0]!r}, its source, and is trained or frozen with it, but the source is "
-            f"{is_} and the alias {other}; say it of the source {names[0]!r} (or of both)"
+            f"{names[1]!r} {how} {names[0]!r}, its source, and is trained or frozen with it, but the source is {is_} "
+            f"and the alias {other}; say it of the source {names[0]!r} (or of both)"
         )
-    every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.transforms]
-    every.insert(0, names[0])
+    every = places_of(structure, ties, alias.source)
     return (
         f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
         f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
         f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
     )
+
+
+def places_of(structure: Structure, ties: Sequence[Alias], source: int) -> list[str]:
+    """The paths at which one array object is."""
+    return [structure.paths[i] for i in (source, *(a.leaf for a in ties if a.source == source and not a.is_said))]

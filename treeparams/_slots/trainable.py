@@ -15,8 +15,9 @@ from .._tree.text import first_few, first_lines
 from .._tree.types import PyTree
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
-from .ties import Alias, find_ties, settle
-from .where import Where, change, choose
+from .said import change, choose
+from .ties import Alias, find_ties, followers, settle
+from .where import Where
 
 
 def layout(
@@ -121,7 +122,7 @@ def _is_forgotten(index: Index, tie: Alias) -> bool:
         return False
     # The layout may know the tie the other way round, or with a third leaf as the source of both.
     one, other = (index.sources.get(leaf, leaf) for leaf in (tie.leaf, tie.source))
-    return tie.leaf not in index.follows and one != other
+    return one != other
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
@@ -153,7 +154,7 @@ def _make(
     given: Given | None = None,
 ) -> Layout:
     ties = find_ties(structure, given)
-    follows = {alias.leaf: alias.source for alias in ties if alias.transforms}
+    follows = followers(ties)
     said = choose(structure, follows, trainable)
     if freeze is not None or thaw is not None:
         change(structure, follows, said, freeze, False)

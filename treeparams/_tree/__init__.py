@@ -4,7 +4,8 @@ The files, from the ground up:
 
     types        PyTree, TreeDef, for type checkers and at run time
     dtypes       which are floating or complex, and which one holds several
-    paths        key paths as text and back; globs; the nearest path to a misspelt one
+    paths        key paths as text and back; the nearest path to a misspelt one
+    globs        globs over paths; the text that their stars stand for
     static_keys  static values compared by type and content
     text         tables; values in words
     declare      field, declare: which fields of a class are frozen or tied

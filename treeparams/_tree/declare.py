@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import equinox as eqx
 import jax
 
-from .paths import nearest, quote, selects, split_path
+from .globs import Glob
+from .paths import join_path, nearest, quote, split_path
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -151,7 +152,7 @@ def declare(
         names = [each.name for each in dataclasses.fields(cls)]
     for path in (*frozen, *ties, *sources) if names else ():
         first = split_path(path)[:1]
-        if not any(first and selects(first, (quote(name),)) for name in names):
+        if not any(first and Glob(join_path(first)).selects((quote(name),)) for name in names):
             raise ValueError(f"{cls.__qualname__} has no field for {path!r}{nearest(path, names)}")
     registry.classes[cls] = Declared({}, frozen, ties)
     registry.version += 1

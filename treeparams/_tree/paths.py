@@ -1,13 +1,12 @@
-"""Key paths as text and back, the globs over them, and the nearest path to a misspelt one.
+"""Key paths as text and back, and the nearest path to a misspelt one.
 
 A *path* says where a node or leaf is in a pytree, with one entry per key and dots between them: `layers.0.weight`. The
 root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a quote or a glob character,
 or starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into entries without a model at
-hand, and globs are matched entry by entry, never as joined text: `*` cannot run over a dot.
+hand.
 """
 
 import difflib
-import fnmatch
 import functools
 import json
 import re
@@ -97,43 +96,6 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
             "each path stands for one leaf"
         )
     return entries
-
-
-def selects(pattern: Sequence[str], entries: Sequence[str]) -> bool:
-    """Whether the glob, split into entries, matches these entries or a node above them.
-
-    `**` stands for any number of entries, so the entries read so far may have led to several positions in the pattern.
-    They are kept as a set, so that each entry is read once; to try one position after another would read some often.
-
-    >>> globs = ("**.weight", "layers", "layers.*.0")
-    >>> [selects(split_path(glob), split_path("layers.0.weight")) for glob in globs]
-    [True, True, False]
-    """
-    states = _skip_stars(pattern, {0})
-    for entry in entries:
-        if len(pattern) in states:  # the pattern has ended at a node above
-            return True
-        stay = {at for at in states if pattern[at] == "**"}
-        step = {at + 1 for at in states - stay if _matches_entry(pattern[at], entry)}
-        states = _skip_stars(pattern, stay | step)
-    return len(pattern) in states
-
-
-def _skip_stars(pattern: Sequence[str], states: set[int]) -> set[int]:
-    # A `**` may stand for no entry at all.
-    for at in sorted(states):
-        while at < len(pattern) and pattern[at] == "**":
-            at += 1
-            states.add(at)
-    return states
-
-
-@functools.lru_cache(maxsize=65536)
-def _matches_entry(pattern: str, entry: str) -> bool:
-    if not _is_quoted(pattern):
-        return fnmatch.fnmatchcase(unquote(entry), pattern)
-    text = unquote(pattern)
-    return entry == _json(text) or entry == quote(text)  # quotes that were not needed are allowed
 
 
 def _json(text: str) -> str:

@@ -10,8 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact
 
+from .._slots.said import declared_frozen
 from .._slots.ties import find_ties
-from .._slots.where import Where, declared_frozen, select
+from .._slots.where import Where, select
 from .._tree.declare import field
 from .._tree.dtypes import is_complex
 from .._tree.recognise import structure_of

@@ -5,6 +5,7 @@ ground up:
 
     _state         TrainableState
     _named         what a rule is shown while it is read
+    _entries       `{where: value}` within plain Optax, and a check of it in the whole model
     _groups        groups: a rule for each part; report: which leaf goes where
     _history       what a rule has learned of parameters that step together
     _formulas      the formula of each element in the programs of a rule

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -12,21 +12,20 @@ from .._forms.form import Form, Stacks
 from .._slots.index import Index
 from .._slots.layout import index_of
 from .._slots.parts import take_apart
-from .._slots.where import name_of, select
+from .._slots.where import name_of
 from .._tree.paths import join_path
 from .._tree.recognise import structure_of
-from .._tree.structure import Structure
 from .._tree.text import describe, in_columns, quoted
 from .._tree.types import PyTree
+from ._entries import Keys, check_entries, entries_of
 from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
 class Group(NamedTuple):
-    """One group: its name, the globs that it is given by, and the parameters in it."""
+    """One group: its name, and the parameters in it."""
 
     name: str
-    globs: tuple[str, ...]
     paths: tuple[str, ...]
 
 
@@ -37,18 +36,20 @@ class GroupsState:
     Attributes:
         inner_states: `{group: state}`, as `optax.partition` keeps it.
         groups: the name of each group and the parameters in it; static.
+        keys: that the groups were given under; static.
     """
 
     inner_states: Any
     groups: tuple[Group, ...]
+    keys: Keys
 
 
 GroupsState.__module__ = "treeparams.optim"
-jtu.register_dataclass(GroupsState, ["inner_states"], ["groups"])
+jtu.register_dataclass(GroupsState, ["inner_states"], ["groups", "keys"])
 
 
 def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -> optax.GradientTransformationExtraArgs:
-    """A rule for each of several groups of parameters; the first that selects a leaf gets it.
+    """A rule for each of several groups of parameters; the first that selects a parameter gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
     >>> from treeparams import optim
@@ -64,9 +65,9 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     layers.1.bias    1      float32  default
 
     It is `optax.partition` with labels by path, within `optim.trainable`: each rule sees the leaves of its group alone,
-    so a norm in it is that of the group. **A tie is one parameter and goes where its own path goes**, the one that
-    `tp.layout(model)` lists; an alias cannot be named. A group all of whose leaves are frozen is empty. Of stacks in
-    groups, as `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name, or to the default.
+    so a norm in it is that of the group. **A tie is one parameter and goes where its source goes**, the path that
+    `tp.layout(model)` lists. A group all of whose leaves are frozen is empty. Of stacks in groups, as
+    `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name, or to the default.
 
     Args:
         transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.
@@ -76,8 +77,8 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
         A transformation with a `GroupsState`; `optim.adjust(state, where, ...)` sets the rates of one group.
 
     Raises:
-        ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a glob selects
-            nothing, or only an alias.
+        ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a key selects
+            nothing, or nothing that earlier keys left, or one place alone of an array that is at several.
         TypeError: not a dictionary of transformations.
     """
     if not isinstance(transformations, Mapping):
@@ -104,34 +105,32 @@ class _Groups:
 
     def init(self, params: PyTree) -> Any:
         """The states of the rules, and the parameters of each."""
-        structure = structure_of(params)[2]
-        found = self.of_stacks(params) if _are_stacks(params) else self.of_parameters(structure)
+        are_stacks, paths = _are_stacks(params), structure_of(params)[2].paths
+        found = self.of_stacks(params) if are_stacks else self.of_parameters(params, paths)
         members: dict[str, list[str]] = {name: [] for name in self.rules}
-        for i, path in enumerate(structure.paths):
-            members[found.get(i, "default")].append(path)
-        groups = tuple(Group(name, _globs(self.wheres.get(name)), tuple(own)) for name, own in members.items())
-        return GroupsState(self._partition(groups).init(params).inner_states, groups)
+        for path, name in zip(paths, found, strict=True):
+            members[name].append(path)
+        groups = tuple(Group(name, tuple(own)) for name, own in members.items())
+        keys = Keys([] if are_stacks else [*self.wheres.values()])
+        return GroupsState(self._partition(groups).init(params).inner_states, groups, keys)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
         """The updates, each of the rule of its group, and the next states."""
         updates, after = self._partition(state.groups).update(updates, state, params, **extra)  # reads `inner_states`
-        return updates, GroupsState(after.inner_states, state.groups)
+        return updates, dataclasses.replace(state, inner_states=after.inner_states)
 
-    def of_parameters(self, structure: Structure) -> dict[int, str]:
-        """The group of each leaf that one selects, the first that does."""
-        found: dict[int, str] = {}
-        for name, where in self.wheres.items():
-            for leaf in select(structure, where, may_be_empty=True):
-                found.setdefault(leaf, name)
-        lost = [path for i, path in enumerate(structure.paths) if i not in found]
+    def of_parameters(self, params: PyTree, paths: Sequence[str]) -> list[str]:
+        """The group of each parameter, the first that selects it."""
+        entries, names = entries_of(params, [*self.wheres.values()]), [*self.wheres]
+        lost = [path for path in paths if path not in entries]
         if lost and not self._has_default():
             raise ValueError(
                 f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(self.wheres)}; write "
                 "optim.groups({...}, default=...) for all that is left"
             )
-        return found
+        return [names[entries[path]] if path in entries else "default" for path in paths]
 
-    def of_stacks(self, stacks: PyTree) -> dict[int, str]:
+    def of_stacks(self, stacks: PyTree) -> list[str]:
         """The group of each stack. Its rows have no paths here, so it goes by the group that the stacks have it in."""
         leaves = jtu.tree_flatten_with_path(stacks)[0]
         given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
@@ -147,7 +146,7 @@ class _Groups:
                 f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
                 "name the rules after these groups, with default= for those that are not named"
             )
-        return {i: name if name in self.rules else "default" for i, name in given.items()}
+        return [name if name in self.rules else "default" for name in given.values()]
 
     def _has_default(self) -> bool:
         return self.rules.keys() > self.wheres.keys()
@@ -174,28 +173,19 @@ def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
     return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in structure_of(tree)[2].paths])
 
 
-def _globs(where: Hashable) -> tuple[str, ...]:
-    """The globs of a `where` that select; those behind an exclamation mark leave out."""
-    several = where if isinstance(where, (tuple, frozenset)) else (where,)
-    return tuple(each for each in several if isinstance(each, str) and not each.startswith("!"))
-
-
 def group_name(where: object) -> str:
     """The name of a group that a rule was given under this key."""
     return where if isinstance(where, str) else name_of(where).strip("'")
 
 
 def check_groups(state: PyTree, index: Index) -> None:
-    """Checks the globs of groups in the whole model: the rule itself sees neither frozen leaves nor aliases."""
-    paths = index.structure.paths
-    for glob in (glob for group in groups_in(state) for glob in group.globs):
-        selected = select(index.structure, glob)
-        if selected <= index.sources.keys():
-            alias = min(selected)
-            raise ValueError(
-                f"{glob!r} selects only {paths[alias]!r}, which is tied to {paths[index.sources[alias]]!r}; a tie goes "
-                "where its own path goes, so write that one"
-            )
+    """Checks the keys of groups in the whole model: the rule itself sees neither frozen parameters nor aliases."""
+    for node in nodes_of(GroupsState, state):
+        if node.keys.wheres:
+            count = len(node.keys.wheres)  # the default comes behind them
+            numbers = {path: n if n < count else None for n, group in enumerate(node.groups) for path in group.paths}
+            check_entries(index, node.keys, numbers)
+        check_groups(node.inner_states, index)
 
 
 def groups_in(state: PyTree) -> Iterator[Group]:

@@ -13,13 +13,14 @@ import numpy as np
 from .._forms.form import Form
 from .._forms.makers import stacks_in_groups, stacks_of, tree_of
 from .._forms.owners import Division, Init
-from .._slots.layout import Layout, Trainable, slots_in
+from .._slots.layout import Layout, Trainable, index_of
 from .._slots.parts import Parts
+from .._slots.rules import first_entries
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._clip import ClipState
-from ._groups import GroupsState, groups_in
+from ._groups import GroupsState, check_groups, groups_in
 from ._history import History, remembered
 from ._rule import Rule
 from ._sight import Run, Sight, Step, slots_of
@@ -36,7 +37,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     >>> adafactor = optim.per_leaf(optax.adafactor(0.1))
     >>> tx = optim.stacked(optax.chain(optim.clip_by_global_norm(1.0), adafactor))
     >>> state = tx.init(model)
-    >>> updates, state = tx.update(model, state, model, active={"**": False, "layers.2": True})
+    >>> updates, state = tx.update(model, state, model, active={"layers.2": True, "**": False})
     >>> updates["layers"][0]["b"], bool(jnp.all(updates["layers"][2]["b"] < 0)), updates["steps"]
     (Array([-0., -0., -0.], dtype=float32), True, None)
 
@@ -49,7 +50,8 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
 
     **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
     traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
-    not been made for it. What no `where` selects is active, and the last one that does wins. Its gradient counts as
+    not been made for it. The first `where` that selects a parameter gives its flag;
+    what none selects is active. Its gradient counts as
     zero in a norm and may be NaN. "Train another layer every hundred steps" so compiles once. The same holds for a
     parameter without a gradient. It needs a state that is kept row by row, so what holds state must be within
     `optim.per_leaf`; the state of `optim.clip_by_global_norm` is of the call and goes on.
@@ -203,6 +205,7 @@ class _StackedRule(Rule):
             return None  # its mask is for stacks
         if not nodes:
             return None
+        check_groups(nodes, index_of(layout))
         divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
         if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
             raise ValueError(
@@ -227,12 +230,10 @@ def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
     """Whether each slot moves: a Python bool where that is known."""
     if not isinstance(active, Mapping):
         raise TypeError(f"active is a dictionary {{where: flag}}, got {describe(active)}")
-    flags: list[Any] = [gradient is not None for gradient in gradients]
     for where, flag in active.items():
-        if isinstance(flag, (bool, np.bool_)):
-            flag = bool(flag)
-        elif not is_array(flag) or flag.dtype != bool or flag.shape:
+        if not isinstance(flag, (bool, np.bool_)) and (not is_array(flag) or flag.dtype != bool or flag.shape):
             raise TypeError(f"active[{where!r}] is a bool, or a scalar array of one, got {describe(flag)}")
-        for slot in slots_in(layout, where):
-            flags[slot] = flag if gradients[slot] is not None else False
-    return flags
+    index, flags = index_of(layout), [bool(f) if isinstance(f, (bool, np.bool_)) else f for f in active.values()]
+    found = first_entries(index, list(active))
+    of_slots = [flags[found[leaf]] if leaf in found else True for leaf in index.positions]
+    return [False if given is None else flag for given, flag in zip(gradients, of_slots, strict=True)]

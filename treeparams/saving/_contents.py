@@ -12,9 +12,9 @@ from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
 from .._slots.layout import Trainable, index_of
+from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
-from .._slots.where import declared_frozen
 from .._tree.paths import join_path
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec

@@ -8,7 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._forms.form import Form, stacked_leaves
 from .._slots.index import Index, Slot
-from .._slots.where import Where, name_of, select
+from .._slots.rules import first_entries
+from .._slots.where import Where, name_of
 from .._tree.text import describe, first_lines, quoted
 
 Rule = str | PartitionSpec
@@ -129,44 +130,15 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
 
 def matches(index: Index, rules: Rules) -> list[Matched]:
     """The rule of each slot, and the `where` that it is under."""
-    paths = index.structure.paths
-    of_leaf: dict[int, int] = {}  # the number of the first rule that matches
-    leaves = [select(index.structure, where) for where in rules]
-    # From the last rule to the first, so that the first one that matches a leaf is the one that stays.
-    for number, matched in reversed([*enumerate(leaves)]):
-        of_leaf |= dict.fromkeys(matched, number)
-    items, missing, found = [*rules.items()], [], []
-    taken = set(of_leaf.values())
-    for number, (where, _) in enumerate(items[:-1]):
-        if number not in taken:
-            raise ValueError(
-                f"{name_of(where)} comes too late: earlier rules match all that it does; put it before them"
-            )
-    for leaf in index.positions:
-        number = of_leaf.get(leaf)
-        aliases = [alias.leaf for alias in index.aliases.get(leaf, ()) if alias.leaf in of_leaf]
-        # A tie is one array, so it can lie in one way only. The rule of its source counts, and one that an alias has
-        # besides must agree.
-        for alias in aliases:
-            other = of_leaf[alias]
-            # A rule that is for both is no other word: the first that matches the source has been taken.
-            if number is not None and leaf not in leaves[other] and items[other][1] != items[number][1]:
-                raise ValueError(
-                    f"{paths[leaf]!r} is {items[number][1]!r} by {name_of(items[number][0])}, and {paths[alias]!r}, "
-                    f"which is tied to it, {items[other][1]!r} by {name_of(items[other][0])}: they are one array; the "
-                    "rule of the first is enough"
-                )
-        if number is None:
-            hint = f" (of which {paths[aliases[0]]!r} is an alias; write the source)" if aliases else ""
-            missing.append(f"{paths[leaf]!r}{hint}")
-        else:
-            found.append(items[number])
+    items, paths = list(rules.items()), index.structure.paths
+    found = first_entries(index, list(rules))
+    missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
             f"no rule matches\n{first_lines(missing)}\nadd one for what is left, as the last: "
             '{..., "**": "split"}, or "whole" for what is small'
         )
-    return found
+    return [items[found[leaf]] for leaf in index.positions]
 
 
 def devices_by(rules: Sequence[Rule], axes: Axes) -> int:

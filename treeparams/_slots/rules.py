@@ -1,0 +1,65 @@
+"""The one reader of `{where: value}`: the first entry that selects a parameter gives its value."""
+
+from collections.abc import Collection, Sequence
+
+from .index import Index
+from .ties import places_of
+from .where import Where, name_of, select
+
+
+def first_entries(
+    index: Index,
+    wheres: Sequence[Where],
+    among: Collection[int] | None = None,
+    *,
+    asked: Collection[int] | None = None,
+    kind: str = "parameter",
+    may_be_empty: bool = False,
+) -> dict[int, int]:
+    """The number of the entry that gives each leaf its value, for those that any entry selects.
+
+    A tie is asked by its source. An entry that selects nothing, or nothing that earlier entries left, is an error, but
+    for `**` at the end, the default.
+
+    Args:
+        index: of a model.
+        wheres: of the entries, in order.
+        among: the leaves that an entry may select; `None`: the parameters.
+        asked: those of them for which an entry must be of use, if it selects any; `None`: the trained ones. An entry
+            that selects others alone is empty.
+        kind: of the leaves, in words.
+        may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
+    """
+    asked = frozenset(index.positions if asked is None else asked)
+    found: dict[int, int] = {}
+    for number, where in enumerate(wheres):
+        selected = select(index.structure, where, index.follows, among=among, kind=kind, may_be_empty=may_be_empty)
+        _check_ties(index, where, selected)
+        its = selected.difference(index.sources)
+        left = its.difference(found)
+        if not left and its & asked and (number < len(wheres) - 1 or where != "**"):
+            earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
+            raise ValueError(
+                f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before it "
+                "took all that it selects; the first that selects a parameter has it"
+            )
+        found |= dict.fromkeys(left, number)
+    return found
+
+
+def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
+    """Refuses an entry that names a part of the places of one array, and nothing else."""
+    places = {leaf: index.sources.get(leaf, leaf) for leaf in selected}
+    halves = [
+        leaf
+        for leaf, source in places.items()
+        if not {source, *(a.leaf for a in index.aliases.get(source, ()) if not a.is_said)} <= selected
+    ]
+    if halves and len(halves) == len(selected):
+        leaf = min(halves)
+        every = places_of(index.structure, index.ties, places[leaf])
+        raise ValueError(
+            f"{name_of(where)} names {index.structure.paths[leaf]!r}, but {', '.join(map(repr, every))} are one array. "
+            "Either give one of them a copy of its own (tp.copy, as for a target network; tp.untie), or name all in "
+            f"one entry: {tuple(every)!r}"
+        )

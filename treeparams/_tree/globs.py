@@ -1,0 +1,124 @@
+"""Globs over paths: which paths they match, and the text that their stars stand for.
+
+A glob is matched entry by entry, never as joined text, so `*` cannot run over a dot: `*`, `?` and `[..]` stand for text
+within one entry, as in `fnmatch`, and `**` for any number of entries, also none.
+"""
+
+import fnmatch
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+from .paths import join_path, quote, split_path, unquote
+
+Star = str | tuple[str, ...]
+"""The entry, or a part of one, that a `*` stands for; the entries that a `**` stands for."""
+States = dict[int, tuple[Star, ...]]
+_STARS = ("*", "**")
+
+
+class Glob:
+    """A glob, read entry by entry.
+
+    `**` stands for any number of entries, so the entries read so far may have led to several positions in the glob. All
+    are kept, each with its stars, so that an entry is read once; to try one position after another would read some
+    often. They stand in the order in which a regex would try them: of two ways to one position the first `**` is the
+    longest in the one that is kept.
+
+    >>> Glob("layers.*.**").match(("layers", "0", "linear", "weight"))
+    ('0', ('linear', 'weight'))
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.entries = split_path(text)
+        self.stars = [token for entry in self.entries for token in _tokens(entry) if token in _STARS]
+        self.start: States = {}
+        self._enter(self.start, 0, ())
+
+    def step(self, states: States, entry: str) -> States:
+        """The positions after one more entry; none if the glob matches nothing that begins so."""
+        after: States = {}
+        for at, stars in states.items():
+            if at < len(self.entries) and self.entries[at] == "**":
+                self._enter(after, at, (*stars[:-1], (*stars[-1], entry)), is_within=True)
+            elif at < len(self.entries):
+                found = _match_entry(self.entries[at], entry)
+                if found is not None:
+                    self._enter(after, at + 1, (*stars, *found))
+        return after
+
+    def end(self, states: States) -> tuple[Star, ...] | None:
+        """The stars, if the glob ends here."""
+        return states.get(len(self.entries))
+
+    def match(self, entries: Iterable[str]) -> tuple[Star, ...] | None:
+        """The stars, if the glob matches these entries."""
+        return self.end(functools.reduce(self.step, entries, self.start))
+
+    def selects(self, entries: Iterable[str]) -> bool:
+        """Whether the glob matches these entries or a node above them.
+
+        >>> globs = ("**.weight", "layers", "layers.*.0")
+        >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
+        [True, True, False]
+        """
+        states = self.start
+        for entry in entries:
+            if self.end(states) is not None:
+                return True
+            states = self.step(states, entry)
+        return self.end(states) is not None
+
+    def filled(self, stars: Sequence[Star]) -> str:
+        """The path with something in place of the stars, whichever kind of star it stood for.
+
+        >>> Glob("blocks.*.w").filled(["0"])
+        'blocks.0.w'
+        """
+        left, entries = iter(stars), list[str]()
+        for entry in self.entries:
+            tokens = [next(left) if token in _STARS else token for token in _tokens(entry)]
+            if entry in _STARS:
+                entries += [tokens[0]] if isinstance(tokens[0], str) else tokens[0]
+                continue
+            texts = [token if isinstance(token, str) else join_path(token) for token in tokens]
+            text = "".join(map(unquote, texts)) if len(texts) > 1 else texts[0]
+            entries.append(quote(text) if any(unquote(each) != each for each in texts) and len(texts) > 1 else text)
+        return join_path(entries)
+
+    def _enter(self, states: States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
+        """Adds a position, and those behind a `**` that stands for nothing more."""
+        while at not in states:
+            is_open = at < len(self.entries) and self.entries[at] == "**"
+            states[at] = stars = (*stars, ()) if is_open and not is_within else stars
+            if not is_open:
+                return
+            at, is_within = at + 1, False
+
+
+@functools.lru_cache(maxsize=4096)
+def _tokens(entry: str) -> tuple[str, ...]:
+    """The stars, `?` and `[..]` of an entry of a glob, and the characters between them."""
+    if entry == "**" or unquote(entry) != entry:
+        return (entry,)
+    return tuple(re.findall(r"\*|\[!?\]?[^\]]*\]|.", entry, re.DOTALL))
+
+
+@functools.lru_cache(maxsize=65536)
+def _match_entry(pattern: str, entry: str) -> tuple[str, ...] | None:
+    """The stars of one entry of a glob in one of a path; `None` if it does not match."""
+    if pattern == "*":
+        return (entry,)
+    text = unquote(entry)
+    if unquote(pattern) != pattern:  # quoted; also where it need not be
+        return () if unquote(pattern) == text else None
+    found = _regex(_tokens(pattern)).fullmatch(text)
+    return None if found is None else tuple(map(quote, found.groups()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _regex(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    # Of a translated `?` or `[..]` only what stands between `(?s:` and `)\Z`.
+    parts = ["(.*)" if token == "*" else fnmatch.translate(token)[4:-3] for token in tokens]
+    return re.compile("".join(parts), re.DOTALL)

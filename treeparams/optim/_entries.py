@@ -1,0 +1,88 @@
+"""`{where: value}` within plain Optax: which entry each parameter of a canonical tree goes by, and a check of it.
+
+A rule within `optim.trainable` sees the trained parameters alone. So entries are read in the tree that it is shown, and
+checked in the whole model, where `init` has it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from .._slots.index import Index
+from .._slots.rules import first_entries
+from .._slots.said import declaring_nodes
+from .._slots.ties import find_ties
+from .._slots.where import Where, name_of
+from .._tree.declare import read_source
+from .._tree.paths import join_path, key_text, quote, split_path
+from .._tree.recognise import structure_of
+from .._tree.static_keys import contents
+from .._tree.types import PyTree
+
+
+class Keys:
+    """The keys of entries in a state, for the check at `init`.
+
+    All are equal, and a copy that is pickled has none: no program and no file is about functions that select.
+    """
+
+    def __init__(self, wheres: Sequence[Where] = ()) -> None:
+        self.wheres = tuple(wheres)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> Any:
+        return Keys, ()
+
+
+contents[Keys] = lambda _: ()
+
+
+def entries_of(params: PyTree, wheres: Sequence[Where]) -> dict[str, int]:
+    """The number of the entry that each parameter of a canonical tree goes by, for those that one selects.
+
+    A tie that a class declares is named by either end, though the tree has nothing at its alias.
+    """
+    structure = structure_of(_with_aliases(params))[2]
+    index = Index(structure, (True,) * len(structure.specs), find_ties(structure))
+    found = first_entries(index, wheres, asked=(), may_be_empty=True)
+    return {structure.paths[leaf]: number for leaf, number in found.items()}
+
+
+def check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -> None:
+    """Checks entries in the whole model, and that each parameter goes by the one that they were read as."""
+    found = first_entries(index, keys.wheres)
+    for leaf in index.positions:
+        path = index.structure.paths[leaf]
+        if path in numbers and numbers[path] != found.get(leaf):
+            name = name_of(keys.wheres[found[leaf]])
+            raise ValueError(
+                f"{name} names {path!r} by an alias that a layout was given, which a rule within the optimiser is not "
+                f"shown; write {path!r}, or declare the tie in its class"
+            )
+
+
+def _with_aliases(params: PyTree) -> PyTree:
+    """The tree as shapes, with those at the aliases that its classes declare."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    structure, aliases = structure_of(shapes)[2], dict[str, Any]()
+    for node, said in declaring_nodes(structure):
+        for alias, source in said.ties.items():
+            path, transform = read_source(source, node.cls.__qualname__)
+            at = structure.index.get(join_path((*node.entries, *split_path(path))))
+            if at is not None:
+                shape = jax.ShapeDtypeStruct(*structure.spec(at)[:2])
+                there = join_path((*node.entries, *split_path(alias)))
+                aliases[there] = shape if transform is None else jax.eval_shape(transform, shape)
+    if not aliases:
+        return shapes
+    pairs, treedef = jtu.tree_flatten_with_path(shapes, is_leaf=lambda node: node is None)
+    paths = [join_path([quote(key_text(key)) for key in keys]) for keys, _ in pairs]
+    leaves = [aliases.get(path) if leaf is None else leaf for path, (_, leaf) in zip(paths, pairs, strict=True)]
+    return jtu.tree_unflatten(treedef, leaves)
