@@ -18,6 +18,7 @@ from .._tree.types import PyTree
 from ._coupling import Extended, as_one_operation, coupling
 from ._groups import GroupsState
 from ._named import is_compared
+from ._scaled import ScaledState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
 
@@ -139,6 +140,7 @@ class _Each:
         """The update of each leaf, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
+        extra.pop("by_parameter", None)  # of `optim.scaled`, which stands beside it
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         stacked = stacked_leaves(updates, _is_nothing)
         if is_compared(updates):
@@ -263,6 +265,11 @@ def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
         raise ValueError(
             "groups go by path, and within optim.per_leaf no leaf has one; write "
             "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)"
+        )
+    if nodes_of(ScaledState, state):
+        raise ValueError(
+            "optim.scaled goes by path, and within optim.per_leaf no leaf has one; write "
+            "optax.chain(optim.per_leaf(...), optim.scaled(...))"
         )
 
 

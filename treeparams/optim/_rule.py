@@ -26,6 +26,7 @@ from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
+from ._scaled import ScaledState, check_scaled
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -36,6 +37,7 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
+    nodes_of,
     settled,
     steady,
 )
@@ -91,6 +93,7 @@ class Rule:
             return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
         run = self.fresh(parts)
         check_groups(run, parts.index)
+        check_scaled(run, parts.index)
         divisions = (self.like(parts.layout, run).division,)
         roles = Roles(parts.layout, (positions,), (), (0,), divisions)
         state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)
@@ -182,8 +185,14 @@ class Rule:
     def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
         """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
+        if self._is_scaled(sight.layout):
+            further["by_parameter"] = sight.by_parameter
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
         return Update(self.tx, shown, params, further)
+
+    def _is_scaled(self, layout: Layout) -> bool:
+        """Whether `optim.scaled` is in the rule; others may not take the argument that it asks for."""
+        return remembered(self, layout, "scaled", lambda: bool(nodes_of(ScaledState, self.like(layout).state)))
 
     def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
         """Of each history that moves its number, the step of each slot as it has it, and its next state."""

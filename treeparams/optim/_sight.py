@@ -5,12 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
+from jax.typing import ArrayLike
 
 from .._forms.form import Form
 from .._forms.owners import Division, Init
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Parts
+from .._slots.rules import first_entries
+from .._slots.where import Where
 from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
@@ -95,6 +98,12 @@ class Sight:
         for slot, value in zip(self.slots, self.form.read(shown), strict=True):
             values[slot] = value
         return values
+
+    def by_parameter(self, given: Mapping[Where, ArrayLike]) -> PyTree:
+        """What `{where: number}` gives each parameter, 1 by default, in arrays that broadcast against the form."""
+        numbers: list[Any] = [*given.values(), 1.0]
+        found = first_entries(self.parts.index, [*given], asked=())  # `init` has checked that each is of use
+        return self.form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(self.layout).positions])
 
     def model(self, shown: PyTree) -> Any:
         """The model with these parameters; what is not shown is as it was."""
