@@ -186,6 +186,22 @@ def test_errors(form, without_type_checks):
         form(optim.per_leaf(optim.scaled({"body": 2.0}))).init(model)
 
 
+@forms
+def test_beside_a_line_search_whose_loss_trains_by_itself(form):
+    model, inner = {"a": jnp.ones(2), "b": jnp.ones(2)}, optax.chain(optax.sgd(0.1), optim.scaled({"c": 0.5}))
+
+    def loss(model):
+        params = {"c": model["a"] + model["b"], "d": jnp.ones(2)}
+        return jnp.sum(params["c"] ** 2 + inner.update(params, inner.init(params))[0]["c"])
+
+    search = optax.scale_by_backtracking_linesearch(10)
+    tx = form(optax.chain(optax.scale(-0.1), optim.scaled({"a": 0.5}), search))
+    value, grads = tp.value_and_grad(loss)(model)
+    updates, _ = tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss)
+    np.testing.assert_allclose(updates["a"], updates["b"] / 2)
+    assert loss(optim.apply_updates(model, updates)) < value
+
+
 def test_what_looks_at_leaves_is_seen_beside_it_and_what_shows_no_program_is_tried():
     model = {"a": ramp(2), "b": ramp(2, 2)}
     slow, fast = optim.scaled({"a": 0.5}), optim.scaled({"a": 2.0})

@@ -140,7 +140,6 @@ class _Each:
         """The update of each leaf, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
-        extra.pop("by_parameter", None)  # of `optim.scaled`, which stands beside it
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         stacked = stacked_leaves(updates, _is_nothing)
         if is_compared(updates):

@@ -26,7 +26,7 @@ from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
-from ._scaled import ScaledState, check_scaled
+from ._scaled import check_scaled, read_by
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -37,7 +37,6 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
-    nodes_of,
     settled,
     steady,
 )
@@ -185,14 +184,8 @@ class Rule:
     def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
         """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
-        if self._is_scaled(sight.layout):
-            further["by_parameter"] = sight.by_parameter
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        return Update(self.tx, shown, params, further)
-
-    def _is_scaled(self, layout: Layout) -> bool:
-        """Whether `optim.scaled` is in the rule; others may not take the argument that it asks for."""
-        return remembered(self, layout, "scaled", lambda: bool(nodes_of(ScaledState, self.like(layout).state)))
+        return Update(self.tx, shown, params, further, sight.by_parameter)
 
     def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
         """Of each history that moves its number, the step of each slot as it has it, and its next state."""
@@ -256,7 +249,8 @@ class Rule:
 
         @functools.wraps(value)  # Optax looks at the names of its arguments
         def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
-            result = value(sight.model(shown), *args, **kwargs)
+            with read_by(None):  # a loss may itself train, by plain Optax
+                result = value(sight.model(shown), *args, **kwargs)
             return self._show_gradients(sight, result) if name == "grad_fn" else result
 
         return of_what_is_shown

@@ -1,8 +1,10 @@
 """scaled: plain Optax that multiplies the updates of each parameter by a number."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +29,22 @@ from ._state import nodes_of
 Factors = Mapping[Where, ArrayLike]
 ByParameter = Callable[[Factors], PyTree]
 """From `{where: number}` to a tree like what a rule is shown: a number for each array, or an array that broadcasts."""
+
+
+# A rule over a vector or stacks is shown no names, so what calls it says here how factors are read meanwhile. That is
+# no extra argument of `update`: the line searches of Optax refuse those that their loss does not take, and some
+# wrappers of Optax pass none on.
+_reader = contextvars.ContextVar[ByParameter | None]("_reader", default=None)
+
+
+@contextlib.contextmanager
+def read_by(by_parameter: ByParameter | None) -> Iterator[None]:
+    """Within, factors are read in this way; by `None`, by the paths of the tree that a rule is given."""
+    token = _reader.set(by_parameter)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +137,12 @@ class _Scaled:
         """The keys, which are checked where a whole model is known."""
         return ScaledState(Keys([*self.factors]))
 
-    def update(
-        self,
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        by_parameter: ByParameter | None = None,
-        **_: object,
-    ) -> tuple[PyTree, Any]:
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
         """The updates, each times its factor."""
+        by_parameter = _reader.get() or functools.partial(_by_path, updates if params is None else params)
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
-        if not all(map(_is_nothing, leaves)):  # `optax.masked` takes even functions out of the extra arguments
-            given = functools.partial(_by_path, updates if params is None else params)
-            pairs = zip(leaves, _like(treedef, (by_parameter or given)(self.factors)), strict=True)
-            leaves = [leaf if _is_nothing(leaf) else times(leaf, factor) for leaf, factor in pairs]
-        return treedef.unflatten(leaves), state
+        pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
+        return treedef.unflatten([leaf if _is_nothing(leaf) else times(leaf, number) for leaf, number in pairs]), state
 
 
 def _is_nothing(node: object) -> bool:

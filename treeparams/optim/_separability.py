@@ -26,7 +26,7 @@ from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._groups import GroupsState
 from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
-from ._scaled import ByParameter, Factors
+from ._scaled import ByParameter, Factors, read_by
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
@@ -221,14 +221,9 @@ def _step(
     value: Any,
 ) -> tuple[PyTree, PyTree]:
     """The updates and the next state."""
-    by_parameter = by_parameter or functools.partial(_of_each_element, params)
-    known = {
-        "value": value,
-        "grad": grads,
-        "value_fn": functools.partial(_loss, scale),
-        "by_parameter": by_parameter,
-    }
-    updates, after = rule.update(grads, state, params, **known | dict(extra))
+    known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
+    with read_by(by_parameter or functools.partial(_of_each_element, params)):
+        updates, after = rule.update(grads, state, params, **known | dict(extra))
     return updates, steady(after, state)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
-from jax.typing import ArrayLike
 
 from .._forms.form import Form
 from .._forms.owners import Division, Init
@@ -13,10 +12,10 @@ from .._slots.index import Index
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Parts
 from .._slots.rules import first_entries
-from .._slots.where import Where
 from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
+from ._scaled import ByParameter, Factors, read_by
 from ._state import steady
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -38,6 +37,7 @@ class Update:
     gradients: PyTree
     params: PyTree
     extra: dict[str, Any]
+    by_parameter: ByParameter
 
     def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
         """What the rule makes of the gradients, and its next state."""
@@ -45,7 +45,8 @@ class Update:
 
     def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """The same of other gradients and parameters."""
-        return self.tx.update(gradients, before, params, **self.extra)
+        with read_by(self.by_parameter):
+            return self.tx.update(gradients, before, params, **self.extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Sight:
             values[slot] = value
         return values
 
-    def by_parameter(self, given: Mapping[Where, ArrayLike]) -> PyTree:
+    def by_parameter(self, given: Factors) -> PyTree:
         """What `{where: number}` gives each parameter, 1 by default, in arrays that broadcast against the form."""
         numbers: list[Any] = [*given.values(), 1.0]
         found = first_entries(self.parts.index, [*given], asked=())  # `init` has checked that each is of use
