@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treeparams as tp
+from treeparams import sharding
 
 from ..zoo import Norm, Pair, ramp as leaf
 
