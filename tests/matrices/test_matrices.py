@@ -15,7 +15,7 @@ import treeparams as tp
 from treeparams import matrices
 
 from ..zoo import assert_close, assert_same, enable_x64
-from .zoo import CODE, MATRICES, Circulant, low_rank, normal, put, svd
+from .zoo import MATRICES, OWN, Circulant, low_rank, normal, put, svd
 
 KINDS = pytest.mark.parametrize("kind", MATRICES.values(), ids=MATRICES.keys())
 KEY = jax.random.key(0)
@@ -169,7 +169,7 @@ def random_composition(random: np.random.Generator, depth: int) -> tuple[Any, An
 
 
 def test_a_matrix_of_ones_own_takes_25_lines():
-    assert len(CODE.strip().splitlines()) <= 25
+    assert len(OWN["code"].strip().splitlines()) <= 25
 
 
 def test_random_compositions():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treeparams import matrices
@@ -42,12 +43,17 @@ def composed(seed: int, m: int, n: int) -> Any:
     return product - 2 * low_rank(seed + 6, n, m).T / put(3)[0]
 
 
-# The class that the documentation shows how to write.
-_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / "own-matrix.md"
-_names = {"__name__": "own_matrix"}
-CODE = blocks(_PAGE.read_text())[0].code
-exec(CODE, _names)
-Circulant = _names["Circulant"]
+def page(name: str, part: str) -> dict[str, Any]:
+    """The names that one block of a page makes, the first with this part, and its `code`."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / name).read_text()
+    code = next(block.code for block in blocks(text) if part in block.code)
+    made = {"__name__": "page", "jax": jax, "jnp": jnp, "matrices": matrices, "code": code}
+    exec(code, made)
+    return made
+
+
+OWN = page("own-matrix.md", "class Circulant")
+Circulant = OWN["Circulant"]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

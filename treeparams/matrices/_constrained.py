@@ -77,7 +77,9 @@ def materialise(model: PyTree) -> PyTree:
         model: any pytree; one array will stand at all paths of a tie, that is, of nodes made of the very same arrays.
     """
     ours = AbstractConstrained
-    return replace(model, constrained_kinds(), lambda node: node.to_dense() if isinstance(node, ours) else node.unwrap())
+    return replace(
+        model, constrained_kinds(), lambda node: node.to_dense() if isinstance(node, ours) else node.unwrap()
+    )
 
 
 def constrained_kinds() -> tuple[type, ...]:
