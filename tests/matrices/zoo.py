@@ -29,9 +29,11 @@ def svd(seed: int, m: int, n: int) -> matrices.SVD:
     return matrices.SVD(u, put(*(2 + np.cos(np.arange(least)))), v)
 
 
-def rotations(seed: int, m: int, n: int) -> matrices.SVD:
-    u, v = (matrices.Givens(normal(seed + i, 3, size // 2), size) for i, size in enumerate((m, n)))
-    return matrices.SVD(u, put(*(2 + np.cos(np.arange(min(m, n))))), v)
+def mixed(seed: int, m: int, n: int) -> matrices.SVD:
+    """Of two blocks of reflections, and of rotations."""
+    u = matrices.Orthogonal(normal(seed, m + 1, m))
+    d, v = put(*(2 + np.cos(np.arange(min(m, n))))), matrices.Givens(normal(seed + 1, 3, n // 2), n)
+    return matrices.SVD(u, d, v)
 
 
 def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
@@ -67,8 +69,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 # Each of rows and columns; those that are square take the number of columns.
 MATRICES: dict[str, Callable[[int, int], Any]] = {
-    "svd": lambda m, n: svd(0, m, n),
-    "svd of rotations": lambda m, n: rotations(2, m, n),
+    "svd": lambda m, n: mixed(0, m, n),
     "inverse of an svd": lambda m, n: svd(3, n, n).inv(),
     "low rank": lambda m, n: low_rank(7, m, n),
     "pre-imputing": lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n)),
