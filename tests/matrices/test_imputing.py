@@ -142,12 +142,11 @@ def filled(weight: Any, x: jax.Array) -> jax.Array:
 def derivatives(loss: Any, weight: Any, x: jax.Array) -> Any:
     f, both = lambda both: loss(*both), (weight, x)
     tangent = jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape), both)
-    vector, restructure = tp.ravel(weight)
     return {
         "reverse": jax.grad(f)(both),
         "forward": jax.jvp(f, (both,), (tangent,)),
         "reverse over reverse": jax.vjp(jax.grad(f), both)[1](tangent),
-        "hessian": jax.hessian(lambda vector: f((restructure(vector), x)))(vector),
+        "forward over reverse": jax.jvp(jax.grad(f), (both,), (tangent,))[1],
         "per sample": jax.vmap(lambda x: jax.grad(f)((weight, x[:, None])), 1)(x),
     }
 
@@ -217,7 +216,7 @@ def nan_at_one(f: Any, weight: Any, x: np.ndarray, sample: int) -> None:
     def of(weight: Any, x: Any) -> Any:
         slope = jax.grad(lambda weight, x: jnp.sum(f(weight, x) ** 2), (0, 1))
         ones = jax.tree.map(jnp.ones_like, (weight, x))
-        return f(weight, x), slope(weight, x), jax.jvp(slope, (weight, x), ones)[1]
+        return f(weight, x), *jax.jvp(slope, (weight, x), ones)
 
     without = lambda array: np.delete(array, sample, axis=1)
     (y, *derivatives), (want, *wanted) = jax.jit(of)(weight, x), jax.jit(of)(weight, without(x))

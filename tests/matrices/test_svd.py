@@ -26,7 +26,7 @@ def product_of_reflections(vectors: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, v: (x - 2 * v * (v @ x) / (v @ v), None), x, vectors, reverse=True)[0]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (5, 6), (7, 4)])
+@pytest.mark.parametrize("shape", [(0, 3), (7, 4)])
 def test_it_is_the_product_of_its_reflections(shape: tuple[int, int]):
     ways = [lambda vectors, x: matrices.Orthogonal(vectors) @ x, product_of_reflections]
 
@@ -71,12 +71,11 @@ def test_a_vector_of_zeros_is_the_identity():
     vectors = np.array(normal(3, 3, 4))
     vectors[1] = 0
 
-    @jax.jit
     def results(q: Any) -> Any:
         return q.to_dense(), q.slogdet(), jax.grad(lambda q: jnp.sum(jnp.sin(q @ jnp.arange(4.0))))(q).vectors
 
-    *got, gradient = results(matrices.Orthogonal(put(*vectors)))
-    *want, of_others = results(matrices.Orthogonal(put(*vectors[[0, 2]])))
+    both = [matrices.Orthogonal(put(*each)) for each in (vectors, vectors[[0, 2]])]
+    (*got, gradient), (*want, of_others) = jax.jit(lambda both: list(map(results, both)))(both)
     assert_close((got, gradient[::2], gradient[1]), (want, of_others, np.zeros(4, np.float32)))
     assert_close(entries(matrices.Orthogonal(put(*np.zeros((2, 4))))), np.eye(4, dtype=np.float32))
 
@@ -132,7 +131,7 @@ def test_orthogonal_after_a_thousand_steps():
 # -- The decomposition
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 1), (0, 3)])
+@pytest.mark.parametrize("shape", [(5, 3), (1, 1), (0, 3)])
 def test_from_dense(shape: tuple[int, int]):
     w = normal(7, *shape)
 
