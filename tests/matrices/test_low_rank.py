@@ -25,7 +25,7 @@ def filled(make: Any, *sizes: int, **options: Any) -> Any:
 
 
 def net() -> eqx.nn.MLP:
-    return filled(eqx.nn.MLP, 4, 3, 8, 2)
+    return filled(eqx.nn.MLP, 4, 3, 8, 1)
 
 
 def squares(model: Any, x: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def test_at_first_nothing_changes():
     model, x = net(), normal(0, 5, 4)
     changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
     assert_same(*eqx.filter_jit(lambda *models: [jax.vmap(each)(x) for each in models])(changed, model))
-    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 3
+    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 2
     assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
 
 
@@ -75,7 +75,7 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
     model, x = net(), normal(2, 5, 4)
     changed = matrices.lora(model, "layers.*.weight", 2, key=KEY)
     layout = tp.layout(changed, matrices.LowRank)
-    assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(3) for factor in "ab")
+    assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(2) for factor in "ab")
     tx = optim.trainable(optax.adamw(1e-2), layout)
     state, tuned = tx.init(changed), changed
     update = tp.jit(lambda model, state: tx.update(tp.grad(squares, layout)(model, x), state, model))
@@ -87,7 +87,7 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
         assert layer.weight.base is old.weight
         assert layer.bias is old.bias
     moved = [not np.array_equal(a, b) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]
-    assert moved == [True] * 6
+    assert moved == [True] * 4
 
 
 def test_the_base_costs_no_backward_work():

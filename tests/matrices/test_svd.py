@@ -1,6 +1,5 @@
 """Reflections, rotations, and the decomposition made of them."""
 
-import functools
 import math
 from typing import Any
 
@@ -98,33 +97,29 @@ def test_layers_of_rotations():
 # -- Training
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
-def descend(loss: Any, model: Any, steps: int, rate: float, *data: Any) -> tuple[Any, jax.Array]:
-    tx = optim.trainable(optax.adam(rate))
+@pytest.mark.usefixtures("standard_promotion")
+def test_after_a_thousand_steps_rotations_reach_any_rotation_and_factors_are_orthogonal():
+    tx = optim.trainable(optax.adam(0.03))
+    start = [matrices.Givens.random(3, key=KEY), matrices.SVD.random(4, 4, key=KEY)]
+    targets = [entries(matrices.Orthogonal(normal(5, 2, 3))), normal(6, 4, 4)]
+    errors = lambda model: [
+        jnp.sum((each.to_dense() - target) ** 2) for each, target in zip(model, targets, strict=True)
+    ]
 
     def step(carry: Any, _: None) -> tuple[Any, None]:
         model, state = carry
-        with jax.numpy_dtype_promotion("standard"):
-            return optim.step(tx, tp.grad(loss)(model, *data), state, model), None
+        return optim.step(tx, tp.grad(lambda model: sum(errors(model)))(model), state, model), None
 
-    model = jax.lax.scan(step, (model, tx.init(model)), None, steps)[0][0]
-    return model, loss(model, *data)
+    @jax.jit
+    def trained(model: Any) -> Any:
+        after, _ = jax.lax.scan(step, (model, tx.init(model)), None, 1000)[0]
+        return after, errors(after), after[1].u.to_dense(), after[1].v.to_dense()
 
-
-def test_n_layers_of_rotations_reach_any_rotation():
-    target = entries(matrices.Orthogonal(normal(5, 2, 3)))
-    loss = lambda q, target: jnp.sum((q.to_dense() - target) ** 2)
-    assert descend(loss, matrices.Givens.random(3, key=jax.random.key(1)), 300, 0.1, target)[1] < 1e-4
-
-
-def test_orthogonal_after_a_thousand_steps():
-    start, target = matrices.SVD.random(4, 4, key=jax.random.key(2)), normal(6, 4, 4)
-    loss = lambda svd, target: jnp.sum((svd.to_dense() - target) ** 2)
-    trained, error = descend(loss, start, 1000, 0.03, target)
-    assert error < 1e-2 * np.sum((np.asarray(entries(start)) - target) ** 2)
-    for q in (trained.u, trained.v):
-        assert not np.allclose(q.vectors, start.u.vectors, atol=0.5)
-        dense = np.asarray(entries(q))
+    (_, after), (of_rotations, of_svd), *factors = trained(start)
+    assert of_rotations < 1e-4
+    assert of_svd < 1e-2 * np.sum((np.asarray(entries(start[1])) - targets[1]) ** 2)
+    for q, old, dense in zip((after.u, after.v), (start[1].u, start[1].v), factors, strict=True):
+        assert not np.allclose(q.vectors, old.vectors, atol=0.5)
         np.testing.assert_allclose(dense @ dense.T, np.eye(4), atol=1e-5)
 
 
@@ -170,15 +165,15 @@ def test_the_determinant_is_that_of_the_entries():
     with_d = lambda matrix, d: eqx.tree_at(lambda matrix: matrix.d, matrix, d)
     of_dense = lambda d, matrix: jnp.linalg.slogdet(with_d(matrix, d).to_dense())
 
-    @jax.jit
     def checked(matrix: Any) -> Any:
         got = matrix.slogdet(), jax.grad(lambda d: with_d(matrix, d).logdet())(matrix.d)
         return got, (tuple(of_dense(matrix.d, matrix)), jax.grad(lambda d: of_dense(d, matrix)[1])(matrix.d))
 
-    for each in (weight, weight.inv().T):
-        assert_close(*checked(each), 1e-4)
     stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), weight)
-    of_both, of_one = jax.jit(lambda *both: [each.slogdet() for each in both])(stacked, weight)
+    of_each, of_both = jax.jit(lambda weight: ([checked(weight), checked(weight.inv().T)], stacked.slogdet()))(weight)
+    for got, want in of_each:
+        assert_close(got, want, 1e-4)
+    (of_one, _), _ = of_each[0]
     assert_close(of_both, tuple(np.stack([each, each]) for each in of_one))
 
 

@@ -80,9 +80,8 @@ class LowRank(AbstractMatrix):
         base = as_weight(base)
         m, n = base.shape
         dtype = base.dtype if dtype is None else dtype
-        return cls(
-            base, jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5, jnp.zeros((rank, n), dtype), scale
-        )
+        a = jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5
+        return cls(base, a, jnp.zeros((rank, n), dtype), scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
