@@ -8,6 +8,7 @@ and dp/dt = -dH/dq (Greydanus, Dzamba and Yosinski, 2019). Its loss holds the ne
 `nested.gradient`, and is differentiated once more, in the parameters.
 
 Then both are let go for about 15 swings. Whatever energy the second has learned, it is constant along the motion.
+It needs what `pip install -e '.[examples]'` installs.
 """
 
 import argparse

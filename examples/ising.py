@@ -8,6 +8,7 @@ fewer samples than parameters it is `J^T (J J^T + damping)^-1 residual`: MinSR (
 (Goldshlager, Abrahamsen and Lin, 2024) keeps the part of the last step that the samples do not speak against.
 
 All configurations are summed, each weighted by the root of its probability; from a sampler they would come as drawn.
+It needs what `pip install -e '.[examples]'` installs.
 """
 
 import argparse

@@ -7,6 +7,7 @@ known. The loss is the mean square of what is left at points inside; it holds `n
 
 Adam comes near and then crawls, since the loss is steep in some directions and flat in others. Gauss-Newton by
 `nested.ggn_operator` goes on from there: a step solves `(G + damping) step = -gradient` by conjugate gradients.
+It needs what `pip install -e '.[examples]'` installs.
 """
 
 import argparse
@@ -153,6 +154,7 @@ def claims(found: dict[str, Found]) -> dict[str, Any]:
     _, more, newton = found.values()
     return {
         "both ways come within 0.1 % of the solution": max(error(more.model), error(newton.model)) < 1e-3,
+        "no step of Gauss-Newton raises the loss": all(np.diff(newton.losses) <= 1e-8 * newton.losses[:-1]),
         "Gauss-Newton takes the loss to a tenth of where Adam does": newton.losses[-1] < more.losses[-1] / 10,
     }
 
