@@ -149,7 +149,7 @@ def draw(motions: dict[str, Motion], plot: str) -> None:
         energies = jax.vmap(jax.vmap(energy))(motion.states[:, ::3])
         axes.plot(STEP * np.arange(len(energies)), energies, color=f"C{i}")[0].set_label(name)
     axes.set(title="A net that learns an energy conserves it", xlabel="time", ylabel="the pendulum's energy")
-    axes.legend()
+    picture.legend(loc="outside right upper")
     picture.savefig(plot)
 
 
