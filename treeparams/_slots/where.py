@@ -206,9 +206,8 @@ def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) ->
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    is_run = numbers == sorted(numbers) != []
-    match = _by_treedef(structure).get((numbers[0], treedef)) if is_run else None
-    if match is not None:
+    match = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
+    if match is not None and numbers == list(range(match.start, match.stop)):
         yield match
     elif numbers:
         for child in jtu.tree_leaves(found, is_leaf=lambda node: node is not found):
