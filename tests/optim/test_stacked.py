@@ -153,7 +153,7 @@ def test_a_rule_is_tried_once_for_each_kind_of_model():
 def test_groups_over_stacks_are_one_division():
     one = optax.sgd(0.1)
     for rules in (
-        optax.chain(optim.groups({"layers": one}, one), optim.groups({"head": one}, one)),
+        optax.chain(optim.groups({"layers": one}, one), optim.groups({"embed": one}, one)),
         optim.groups({"layers": optim.groups({"**": one})}, one),
     ):
         with pytest.raises(
