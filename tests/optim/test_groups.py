@@ -157,8 +157,7 @@ def test_a_group_of_frozen_leaves_is_empty_until_they_thaw(where, form):
     assert rates(tx, model, state) == {"embed": 1.0, "body": 0.5}
 
 
-@forms
-def test_muon_for_matrices_of_a_language_model_with_a_tied_head(form):
+def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
     embed = {"weight": ramp(12, 8)}
     model = {
         "embed": embed,
@@ -167,7 +166,7 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head(form):
     }
     adam, muon = optax.adam(1e-2), optax.contrib.muon(1e-2)
     matrices = tp.leaves(lambda path, leaf: leaf.ndim == 2)
-    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=form)
+    tx = groups({"embed": adam, matrices: optim.per_leaf(muon)}, adam, form=optim.stacked)
     assert optim.report(tx, model).groups == {
         "body.0.b": "default",
         "body.0.w": "tp.leaves(" + matrices.predicate.__qualname__ + ")",

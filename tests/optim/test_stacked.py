@@ -58,13 +58,12 @@ def _groups(of):
 
 EQUAL = {  # within `of`, over stacks, is what looks at each leaf
     "clip and lamb": lambda of: optax.chain(clip(0.5), of(optax.lamb(0.1))),
-    "optax's clip and adamw": lambda of: optax.chain(optax.clip_by_global_norm(0.5), of(optax.adamw(0.1))),
     "adamw as it is": lambda of: optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.5),
     "injected": lambda of: optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.1),
     "MultiSteps around": lambda of: optax.MultiSteps(of(optax.lamb(0.1)), 2),
     "apply_if_finite around": lambda of: optax.apply_if_finite(of(optax.lion(0.1)), 3),
     "groups in a chain": _groups,
-    "layers at rest": lambda of: optim.groups({"layers": optax.set_to_zero()}, default=of(optax.lamb(0.1))),
+    "layers at rest": lambda of: optim.groups({"layers": optax.set_to_zero()}, default=of(optax.novograd(0.1))),
 }
 
 
@@ -78,7 +77,7 @@ def test_equals_optax_leaf_by_leaf(name):
             model, state = optim.step(tx, tp.grad(_loss, LAYOUT)(model), carry[1], model)
             return (tp.partition(model, LAYOUT)[0], state), None
 
-        return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), length=10)[0][0]
+        return jax.lax.scan(step, (params, tx.init(tp.combine(params, rest))), length=5)[0][0]
 
     txs = optim.stacked(EQUAL[name](rows), LAYOUT), optim.trainable(EQUAL[name](lambda tx: tx), LAYOUT)
     got, want = jax.jit(lambda params: [after(tx, params) for tx in txs])(params)

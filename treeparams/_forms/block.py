@@ -111,7 +111,8 @@ class Block:
         runs = [[*run] for _, run in itertools.groupby(spans, key=lambda span: id(span[0]))]
         if len(runs) < 2:
             return _real(spans[0][0] if spans else 1.0, dtype)
-        # Broadcasts, which compiled programs do not keep: no constant as long as the vector, and nothing gathered.
+        # Broadcasts that are joined anew in each step: a program has no constant as long as the vector, nor as many
+        # indices, which it would have if the numbers were gathered.
         pieces = [jnp.broadcast_to(_real(run[0][0], dtype), (run[-1][2] - run[0][1],)) for run in runs]
         return jnp.concatenate(pieces).reshape(-1, *[1] * self.rank)
 

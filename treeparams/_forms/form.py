@@ -157,8 +157,8 @@ class Form:
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
         """A tree like this one of one number per slot, in arrays that broadcast against the blocks."""
-        pairs = zip(self.blocks, self.members, strict=True)
-        return jtu.tree_unflatten(self.treedef, [b.spread([numbers[slot] for slot in slots]) for b, slots in pairs])
+        of_each = [[numbers[slot] for slot in slots] for slots in self.members]
+        return jtu.tree_unflatten(self.treedef, map(Block.spread, self.blocks, of_each))
 
     def cut(self, tree: PyTree) -> list[jax.Array]:
         """One array per slot, in its shape and dtype; checked."""

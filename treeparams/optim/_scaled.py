@@ -65,14 +65,13 @@ jtu.register_dataclass(ScaledState, [], ["keys"])
 def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
     """Multiplies the updates of each parameter by a number; the first entry that selects a parameter gives it.
 
-    >>> import equinox as eqx, jax, jax.numpy as jnp, optax
+    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
     >>> mlp = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
     >>> decay = {"layers.2": 1.0, "layers.1": 0.5, "layers.0": 0.25}
-    >>> tx = optim.trainable(optax.chain(optax.adam(0.1), optim.scaled(decay)))
-    >>> updates, state = tx.update(
-    ...     jax.tree.map(jnp.ones_like, eqx.filter(mlp, eqx.is_array)), tx.init(mlp), mlp
-    ... )
+    >>> tx = optim.trainable(optax.chain(optax.sgd(0.1), optim.scaled(decay)))
+    >>> grads = tp.maptrainable(jnp.ones_like, mlp)
+    >>> updates, state = tx.update(grads, tx.init(mlp), mlp)
     >>> print([f"{layer.bias[0]:.3f}" for layer in updates.layers])
     ['-0.025', '-0.050', '-0.100']
 
