@@ -292,7 +292,7 @@ def test_its_gradient_is_that_of_the_trace():
             (
                 tp.grad(loss, layout)(model, x),
                 jax.grad(loss, 1)(model, x),
-                nested.hvp(loss, model, direction, x, trainable=layout),
+                nested.hvp(loss, trainable=layout)(model, direction, x),
             )
             for loss in (ours, plain)
         ]
