@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree.dtypes import is_complex
+from .._tree.dtypes import is_complex, widened
 from .mesh import alike, first_axis_whole, replicated
 from .primitives import Shapes, cut, join
 
@@ -98,6 +98,23 @@ class Block:
         arrays = alike(arrays) if self.rank else list(map(replicated, arrays))
         return join(arrays, self.shapes, self.length, self.rank)
 
+    def spread(self, numbers: Sequence[Any]) -> Any:
+        """One real number for each array, in single precision at least: all as an array that broadcasts, 1 in padding.
+
+        A number is one object wherever it is the same, as arrays that follow each other then share a piece.
+        """
+        dtype = widened(jnp.finfo(self.dtype).dtype)
+        if self.length is None:
+            return _real(numbers[0], dtype)
+        ends = [*self.starts, self.length]
+        spans = [span for span in zip([*numbers, 1.0], ends, ends[1:], strict=False) if span[1] < span[2]]
+        runs = [[*run] for _, run in itertools.groupby(spans, key=lambda span: id(span[0]))]
+        if len(runs) < 2:
+            return _real(spans[0][0] if spans else 1.0, dtype)
+        # Broadcasts, which compiled programs do not keep: no constant as long as the vector, and nothing gathered.
+        pieces = [jnp.broadcast_to(_real(run[0][0], dtype), (run[-1][2] - run[0][1],)) for run in runs]
+        return jnp.concatenate(pieces).reshape(-1, *[1] * self.rank)
+
     def cut(self, whole: ArrayLike) -> list[Any]:
         """One array for each, in its dtype."""
         pieces = self.pieces(whole)
@@ -134,6 +151,11 @@ def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real
     return jax.lax.convert_element_type(array, dtype)
+
+
+def _real(number: Any, dtype: DTypeLike) -> Any:
+    """A number as an array of a dtype, of NumPy where it is known."""
+    return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
 def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> Shapes:

@@ -155,6 +155,11 @@ class Form:
         is_same = all(map(operator.is_, blocks, self.blocks))
         return self.join(arrays) if is_same else dataclasses.replace(self, blocks=blocks).join(arrays)
 
+    def spread(self, numbers: Sequence[Any]) -> PyTree:
+        """A tree like this one of one number per slot, in arrays that broadcast against the blocks."""
+        pairs = zip(self.blocks, self.members, strict=True)
+        return jtu.tree_unflatten(self.treedef, [b.spread([numbers[slot] for slot in slots]) for b, slots in pairs])
+
     def cut(self, tree: PyTree) -> list[jax.Array]:
         """One array per slot, in its shape and dtype; checked."""
         return self.cut_leaves(self.leaves(tree))

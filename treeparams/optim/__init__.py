@@ -7,6 +7,7 @@ ground up:
     _named         what a rule is shown while it is read
     _entries       `{where: value}` within plain Optax, and a check of it in the whole model
     _groups        groups: a rule for each part; report: which leaf goes where
+    _scaled        scaled: the updates of each parameter times a number
     _history       what a rule has learned of parameters that step together
     _formulas      the formula of each element in the programs of a rule
     _moves         operations that only move elements
@@ -33,6 +34,7 @@ from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global
 from ._flat import flat as flat
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
+from ._scaled import ScaledState as ScaledState, scaled as scaled
 from ._stacked import stacked as stacked
 from ._state import ModelTransformation as ModelTransformation, TrainableState as TrainableState
 from ._step import apply_updates as apply_updates, step as step

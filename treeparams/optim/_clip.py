@@ -1,6 +1,5 @@
 """clip_by_global_norm: plain Optax, with the norm of this library."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from .._norm import global_norm
-from .._tree.dtypes import common_dtype
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
+from ._scaled import times
 from ._state import nodes_of
 
 
@@ -98,7 +97,7 @@ def clip_by_global_norm(
             clipped=state.clipped + (is_finite & ~is_within).astype(state.clipped.dtype),
             nonfinite=state.nonfinite + (~is_finite).astype(state.nonfinite.dtype),
         )
-        return jax.tree.map(functools.partial(_scaled, scale), updates), counted
+        return jax.tree.map(lambda leaf: times(leaf, scale), updates), counted
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -109,14 +108,6 @@ def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
     largest = jax.lax.pmax(norm, axis_name)
     safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return safe * jnp.sqrt(jax.lax.psum(jnp.square(norm / safe), axis_name))
-
-
-def _scaled(scale: jax.Array, leaf: Any) -> Any:
-    """A leaf of a gradient times the scale, in its own dtype; a leaf that is not floating stays as it is."""
-    if not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
-        return leaf
-    wide = common_dtype([leaf.dtype, scale.dtype])
-    return (jnp.asarray(leaf, wide) * scale.astype(jnp.finfo(wide).dtype)).astype(leaf.dtype)
 
 
 def clip_state(state: PyTree) -> ClipState:

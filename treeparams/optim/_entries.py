@@ -44,14 +44,15 @@ class Keys:
 contents[Keys] = lambda _: ()
 
 
-def entries_of(params: PyTree, wheres: Sequence[Where]) -> dict[str, int]:
+def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
     """The number of the entry that each parameter of a canonical tree goes by, for those that one selects.
 
-    A tie that a class declares is named by either end, though the tree has nothing at its alias.
+    A tie that a class declares is named by either end, though the tree has nothing at its alias. Of a tree that is no
+    whole model an entry may select nothing.
     """
     structure = structure_of(_with_aliases(params))[2]
     index = Index(structure, (True,) * len(structure.specs), find_ties(structure))
-    found = first_entries(index, wheres, asked=(), may_be_empty=True)
+    found = first_entries(index, wheres, asked=None if is_whole else (), may_be_empty=not is_whole)
     return {structure.paths[leaf]: number for leaf, number in found.items()}
 
 

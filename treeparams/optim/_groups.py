@@ -105,13 +105,13 @@ class _Groups:
 
     def init(self, params: PyTree) -> Any:
         """The states of the rules, and the parameters of each."""
-        are_stacks, paths = _are_stacks(params), structure_of(params)[2].paths
-        found = self.of_stacks(params) if are_stacks else self.of_parameters(params, paths)
+        are_of_stacks, paths = are_stacks(params), structure_of(params)[2].paths
+        found = self.of_stacks(params) if are_of_stacks else self.of_parameters(params, paths)
         members: dict[str, list[str]] = {name: [] for name in self.rules}
         for path, name in zip(paths, found, strict=True):
             members[name].append(path)
         groups = tuple(Group(name, tuple(own)) for name, own in members.items())
-        keys = Keys([] if are_stacks else [*self.wheres.values()])
+        keys = Keys([] if are_of_stacks else [*self.wheres.values()])
         return GroupsState(self._partition(groups).init(params).inner_states, groups, keys)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
@@ -158,7 +158,7 @@ class _Groups:
         return optax.partition(rules, functools.partial(_labelled, names), mask_compatible_extra_args=True)
 
 
-def _are_stacks(params: PyTree) -> bool:
+def are_stacks(params: PyTree) -> bool:
     """Whether all leaves are in stacks, and there are any."""
     return bool(jtu.tree_leaves(params)) and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks)))
 

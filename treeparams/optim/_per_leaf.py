@@ -18,6 +18,7 @@ from .._tree.types import PyTree
 from ._coupling import Extended, as_one_operation, coupling
 from ._groups import GroupsState
 from ._named import is_compared
+from ._scaled import ScaledState
 from ._state import ONE, ModelTransformation, Plain, TrainableState, extended, nodes_of, settled, steady
 
 
@@ -263,6 +264,11 @@ def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
         raise ValueError(
             "groups go by path, and within optim.per_leaf no leaf has one; write "
             "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)"
+        )
+    if nodes_of(ScaledState, state):
+        raise ValueError(
+            "optim.scaled goes by path, and within optim.per_leaf no leaf has one; write "
+            "optax.chain(optim.per_leaf(...), optim.scaled(...))"
         )
 
 

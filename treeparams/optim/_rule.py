@@ -26,6 +26,7 @@ from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
+from ._scaled import check_scaled, read_by
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -91,6 +92,7 @@ class Rule:
             return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
         run = self.fresh(parts)
         check_groups(run, parts.index)
+        check_scaled(run, parts.index)
         divisions = (self.like(parts.layout, run).division,)
         roles = Roles(parts.layout, (positions,), (), (0,), divisions)
         state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)
@@ -183,7 +185,7 @@ class Rule:
         """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        return Update(self.tx, shown, params, further)
+        return Update(self.tx, shown, params, further, sight.by_parameter)
 
     def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
         """Of each history that moves its number, the step of each slot as it has it, and its next state."""
@@ -247,7 +249,8 @@ class Rule:
 
         @functools.wraps(value)  # Optax looks at the names of its arguments
         def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
-            result = value(sight.model(shown), *args, **kwargs)
+            with read_by(None):  # a loss may itself train, by plain Optax
+                result = value(sight.model(shown), *args, **kwargs)
             return self._show_gradients(sight, result) if name == "grad_fn" else result
 
         return of_what_is_shown

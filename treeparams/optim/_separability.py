@@ -22,10 +22,11 @@ from .._slots.parts import take_apart
 from .._tree.text import describe, in_short
 from .._tree.types import PyTree
 from ._coupling import Extended
-from ._formulas import NO_FORMULA, Formulas, Value
+from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._groups import GroupsState
 from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
+from ._scaled import ByParameter, Factors, read_by
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
@@ -186,7 +187,7 @@ def _updates(
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
     init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
-    update = jax.make_jaxpr(functools.partial(_step, rule, extra, 1.0))(like, state, like, np.float32(0))
+    update = jax.make_jaxpr(functools.partial(_step, rule, extra, 1.0, None))(like, state, like, np.float32(0))
     grads, params, start = ([reader.argument(name, i) for i in blocks] for name in ("gradient", "parameter", "start"))
 
     def once(carried: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
@@ -210,12 +211,32 @@ def _mark(rounds: Any, update: Value, block: int) -> Any:
 
 
 def _step(
-    rule: Extended, extra: Mapping[str, Any], scale: Any, grads: PyTree, state: PyTree, params: PyTree, value: Any
+    rule: Extended,
+    extra: Mapping[str, Any],
+    scale: Any,
+    by_parameter: ByParameter | None,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    value: Any,
 ) -> tuple[PyTree, PyTree]:
     """The updates and the next state."""
     known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
-    updates, after = rule.update(grads, state, params, **known | dict(extra))
+    with read_by(by_parameter or functools.partial(_of_each_element, params)):
+        updates, after = rule.update(grads, state, params, **known | dict(extra))
     return updates, steady(after, state)
+
+
+def _of_each_element(params: PyTree, given: Factors) -> PyTree:
+    """What `{where: number}` gives each element: which number does not matter, but that it is of this element."""
+    numbers, wheres = list(map(jnp.asarray, given.values())), str([*map(id, given)])
+    return jax.tree.map(lambda leaf: alike_p.bind(leaf, *numbers, program=wheres), params)
+
+
+def _of_leaves_in_turn(way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], given: Factors) -> PyTree:
+    """Numbers as of `{where: number}` whose entries take the leaves in turn."""
+    numbers = itertools.cycle([*given.values(), 1.0])
+    return way.show([jnp.full(leaf.shape, number, leaf.dtype) for leaf, number in zip(shapes, numbers, strict=False)])
 
 
 def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
@@ -265,6 +286,7 @@ def _both(
     found = []
     for way, (params, state) in zip((sample.joined, sample.apart), carries, strict=True):
         grads = jax.tree.map(lambda leaf: 2 * scale * leaf, params)
-        updates, after = _step(rule, extra, scale, grads, state, params, _loss(scale, params))
+        by_parameter = functools.partial(_of_leaves_in_turn, way, sample.shapes)
+        updates, after = _step(rule, extra, scale, by_parameter, grads, state, params, _loss(scale, params))
         found.append((way.read(updates), (jax.tree.map(jnp.add, params, updates), after)))
     return found

@@ -11,9 +11,11 @@ from .._forms.owners import Division, Init
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Parts
+from .._slots.rules import first_entries
 from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
+from ._scaled import ByParameter, Factors, read_by
 from ._state import steady
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -35,6 +37,7 @@ class Update:
     gradients: PyTree
     params: PyTree
     extra: dict[str, Any]
+    by_parameter: ByParameter
 
     def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
         """What the rule makes of the gradients, and its next state."""
@@ -42,7 +45,8 @@ class Update:
 
     def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """The same of other gradients and parameters."""
-        return self.tx.update(gradients, before, params, **self.extra)
+        with read_by(self.by_parameter):
+            return self.tx.update(gradients, before, params, **self.extra)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,12 @@ class Sight:
         for slot, value in zip(self.slots, self.form.read(shown), strict=True):
             values[slot] = value
         return values
+
+    def by_parameter(self, given: Factors) -> PyTree:
+        """What `{where: number}` gives each parameter, 1 by default, in arrays that broadcast against the form."""
+        numbers: list[Any] = [*given.values(), 1.0]
+        found = first_entries(self.parts.index, [*given], asked=())  # `init` has checked that each is of use
+        return self.form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(self.layout).positions])
 
     def model(self, shown: PyTree) -> Any:
         """The model with these parameters; what is not shown is as it was."""

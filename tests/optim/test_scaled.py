@@ -1,0 +1,217 @@
+"""Updates times a number by parameter: the same over a tree, in groups, over a vector and stacks."""
+
+import functools
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import assert_close, assert_same, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+
+
+class Language(eqx.Module):
+    """A tie with a transform, a tie by identity beside it, equal layers, a scalar and what is frozen."""
+
+    embed: jax.Array
+    layers: list[dict[str, jax.Array]]
+    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
+    scale: jax.Array
+    mean: jax.Array = tp.field(trainable=False)
+
+
+def _model():
+    layers = [{"w": ramp(2, 2, start=i), "b": ramp(2, start=i)} for i in range(3)]
+    return Language(ramp(2, 3), layers, ramp(2, 3).T, jnp.ones(()), jnp.ones(2))
+
+
+def _grads(model, time=0.0):
+    return jax.tree.map(lambda x: jnp.sin(x + time), tp.partition(model)[0])
+
+
+FACTORS = {"head": 0.5, "layers.0": 0.25, "layers.1.w": jnp.float32(4), "mean": 3.0, "scale": np.float64(2)}
+
+
+def _rule(rate=0.1):
+    """Without a count: that of a parameter by itself is another than that of all."""
+    return optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate, momentum=0.9))
+
+
+def _trained(tx, fills=False):
+    """The model after three steps, of which the second has no gradient for the first layer."""
+    model = _model()
+    state = tx.init(model)
+    for time in range(3):
+        grads = _grads(model, time)
+        if time == 1:
+            grads = eqx.tree_at(lambda m: m.layers[0], grads, {"w": None, "b": None})
+            grads = tp.project(model, grads, missing="zeros") if fills else grads
+        model, state = optim.step(tx, grads, state, model)
+    return model
+
+
+@functools.cache
+def _by_groups(fills=False):
+    """A group for each factor, with its rate."""
+    rules = {where: _rule(0.1 * float(factor)) for where, factor in FACTORS.items()}
+    return _trained(optim.trainable(optim.groups(rules, default=_rule())), fills)
+
+
+def _ways():
+    scaled, each = optim.scaled(FACTORS), optim.per_leaf(_rule())
+    of_all, of_rows = optax.chain(_rule(), scaled), optax.chain(each, scaled)
+    inject = optax.inject_hyperparams(lambda half: optax.chain(_rule(), optim.scaled(FACTORS | {"head": half})))
+    return {
+        "tree": optim.trainable(of_all),
+        "in groups": optim.trainable(optim.groups({"layers": of_all}, default=of_all)),
+        "beside per_leaf": optim.trainable(of_rows),
+        "stacks": optim.stacked(of_rows),
+        "stacks in groups": optim.stacked(optim.groups({"layers": of_rows}, default=of_rows)),
+        "within MultiSteps": optim.trainable(optax.MultiSteps(of_all, 1)),
+        "a hyperparameter": optim.trainable(inject(0.5)),
+        "a vector": optim.flat(of_all),
+        "stacks of all": optim.stacked(of_all),
+    }
+
+
+@pytest.mark.parametrize("way", _ways())
+def test_equals_a_group_for_each_factor(way):
+    fills = way in ("a vector", "stacks of all")
+    assert_close(_trained(_ways()[way], fills), _by_groups(fills), 1e-6)
+
+
+@forms
+def test_traced_factors_in_one_program_and_their_dtypes(form):
+    model = {"low": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2), "complex": jnp.ones(2, jnp.complex64)}
+    model = model if form is not optim.flat else {"low": model["low"], "other": jnp.ones(2, jnp.bfloat16)}
+    name = [*model][-1]
+    rule = lambda slow: form(optax.chain(optax.scale(-1.0), optim.scaled({"low": slow, name: 2})))
+
+    @jax.jit
+    @jax.vmap
+    def updates(slow):
+        tx = rule(slow)
+        return tx.update(model, tx.init(model), model)[0]
+
+    got = updates(jnp.float32([1, 1 / 3]))
+    assert {name: leaf.dtype for name, leaf in got.items()} == {name: leaf.dtype for name, leaf in model.items()}
+    np.testing.assert_array_equal(got["low"], jnp.bfloat16([[-1] * 3, [-1 / 3] * 3]))
+    np.testing.assert_array_equal(got[name], np.full((2, 2), -2))
+
+
+@forms
+def test_no_constant_and_no_index_for_each_element(form):
+    model = {name: jnp.ones(2**10) for name in "abcd"}
+    tx = form(optax.chain(optax.scale(-1.0), optim.scaled({"a": 0.5, "c": jnp.float32(2)})))
+    lowered = jax.jit(tx.update).lower(model, tx.init(model), model)
+    assert "gather" not in lowered.as_text()
+    for text in (lowered.as_text(), lowered.compile().as_text()):
+        assert len(text) < 20_000  # constants would be written out
+
+
+@forms
+def test_histories_go_on_with_their_factors(form):
+    model = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    tx = form(optax.chain(optax.sgd(1.0), optim.scaled({"a": 0.5, "b": 0.25})), "a")  # what is frozen may be named
+    state = tx.init(model)
+    assert not jax.tree.leaves(state.runs[0])
+    assert pickle.loads(pickle.dumps(state)).roles.layout == state.layout
+    _, state = tx.update(model, state, model)
+    both = optim.set_trainable(tx, state, model)
+    updates, after = jax.jit(tx.update)(model, both, model)
+    assert_same(updates, {"a": jnp.float32([-0.5]), "b": jnp.float32([-0.25])}, identity=False)
+    assert len(after.runs) == 2
+
+
+def test_rows_that_wait_and_ties_that_a_layout_was_given():
+    model = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
+    tx = optim.stacked(
+        optax.chain(optim.per_leaf(optax.sgd(1.0, momentum=0.5)), optim.scaled({"a": 0.5, "c": 0.25})),
+        tp.layout(model, ties={"c": "b"}),
+    )
+    grads = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    updates, _ = tx.update(grads, tx.init(model), model, active={"a": jnp.array(False)})
+    assert_same(updates, {"a": -jnp.zeros(2), "b": jnp.full(2, -0.25), "c": jnp.full(2, -0.25)}, identity=False)
+
+
+def test_plain_optax_goes_by_path():
+    params = {"a": jnp.ones(2), "b": {"w": jnp.ones(2), "none": None}}
+    tx = optim.scaled({"b.w": 0.5})
+    want = {"a": jnp.ones(2), "b": {"w": jnp.full(2, 0.5), "none": None}}
+    assert_same(tx.update(params, tx.init(params))[0], want, identity=False)
+    masked = optax.masked(tx, {"a": True, "b": False})
+    assert_same(masked.update(params, masked.init(params), params)[0], params)
+    for tree, match in (
+        (tp.stack(params)[0], "the stacks of tp.stack do not have"),
+        ({"a": jnp.ones(1)}, "'b.w' selects noth"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tx.update(tree, tx.init(tree))
+    flat = optim.trainable(optax.flatten(optax.chain(tx)))
+    with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), where the parameters are PyTree"):
+        flat.update(params, flat.init(params), params)
+
+
+@forms
+def test_errors(form, without_type_checks):
+    model = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}
+    for factors, error, match in (
+        ({"encodr": 0.1}, ValueError, "'encodr' selects nothing; nearest: 'encoder'"),
+        ({"**": 0.1, "body": 1}, ValueError, r"'body' comes too late: '\*\*' before it took all"),
+        (
+            {"body": optax.linear_schedule(1, 0, 9)},
+            TypeError,
+            r"got a function; .* optim.groups\(\{'body': optax.scale_",
+        ),
+        ({"body": True}, TypeError, "the factor of 'body' is a real number, got bool"),
+        ({"body": 1j}, TypeError, "is a real number, got complex"),
+        ({"body": None}, TypeError, "is a real number, got None"),
+        ({"body": jnp.ones(2)}, ValueError, r"the factor of 'body' is one number, got float32\[2\]; write an entry"),
+        ([0.1], TypeError, r"expected a dictionary \{where: factor\}, got list"),
+    ):
+        with pytest.raises(error, match=match):
+            form(optim.scaled(factors), "!frozen").init(model)
+    with pytest.raises(
+        ValueError, match=r"within optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
+    ):
+        form(optim.per_leaf(optim.scaled({"body": 2.0}))).init(model)
+
+
+@forms
+def test_beside_a_line_search_whose_loss_trains_by_itself(form):
+    model, inner = {"a": jnp.ones(2), "b": jnp.ones(2)}, optax.chain(optax.sgd(0.1), optim.scaled({"c": 0.5}))
+
+    def loss(model):
+        params = {"c": model["a"] + model["b"], "d": jnp.ones(2)}
+        return jnp.sum(params["c"] ** 2 + inner.update(params, inner.init(params))[0]["c"])
+
+    search = optax.scale_by_backtracking_linesearch(10)
+    tx = form(optax.chain(optax.scale(-0.1), optim.scaled({"a": 0.5}), search))
+    value, grads = tp.value_and_grad(loss)(model)
+    updates, _ = tx.update(grads, tx.init(model), model, value=value, grad=grads, value_fn=loss)
+    np.testing.assert_allclose(updates["a"], updates["b"] / 2)
+    assert loss(optim.apply_updates(model, updates)) < value
+
+
+def test_what_looks_at_leaves_is_seen_beside_it_and_what_shows_no_program_is_tried():
+    model = {"a": ramp(2), "b": ramp(2, 2)}
+    slow, fast = optim.scaled({"a": 0.5}), optim.scaled({"a": 2.0})
+    by_rank = lambda tree: jax.tree.map(lambda leaf: "slow" if leaf.ndim > 1 else "fast", tree)
+    matrices = lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    for rule in (optax.partition({"slow": slow, "fast": fast}, by_rank), optax.masked(slow, matrices)):
+        with pytest.raises(ValueError, match="looks at the shapes of leaves"):
+            optim.flat(rule).init(model)
+    through = lambda leaf: jax.pure_callback(lambda x: x, leaf, leaf, vmap_method="sequential")
+    hidden = optax.stateless(lambda updates, params: jax.tree.map(through, updates))
+    optim.flat(optax.chain(hidden, slow)).init(model)
+    with pytest.raises(ValueError, match="tried on a few"):
+        optim.flat(optax.chain(hidden, optax.partition({"slow": slow, "fast": fast}, by_rank))).init(model)

@@ -1,0 +1,194 @@
+"""scaled: plain Optax that multiplies the updates of each parameter by a number."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from .._forms.block import Block
+from .._slots.index import Index
+from .._slots.rules import first_entries
+from .._slots.where import Where, name_of
+from .._tree.dtypes import common_dtype
+from .._tree.recognise import structure_of
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
+from ._entries import Keys, entries_of
+from ._groups import are_stacks
+from ._state import nodes_of
+
+Factors = Mapping[Where, ArrayLike]
+ByParameter = Callable[[Factors], PyTree]
+"""From `{where: number}` to a tree like what a rule is shown: a number for each array, or an array that broadcasts."""
+
+
+# A rule over a vector or stacks is shown no names, so what calls it says here how factors are read meanwhile. That is
+# no extra argument of `update`: the line searches of Optax refuse those that their loss does not take, and some
+# wrappers of Optax pass none on.
+_reader = contextvars.ContextVar[ByParameter | None]("_reader", default=None)
+
+
+@contextlib.contextmanager
+def read_by(by_parameter: ByParameter | None) -> Iterator[None]:
+    """Within, factors are read in this way; by `None`, by the paths of the tree that a rule is given."""
+    token = _reader.set(by_parameter)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledState:
+    """The state of `optim.scaled`, a pytree without arrays.
+
+    Attributes:
+        keys: that the factors were given under; static.
+    """
+
+    keys: Keys
+
+
+ScaledState.__module__ = "treeparams.optim"
+jtu.register_dataclass(ScaledState, [], ["keys"])
+
+
+def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
+    """Multiplies the updates of each parameter by a number; the first entry that selects a parameter gives it.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
+    >>> decay = {"layers.2": 1.0, "layers.1": 0.5, "layers.0": 0.25}
+    >>> tx = optim.trainable(optax.chain(optax.adam(0.1), optim.scaled(decay)))
+    >>> updates, state = tx.update(
+    ...     jax.tree.map(jnp.ones_like, eqx.filter(mlp, eqx.is_array)), tx.init(mlp), mlp
+    ... )
+    >>> print([f"{layer.bias[0]:.3f}" for layer in updates.layers])
+    ['-0.025', '-0.050', '-0.100']
+
+    Behind a rule such as Adam a factor scales its learning rate, and weight decay that the rule has. This is
+    **layer-wise learning-rate decay** (discriminative fine-tuning, ULMFiT, arXiv:1801.06146; BEiT, arXiv:2106.08254),
+    the **rates by width of muP** (Yang et al., arXiv:2203.03466; with Adam `1 / m` for the weights of hidden and output
+    layers, in a net that is `m` times as wide as the one that was tuned), or a slower encoder, `{"encoder": 0.1}`.
+    Before a rule a factor scales the gradient, which Adam nearly undoes.
+
+    It is one rule with as many factors as you like. As a group of `optim.groups` for each factor, 48 rates take 13
+    times as long to trace. Groups are for other rules, and for schedules of their own. It stands anywhere within
+    `optim.trainable`, `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain
+    Optax it goes by the paths of the tree that it is given.
+
+    Args:
+        factors: `{where: number}`, with any `where` of `tp.layout` that is hashable. A number may be a traced scalar,
+            so one program serves a sweep by `jax.vmap`, and a hyperparameter: `optax.inject_hyperparams(lambda slow:
+            optax.chain(optax.adam(1e-3), optim.scaled({"encoder": slow})))(slow=0.1)`. Parameters that no entry
+            selects have 1.
+
+    Returns:
+        A transformation with a `ScaledState`. Each update keeps its dtype; the product is made in single precision at
+        least. A tie is one parameter: its source decides.
+
+    Raises:
+        ValueError: a factor is no scalar; `init` of `optim.trainable` and the like, or `update` in plain Optax: an
+            entry selects nothing, or nothing that earlier entries left, or one place alone of an array that is at
+            several.
+        TypeError: not a dictionary of numbers; a factor is a schedule.
+    """
+    if not isinstance(factors, Mapping):
+        raise TypeError(f"expected a dictionary {{where: factor}}, got {describe(factors)}")
+    for where, factor in factors.items():
+        _check_factor(name_of(where), factor)
+    rule = _Scaled(dict(factors))
+    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+
+
+def _check_factor(name: str, factor: Any) -> None:
+    if callable(factor):
+        raise TypeError(
+            f"the factor of {name} is a number, got a function; for a schedule write "
+            f"optim.groups({{{name}: optax.scale_by_schedule(schedule)}}, default=optax.identity())"
+        )
+    if not (is_array(factor) or isinstance(factor, (int, float, np.number))) or not _is_real(jnp.result_type(factor)):
+        raise TypeError(f"the factor of {name} is a real number, got {describe(factor)}")
+    if jnp.shape(factor):
+        raise ValueError(f"the factor of {name} is one number, got {describe(factor)}; write an entry for each")
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scaled:
+    """The factors of a transformation."""
+
+    factors: Factors
+
+    def init(self, params: PyTree) -> Any:
+        """The keys, which are checked where a whole model is known."""
+        return ScaledState(Keys([*self.factors]))
+
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
+        """The updates, each times its factor."""
+        by_parameter = _reader.get() or functools.partial(_by_path, updates if params is None else params)
+        leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
+        pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
+        return treedef.unflatten([leaf if _is_nothing(leaf) else times(leaf, number) for leaf, number in pairs]), state
+
+
+def _is_nothing(node: object) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _like(treedef: Any, factors: PyTree) -> list[Any]:
+    """The factors at the leaves of the updates."""
+    try:
+        found = treedef.flatten_up_to(factors)
+    except ValueError:
+        found = [factors]
+    if any(jtu.tree_structure(each).num_nodes > 1 for each in found):
+        raise ValueError(
+            f"optim.scaled goes by parameter, and was given updates as {treedef!s:.80}, where the parameters are "
+            f"{jtu.tree_structure(factors)!s:.80}; put it outside of what changes their form, such as optax.flatten"
+        )
+    return found
+
+
+def _by_path(tree: PyTree, factors: Factors) -> PyTree:
+    """The factor of each array of a tree, by its path."""
+    if are_stacks(tree):
+        raise ValueError(
+            "optim.scaled goes by the names of parameters, which the stacks of tp.stack do not have; give the model to "
+            "optim.stacked(optax.chain(..., optim.scaled(...)))"
+        )
+    leaves, treedef = jtu.tree_flatten(tree)
+    found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
+    numbers = [*factors.values(), 1.0]
+    of_paths = [numbers[found.get(path, -1)] for path in structure_of(tree)[2].paths]
+    return treedef.unflatten([
+        Block.single(leaf.shape, leaf.dtype).spread([number]) for leaf, number in zip(leaves, of_paths, strict=True)
+    ])
+
+
+def check_scaled(state: PyTree, index: Index) -> None:
+    """Checks the keys of factors in the whole model: in groups, and over vectors and stacks, not all is there."""
+    for node in nodes_of(ScaledState, state):
+        first_entries(index, node.keys.wheres)
+
+
+def times(leaf: Any, factor: Any) -> Any:
+    """An update times a real number, in its own dtype; what is not floating stays as it is."""
+    is_one = isinstance(factor, np.ndarray) and not factor.shape and factor == 1
+    if is_one or not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+        return leaf
+    wide = common_dtype([leaf.dtype, factor.dtype])
+    return (jnp.asarray(leaf, wide) * jnp.asarray(factor, jnp.finfo(wide).dtype)).astype(leaf.dtype)
