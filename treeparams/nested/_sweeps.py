@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from .._forms.mesh import first_axis_whole, zeros_typed
 from .._tree.text import count_of, describe
@@ -38,23 +39,30 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
     return jax.lax.scan(put, jax.tree.unflatten(jax.tree.structure(shapes), empty), starts)[0]
 
 
-def in_sweeps(x: jax.Array, y: jax.Array, push: Callable[..., Any], chunk: int | None, batch: int = 0) -> jax.Array:
-    """The Jacobian of y in x, whose linear part is `push`, in the fewer sweeps: forward, or backward.
+def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, batch: int = 0) -> jax.Array:
+    """The Jacobian of f at x in the fewer sweeps: forward, or backward.
 
     With `batch=1` it is that of each sample in itself, the samples being along the first axis: one direction then
     serves all of them at once.
     """
+    # f is called here alone: within nested derivatives two calls at each level would be many. Forward it is not
+    # linearised, since that keeps what is computed at each step of a loop.
+    closed = jax.make_jaxpr(f)(x)
+    inputs, outputs = x.shape[batch:], closed.out_avals[0].shape[batch:]
 
-    def sweeps(f: Callable[..., Any], along: jax.Array) -> jax.Array:
+    def of_x(x: jax.Array) -> jax.Array:
+        return jnp.asarray(jaxpr_as_fun(closed)(x)[0])
+
+    def sweeps(linear: Callable[[jax.Array], jax.Array], along: jax.Array) -> jax.Array:
         sample, everywhere = jnp.zeros(along.shape[batch:], along.dtype), jnp.zeros_like(along)
         spread = lambda direction: everywhere + jnp.expand_dims(direction, tuple(range(batch)))
-        return mapped(lambda direction: f(spread(direction)), basis(sample), chunk, "sweeps")
+        return mapped(lambda direction: linear(spread(direction)), basis(sample), chunk, "sweeps")
 
-    inputs, outputs = x.shape[batch:], y.shape[batch:]
     if math.prod(inputs) <= math.prod(outputs):
-        columns = sweeps(push, x)
-        return jnp.moveaxis(columns, 0, -1).reshape(*y.shape, *inputs)
-    rows = sweeps(lambda direction: jax.linear_transpose(push, x)(direction)[0], y)
+        columns = sweeps(lambda direction: jax.jvp(of_x, (x,), (direction,))[1], x)
+        return jnp.moveaxis(columns, 0, -1).reshape(*x.shape[:batch], *outputs, *inputs)
+    y, pull = jax.vjp(of_x, x)
+    rows = sweeps(lambda direction: pull(direction)[0], y)
     return jnp.moveaxis(rows, 0, batch).reshape(*y.shape, *inputs)
 
 
