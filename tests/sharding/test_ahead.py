@@ -160,7 +160,7 @@ def test_what_layers_compute_is_not_kept_where_they_are_checkpointed():
 
 def test_the_command(capsys):
     options = [f"--{name}={value}" for name, value in SIZES.items()]
-    status = command.main([*options, "--rule=muon", "--split=gradients", "--devices", "8", "3"])
+    status = command.main([*options, "--rule=sgd", "--split=gradients", "--devices", "8", "3"])
     out, err = capsys.readouterr()
     assert status == 1
     assert "over 3 devices: not everything can lie as the rules say" in err
