@@ -15,6 +15,7 @@ The processes run on this machine; over several machines each would be started t
 The images come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
+import argparse
 import contextlib
 import functools
 import os
@@ -31,9 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, digits, progress, table
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
 import treeparams as tp
 from treeparams import matrices, sharding
@@ -89,7 +92,7 @@ def rows(batch: np.ndarray) -> np.ndarray:
 
 
 def bar(chosen: np.ndarray, title: str) -> Any:
-    return progress(chosen, title) if jax.process_index() == 0 else chosen
+    return tqdm(chosen, title, ncols=100) if jax.process_index() == 0 else chosen
 
 
 def bytes_here(tree: Any) -> int:
@@ -134,7 +137,7 @@ def alone(model: Network, data: Any, chosen: np.ndarray) -> Trained:
     """One process makes all steps on whole batches, by Optax alone."""
     vector, restructure = tp.ravel(model)
     state, step = OPTIMISER.init(vector), one_process(restructure)
-    for numbers in progress(chosen, "one process"):
+    for numbers in bar(chosen, "one process"):
         vector, state = step(vector, state, *(each[numbers] for each in data))
     return Trained(restructure(vector), bytes_here((vector, state)), 0, None)
 
@@ -225,8 +228,12 @@ def main(processes: int = 4, steps: int = 200, diloco: int = 0, seed: int = 0) -
     if PROCESS not in os.environ:
         raise SystemExit(launch(processes))
     sharding.initialize(os.environ[ADDRESS], processes, int(os.environ[PROCESS]), heartbeat=HEARTBEAT)
-    (images, labels), (test_images, test_labels) = digits(seed)
-    data = images.reshape(-1, PIXELS), labels
+    pixels, labels = load_digits(return_X_y=True)
+    every = (pixels / 16).astype(np.float32), labels.astype(np.int32)
+    images, test_images, labels, test_labels = train_test_split(
+        *every, test_size=0.2, stratify=labels, random_state=seed
+    )
+    data = images, labels
     made, drawn = jax.random.split(jax.random.key(seed))
     model, size = Network(key=made), BATCH // processes * processes  # equally many rows in each process
     chosen = np.asarray(jax.random.randint(drawn, (steps, size), 0, len(images)))
@@ -238,15 +245,14 @@ def main(processes: int = 4, steps: int = 200, diloco: int = 0, seed: int = 0) -
     one = found["one process"] = alone(model, data, chosen)
     results = {}
     for name, each in found.items():
-        right = jnp.argmax(jax.vmap(each.model)(test_images.reshape(-1, PIXELS)), axis=1) == test_labels
+        right = jnp.argmax(jax.vmap(each.model)(jnp.asarray(test_images)), axis=1) == test_labels
         differs = tp.global_norm(jax.tree.map(np.subtract, each.model, one.model)) / tp.global_norm(one.model)
         results[name] = Result(each, float(jnp.mean(right)), float(differs))
-    cells = [
-        (name, f"{each.bytes:,}", f"{each.meetings}", f"{each.bytes_moved:,}", f"{accuracy:.1%}", f"{differs:.1e}")
-        for name, (each, accuracy, differs) in results.items()
-    ]
-    head = "", "bytes per device", "meetings", "bytes moved", "test accuracy", "differs by"
-    print("\n" + table(head, *cells))
+    row = "{:11}  {:>16}  {:>8}  {:>11}  {:>13}  {:>10}".format
+    print("\n" + row("", "bytes per device", "meetings", "bytes moved", "test accuracy", "differs by"))
+    for name, result in results.items():
+        sizes = f"{result.trained.bytes:,}", result.trained.meetings, f"{result.trained.bytes_moved:,}"
+        print(row(name, *sizes, f"{result.accuracy:.1%}", f"{result.differs:.1e}"))
     return results
 
 
@@ -270,4 +276,10 @@ def claims(outcome: dict[str, Result]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line(main, claims)
+    parser = argparse.ArgumentParser(description=main.__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--diloco", type=int)
+    checked = claims(main(**vars(parser.parse_args())))
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

@@ -8,8 +8,11 @@ and dp/dt = -dH/dq (Greydanus, Dzamba and Yosinski, 2019). Its loss holds the ne
 `nested.gradient`, and is differentiated once more, in the parameters.
 
 Then both are let go for about 15 swings. Whatever energy the second has learned, it is constant along the motion.
+It needs what `pip install -e '.[examples]'` installs.
 """
 
+import argparse
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, draw, progress, table
 from jax import Array
+from matplotlib.figure import Figure
+from tqdm import tqdm
 
 import treeparams as tp
 from treeparams import nested
@@ -81,7 +85,7 @@ def train(name: str, net: Net, data: Any, key: Array, steps: int) -> tuple[Net, 
         return optax.apply_updates(params, updates), state, value
 
     state, losses = tx.init(params), []
-    for each in (bar := progress(jax.random.split(key, steps), name)):
+    for each in (bar := tqdm(jax.random.split(key, steps), name, ncols=100)):
         params, state, value = step(params, state, each)
         losses.append(float(value))
         bar.set_postfix(loss=f"{value:.4f}", refresh=False)
@@ -124,20 +128,29 @@ def main(steps: int = 2000, time: float = 100.0, seed: int = 0, plot: str = "") 
     drawn, made, batches = jax.random.split(jax.random.key(seed), 3)
     data = measure(drawn)
     outputs: dict[str, Any] = {PLAIN: 2, LEARNED: "scalar"}
-    motions, rows = {}, []
+    motions, row, rows = {}, "{:18}  {:>7}  {:>17}  {:>10}".format, []
     for name, rates in RATES.items():
         net = Net(jnp.std(data[0][:, 1]), eqx.nn.MLP(3, outputs[name], 64, 2, jnp.tanh, key=made))
         net, losses = train(name, net, data, batches, steps)
         motions[name] = motion = Motion(net, let_go(rates, net, time))
         own = f"{drift(net, motion):.5%}" if name == LEARNED else "-"
-        rows.append((name, f"{losses[-100:].mean():.5f}", f"{drift(energy, motion):.1%}", own))
-    print("\n" + table(("what is learned", "loss", "energy changes by", "its own by"), *rows))
+        rows.append(row(name, f"{losses[-100:].mean():.5f}", f"{drift(energy, motion):.1%}", own))
+    print("", row("what is learned", "loss", "energy changes by", "its own by"), *rows, sep="\n")
     if plot:
-        along = {name: jax.vmap(jax.vmap(energy))(motion.states[:, ::3]) for name, motion in motions.items()}
-        lines = {name: (STEP * np.arange(len(energies)), energies) for name, energies in along.items()}
-        title = "A net that learns an energy conserves it"
-        draw(plot, lines, title=title, xlabel="time", ylabel="the pendulum's energy")
+        draw(motions, plot)
     return motions
+
+
+def draw(motions: dict[str, Motion], plot: str) -> None:
+    """The pendulum's energy along the motions from some of the starts."""
+    picture = Figure(figsize=(8.5, 4), layout="constrained")
+    axes = picture.subplots()
+    for i, (name, motion) in enumerate(motions.items()):
+        energies = jax.vmap(jax.vmap(energy))(motion.states[:, ::3])
+        axes.plot(STEP * np.arange(len(energies)), energies, color=f"C{i}")[0].set_label(name)
+    axes.set(title="A net that learns an energy conserves it", xlabel="time", ylabel="the pendulum's energy")
+    picture.legend(loc="outside right upper")
+    picture.savefig(plot)
 
 
 def claims(motions: dict[str, Motion]) -> dict[str, Any]:
@@ -150,4 +163,8 @@ def claims(motions: dict[str, Motion]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line(main, claims)
+    parser = argparse.ArgumentParser(description=main.__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--plot", help="a picture to write")
+    checked = claims(main(**vars(parser.parse_args())))
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

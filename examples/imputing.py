@@ -19,6 +19,8 @@ here; the spread over seeds is not that of new patients.
 The table comes with scikit-learn: `pip install -e '.[examples]'`.
 """
 
+import argparse
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -27,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, table, tumours
 from jax import Array
+from sklearn.datasets import load_breast_cancer
 
 import treeparams as tp
 from treeparams import matrices, optim
@@ -73,7 +75,8 @@ class Data(NamedTuple):
 def draw(how: str, seed: int) -> tuple[Data, Data]:
     """The table with values missing: some to train on, the others to test on."""
     random = np.random.default_rng(seed)
-    measured, benign = tumours()
+    measured, benign = load_breast_cancer(return_X_y=True)
+    measured = measured.reshape(-1, 3, 10)  # of each tumour the mean, the error and the worst value
     rank = np.argsort(np.argsort(measured, axis=0), axis=0) / len(measured)
     large = rank > 0.7 if how == RANGE else random.uniform(size=rank.shape) > 0.7
     measured = np.where(random.uniform(size=rank.shape) < np.where(large, 0.9, 0.1), np.nan, measured)
@@ -118,12 +121,12 @@ def main(seeds: int = 20, steps: int = 120) -> dict[tuple[str, str], Outcome]:
             starts = stacked(Network(imputing, key=jax.random.key(seed)) for seed in range(seeds))
             filled = jax.tree.map(jnp.nan_to_num, data) if imputing == MEAN else data  # the mean is zero
             outcomes[how, imputing] = of_each_seed(starts, filled)
-    rows = []
+    row = "{:12}  {:>11}  {:>13}  {:>13}  {:>35}".format
+    print(row("lost", "instead", "test log-loss", "accuracy in %", "log-loss less than with the mean"))
     for (how, imputing), each in outcomes.items():
         gained = gain(outcomes, how)
         better = f"{spread(gained, '.3f')}, {np.sum(gained > 0)} of {seeds} seeds" if imputing == LEARNED else ""
-        rows.append((how, imputing, spread(each.log_loss, ".3f"), spread(100 * each.accuracy, ".1f"), better))
-    print(table(("lost", "instead", "test log-loss", "accuracy in %", "log-loss less than with the mean"), *rows))
+        print(row(how, imputing, spread(each.log_loss, ".3f"), spread(100 * each.accuracy, ".1f"), better).rstrip())
     return outcomes
 
 
@@ -146,4 +149,8 @@ def claims(outcomes: dict[tuple[str, str], Outcome]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line(main, claims)
+    parser = argparse.ArgumentParser(description=main.__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int)
+    checked = claims(main(**vars(parser.parse_args())))
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

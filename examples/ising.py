@@ -8,8 +8,11 @@ fewer samples than parameters it is `J^T (J J^T + damping)^-1 residual`: MinSR (
 (Goldshlager, Abrahamsen and Lin, 2024) keeps the part of the last step that the samples do not speak against.
 
 All configurations are summed, each weighted by the root of its probability; from a sampler they would come as drawn.
+It needs what `pip install -e '.[examples]'` installs.
 """
 
+import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, draw, progress, table
 from jax import Array
+from matplotlib.figure import Figure
+from tqdm import tqdm
 
 import treeparams as tp
 from treeparams import nested
@@ -102,7 +106,7 @@ def by_adam(matrix: Array, restructure: Any, tx: optax.GradientTransformation) -
 
 def follow(name: str, step: Any, vector: Array, state: Any, steps: int) -> np.ndarray:
     """The energy before each step."""
-    bar, energies = progress(range(steps), name), []
+    bar, energies = tqdm(range(steps), name, ncols=100), []
     bar.set_postfix_str("compiles")
     compiled = jax.jit(step).lower(vector, state).compile()
     for _ in bar:
@@ -125,13 +129,24 @@ def main(steps: int = 80, adam: int = 1000, seed: int = 0, plot: str = "") -> di
     }
     errors = {name: energies - exact for name, energies in errors.items()}
     print(f"\n{len(vector):,} parameters, exact energy {exact:.6f}\n")
-    rows = [(name, str(len(each)), str(reached(each)), f"{each[-1]:.1e}") for name, each in errors.items()]
-    print(table(("way", "steps", f"to {CLOSE:.0e}", "error at the end"), *rows))
+    row = "{:6}  {:>5}  {:>8}  {:>16}".format
+    print(row("way", "steps", f"to {CLOSE:.0e}", "error at the end"))
+    for name, each in errors.items():
+        print(row(name, len(each), str(reached(each)), f"{each[-1]:.1e}"))
     if plot:
-        lines = {name: (1 + np.arange(len(each)), each) for name, each in errors.items()}
-        axes = {"xscale": "log", "yscale": "log", "xlabel": "step", "ylabel": "energy above the exact one"}
-        draw(plot, lines, title="Adam takes over five times the steps of natural gradients", **axes)
+        draw(errors, plot)
     return errors
+
+
+def draw(errors: dict[str, np.ndarray], plot: str) -> None:
+    picture = Figure(figsize=(8.5, 4), layout="constrained")
+    axes = picture.subplots()
+    for name, each in errors.items():
+        axes.loglog(1 + np.arange(len(each)), each, label=name)
+    axes.set(title="Adam takes over five times the steps of natural gradients", xlabel="step")
+    axes.set_ylabel("energy above the exact one")
+    axes.legend()
+    picture.savefig(plot)
 
 
 def reached(errors: np.ndarray) -> int | None:
@@ -153,4 +168,10 @@ def claims(errors: dict[str, np.ndarray]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)  # an energy of -12.8 has an error of 1e-6 in float32, which is not small
-    command_line(main, claims)
+    parser = argparse.ArgumentParser(description=main.__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--adam", type=int)
+    parser.add_argument("--plot", help="a picture to write")
+    checked = claims(main(**vars(parser.parse_args())))
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

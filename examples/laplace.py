@@ -11,6 +11,8 @@ variance. Only the precision of the prior is chosen, on other images; nothing is
 The same variances come without any matrix over weights from `nested.kernel`, as those of a Gaussian process.
 """
 
+import argparse
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,8 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, digits, figure, progress, shuffled, table
 from jax import Array
+from matplotlib.figure import Figure
+from scipy.ndimage import rotate
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
 import treeparams as tp
 from treeparams import nested
@@ -53,10 +59,10 @@ def train(images: Array, labels: Array, key: Array, epochs: int) -> eqx.nn.MLP:
 
     @jax.jit
     def epoch(carry: Any, key: Array) -> Any:
-        return jax.lax.scan(step, carry, shuffled(key, len(images), BATCH))[0]
+        return jax.lax.scan(step, carry, jax.random.permutation(key, len(images)).reshape(-1, BATCH))[0]
 
     carry = params, tx.init(params)
-    for each in progress(jax.random.split(drawn, epochs), "training"):
+    for each in tqdm(jax.random.split(drawn, epochs), "training", ncols=100):
         carry = epoch(carry, each)
     return tp.combine(carry[0], rest)
 
@@ -124,8 +130,6 @@ def quality(chances: Array, labels: Any) -> Quality:
 
 def corrupted(images: np.ndarray, seed: int) -> dict[str, Array]:
     """Images as they are, and what a net should be less sure of."""
-    from scipy.ndimage import rotate
-
     noise = np.random.default_rng(seed).normal(size=images.shape)
     return {
         "as they are": jnp.asarray(images),
@@ -143,7 +147,11 @@ class Outcome(NamedTuple):
 
 def main(epochs: int = 400, seed: int = 0, plot: str = "") -> Outcome:
     """Trains a classifier, takes its last layer for random; returns how well calibrated it is before and after."""
-    (images, labels), (others, test_labels) = digits(seed, test_size=1797 - TRAIN - CHOOSE)
+    pixels, labels = load_digits(return_X_y=True)
+    data = (pixels / 16).astype(np.float32).reshape(-1, 8, 8), labels.astype(np.int32)
+    images, others, labels, test_labels = train_test_split(
+        *data, train_size=TRAIN + CHOOSE, stratify=labels, random_state=seed
+    )
     images, chosen_on = jnp.split(jnp.asarray(images), [TRAIN])
     labels, chosen_by = np.split(labels, [TRAIN])
     net = train(images, jnp.asarray(labels), jax.random.key(seed), epochs)
@@ -152,16 +160,16 @@ def main(epochs: int = 400, seed: int = 0, plot: str = "") -> Outcome:
     losses = [quality(chances(found, chosen_on, each), chosen_by).loss for each in PRECISIONS]
     precision = PRECISIONS[np.argmin(losses)]
 
-    qualities, rows = {}, []
-    for name, some in corrupted(others, seed).items():
+    qualities, row, rows = {}, "{:20}  {:>5}  {:>14}  {:>17}".format, []
+    for name, some in corrupted(np.asarray(others), seed).items():
         before = jax.nn.softmax(all_scores(net, some))
         after = chances(found, some, precision)
         qualities[name] = both = quality(before, test_labels), quality(after, test_labels)
         right = np.mean(np.argmax(before, axis=1) == test_labels)
         told = [f"{one:.3f} -> {other:.3f}" for one, other in zip(*[(q.loss, q.error) for q in both], strict=True)]
-        rows.append((name, f"{right:.1%}", *told))
+        rows.append(row(name, f"{right:.1%}", *told))
     print(f"\n{tp.layout(net, LAST)}\nprecision of the prior, chosen on {CHOOSE} images: {precision:.2f}\n")
-    print(table((f"{len(others):,} other images", "right", "log loss", "calibration error"), *rows))
+    print(row(f"{len(others):,} other images", "right", "log loss", "calibration error"), *rows, sep="\n")
 
     few = jnp.asarray(others[:20])
     want = found.variances(few, precision)
@@ -172,18 +180,19 @@ def main(epochs: int = 400, seed: int = 0, plot: str = "") -> Outcome:
 
 
 def draw_reliability(plot: str, qualities: dict[str, tuple[Quality, Quality]]) -> None:
-    with figure(plot) as picture:
-        picture.suptitle("Laplace: how sure it is comes nearer to how often it is right", x=0.01, ha="left")
-        for axes, (name, both) in zip(picture.subplots(1, len(qualities), sharey=True), qualities.items(), strict=True):
-            axes.plot([0, 1], [0, 1], "k:", linewidth=1)
-            for each, label in zip(both, ("the net", "Laplace"), strict=True):
-                sure, right, count = each.bins
-                enough = count >= 10  # of fewer images the share of right ones is chance
-                axes.plot(sure[enough], right[enough], "o-", label=f"{label}: {each.error:.3f}")
-            axes.set_title(name, weight="normal")
-            axes.set_xlabel("how sure of the digit")
-            axes.legend(title="calibration error")
-        picture.axes[0].set_ylabel("how often right")
+    picture = Figure(figsize=(8.5, 4), layout="constrained")
+    picture.suptitle("Laplace: how sure it is comes nearer to how often it is right", x=0.01, ha="left")
+    for axes, (name, both) in zip(picture.subplots(1, len(qualities), sharey=True), qualities.items(), strict=True):
+        axes.plot([0, 1], [0, 1], "k:", linewidth=1)
+        for each, label in zip(both, ("the net", "Laplace"), strict=True):
+            sure, right, count = each.bins
+            enough = count >= 10  # of fewer images the share of right ones is chance
+            axes.plot(sure[enough], right[enough], "o-", label=f"{label}: {each.error:.3f}")
+        axes.set_title(name, weight="normal")
+        axes.set_xlabel("how sure of the digit")
+        axes.legend(title="calibration error")
+    picture.axes[0].set_ylabel("how often right")
+    picture.savefig(plot)
 
 
 def claims(outcome: Outcome) -> dict[str, Any]:
@@ -197,4 +206,8 @@ def claims(outcome: Outcome) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line(main, claims)
+    parser = argparse.ArgumentParser(description=main.__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--plot", help="a picture to write")
+    checked = claims(main(**vars(parser.parse_args())))
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

@@ -12,6 +12,7 @@ norm of the gradient is g, the parameters are within g / PENALTY of it and the l
 The data, 569 images, come with scikit-learn: `pip install -e '.[examples]'`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import command_line, table, tumours
 from jax import Array
 from scipy.optimize import minimize
+from sklearn.datasets import load_breast_cancer
 
 import treeparams as tp
 from treeparams import optim
@@ -117,15 +118,16 @@ METHODS: dict[str, Callable[[Classifier, Data, int], Found]] = {
 
 def main(most: int = 500, seed: int = 0) -> tuple[Data, dict[str, Found]]:
     """Minimises one loss by L-BFGS of Optax, over two forms, and of SciPy; returns where each arrived."""
-    data = Data(*(jnp.asarray(each, float) for each in tumours()))
+    measured, benign = load_breast_cancer(return_X_y=True)
+    data = Data(jnp.asarray(measured.reshape(-1, 3, MEASUREMENTS)), jnp.asarray(benign, float))
     start = tp.tie(Classifier(data.measured, key=jax.random.key(seed)))  # sets worst.weight, as the class declares
     print(f"{tp.layout(start)}\n")
     found = {name: method(start, data, most) for name, method in METHODS.items()}
-    rows = []
+    row = "{:30}  {:>10}  {:>11}  {:>17}  {:>8}".format
+    print(row("method", "iterations", "evaluations", "loss", "gradient"))
     for name, (model, iterations, evaluations) in found.items():
         value, grads = loss_and_gradient(model, data)
-        rows.append((name, f"{iterations}", f"{evaluations}", f"{value:.15f}", f"{tp.global_norm(grads):.1e}"))
-    print(table(("method", "iterations", "evaluations", "loss", "gradient"), *rows))
+        print(row(name, iterations, evaluations, f"{value:.15f}", f"{tp.global_norm(grads):.1e}"))
     return data, found
 
 
@@ -146,4 +148,6 @@ def claims(outcome: tuple[Data, dict[str, Found]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)  # SciPy computes in float64, and a float32 gradient ends far above 1e-8
-    command_line(main, claims)
+    checked = claims(main())
+    print("\nChecked:", *(f"  {'ok' if holds else 'FAILED'}  {claim}" for claim, holds in checked.items()), sep="\n")
+    sys.exit(not all(checked.values()))

@@ -88,7 +88,7 @@ def buffers_model(scale):
         ("copy", 3, 3, 3),
         ("keep", 1, 1, 1),
         ("average", 2, 3, 3),
-        ({"**": "keep", Norm: "average", "key": "copy"}, 2, 3, 1),  # a later entry wins
+        ({Norm: "average", "key": "copy", "**": "keep"}, 2, 3, 1),
     ],
 )
 def test_policies_for_what_is_not_trained(buffers, mean, key, flag):

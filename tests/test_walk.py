@@ -92,6 +92,20 @@ def test_what_is_taken_out_by_path_goes_back_by_path(specimen):
     assert_same(tp.project(model, doubled, layout), tp.partition(want, layout)[0])
 
 
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_with_paths_a_walk_sees_what_biwalk_does(specimen):
+    model = specimen.make()
+    layout = specimen.layout(model)
+    halves = {path: np.asarray(leaf) / np.asarray(2, leaf.dtype) for path, leaf in tp.trainables(model, layout).items()}
+    want, seen = list(tp.biwalk(model, halves, trainable=layout)), []
+    f = lambda path, leaf, half: seen.append((path, leaf, half)) or leaf
+    assert_same(tp.maptrainable(f, model, halves, trainable=layout, with_path=True), model)
+    folded = tp.mapreduce(lambda *each: [each], operator.add, model, halves, init=[], trainable=layout, with_path=True)
+    for found in (seen, folded):
+        assert [path for path, *_ in found] == [path for path, *_ in want]
+        assert all(a is b for left, right in zip(found, want, strict=True) for a, b in zip(left, right, strict=True))
+
+
 def test_a_dictionary_is_of_paths_only_if_its_keys_do_not_fit_as_they_are():
     model = {"a.b": ramp(1), "a": {"b": ramp(2)}}
     assert {path: other for path, _, other in tp.biwalk(model, {"a.b": "the key"})} == {'"a.b"': "the key", "a.b": None}

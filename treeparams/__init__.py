@@ -14,6 +14,7 @@ folders and files, from the ground up - each imports only from those above it:
     _grad         grad, value_and_grad, accumulate
     _average      copy, ema, Ema
     _tie          tie, untie
+    _replace      replace: other values of some parameters
     _ravel        ravel, stack
     _summary      summary: a model as a table
     _diff         diff: what differs between two trees, by path
@@ -34,6 +35,7 @@ from ._jit import jit as jit
 from ._norm import global_norm as global_norm
 from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
+from ._replace import replace as replace
 from ._slots.index import Slot as Slot
 from ._slots.layout import Layout as Layout
 from ._slots.match import project as project

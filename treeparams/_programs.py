@@ -47,6 +47,11 @@ def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
 
 
+def is_followed(eqn: JaxprEqn) -> bool:
+    """Whether marks are carried through the programs within an operation."""
+    return eqn.primitive.name in _LOOPS or called(eqn) is not None
+
+
 def _through_cond(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     # Each result may be of any branch, and depends on the index that chooses.
     branches = [run(branch.jaxpr, marks[1:]) for branch in eqn.params["branches"]]

@@ -10,7 +10,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._programs import Marks, Run, bind, carry, derivative, is_floating, primitives, programs, through
+from ._programs import Marks, Run, bind, carry, derivative, is_floating, is_followed, primitives, through
 from ._slots.layout import Layout, Trainable, trained_at
 from ._slots.parts import Parts, put_together, take_apart
 from ._tree.text import describe
@@ -46,7 +46,8 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 
     f is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
     functions with derivative rules of their own, whose rule decides. In doubt a parameter counts as reached: through a
-    product with zero, by one of its elements, through an array that is written in place. A tie is reached at any path.
+    product with zero, by one of its elements, through an array that is written in place, by a rule for cotangents that
+    may add something of its own to them, such as a decay of weights. A tie is reached at any path.
 
     Args:
         f: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's leaves.
@@ -92,59 +93,90 @@ def reaches(
         raise
     if not _WRITES.isdisjoint(primitives(program)):
         return [True] * len(parts.slots)
-    # A bit for each slot. The bits that arrive at any result of the program are the slots that f reaches.
-    marks = [1 << i for i in range(len(parts.slots))]
-    unmarked = [0] * (len(program.invars) - len(marks))
-    step = functools.partial(_differentiable, set())
-    found = functools.reduce(operator.or_, carry(program, [*marks, *unmarked], step), 0)
-    return [bool(found & mark) for mark in marks]
+    count = len(parts.slots)
+    unmarked = [0] * (len(program.invars) - count)
+    found = carry(program, [*(1 << i for i in range(count)), *unmarked], _Differentiable(count))
+    arrived = functools.reduce(operator.or_, found, 0)
+    return [bool((arrived | arrived >> count) & 1 << i) for i in range(count)]
 
 
 def _is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _differentiable(seen: set[Any], eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    """The marks of the results of one operation, without those that its derivative does not pass on."""
-    name = eqn.primitive.name
-    floating = [is_floating(var.aval) for var in eqn.outvars]
-    if name in _FLAT or not any(floating):
-        return [0] * len(floating)
-    rule = _by_jvp if name == "custom_jvp_call" else _by_vjp if name.startswith("custom_vjp_call") else None
-    if rule is None:
-        # Where an entry goes when sorted is no derivative.
-        found = marks if name == "sort" else through(eqn, marks, run)
+class _Differentiable:
+    """What passes through one operation: two marks for each slot.
+
+    The first says that a value has a derivative in the slot. The second says that a rule for cotangents on the way from
+    the slot to the value adds something of its own, such as a decay of weights. It does so as soon as cotangents
+    arrive, be they zeros, and JAX gives an operation zeros where it could do without: to all results of an operation of
+    which one is used, and to operands in which a rule for cotangents has no derivative. So the second marks pass where
+    the first do not.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        # A rule may ask which operands move, and takes long to trace. One that has passed all on is taken to do so
+        # again where the same line calls it.
+        self._adding: dict[tuple[Any, ...], list[int]] = {}
+
+    def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+        """The marks of the results of one operation, without those that its derivative does not pass on."""
+        name = eqn.primitive.name
+        floating = [is_floating(var.aval) for var in eqn.outvars]
+        if name in _FLAT or not any(floating):
+            return [0] * len(floating)
+        if name == "custom_jvp_call" or name.startswith("custom_vjp_call"):
+            found = self._by_rule(eqn, marks, floating)
+        else:
+            # Where an entry goes when sorted is no derivative.
+            found = marks if name == "sort" else through(eqn, marks, run)
+            shared = self._additions(found)
+            found = [each | shared for each in found]
         return [each if yes else 0 for each, yes in zip(found, floating, strict=True)]
-    # A rule may ask which operands move. It takes long to trace; one that has passed all on is taken to do so again
-    # where the same line calls it.
-    moves = [bool(mark) and is_floating(atom.aval) for mark, atom in zip(marks, eqn.invars, strict=True)]
-    operands = [i for i, move in enumerate(moves) if move]
-    call = (name, eqn.source_info.traceback, *moves, *(str(atom.aval) for atom in eqn.invars))
-    rows = [operands if yes else [] for yes in floating]
-    if operands and call not in seen:
-        try:
-            found = rule(eqn, moves)
-        except Exception:  # then so does the derivative, if it comes to that, and says why
-            found = rows
-        if found == rows:
-            seen.add(call)
-        rows = found
-    return [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
+
+    def _additions(self, marks: Marks) -> int:
+        """The second marks of any of these values."""
+        return functools.reduce(operator.or_, marks, 0) >> self._count << self._count
+
+    def _by_rule(self, eqn: JaxprEqn, marks: Marks, floating: list[bool]) -> Marks:
+        name = eqn.primitive.name
+        moves = [bool(mark) and is_floating(atom.aval) for mark, atom in zip(marks, eqn.invars, strict=True)]
+        operands = [i for i, move in enumerate(moves) if move]
+        call = (name, eqn.source_info.traceback, *moves, *(str(atom.aval) for atom in eqn.invars))
+        rows = every = [operands if yes else [] for yes in floating]
+        adding = self._adding.get(call, [])
+        if operands and call not in self._adding:
+            try:
+                rows, adding = _by_jvp(eqn, moves) if name == "custom_jvp_call" else _by_vjp(eqn, moves)
+            except Exception:  # then so does the derivative, if it comes to that, and says why
+                rows = every
+            if rows == every:
+                self._adding[call] = adding
+        found = [functools.reduce(operator.or_, [marks[i] for i in row], 0) for row in rows]
+        if name == "custom_jvp_call":
+            return found
+        slots = (1 << self._count) - 1
+        shared = self._additions([marks[i] for i in operands] + [(marks[i] & slots) << self._count for i in adding])
+        return [each | shared for each in found]
 
 
 # An operation with a rule of its own is traced once more with its derivative in moving operands. A derivative that does
 # not depend on the tangents, or on the cotangents, is zero only if it is the constant zero: a rule may give anything.
 
 
-def _by_jvp(eqn: JaxprEqn, moves: list[bool]) -> list[list[int]]:
+def _by_jvp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
     """For each result the operands in which it has a derivative, by the operation's rule for tangents."""
     count = len(eqn.invars)
-    rows = _dependent(derivative(eqn, moves).jaxpr, count, count)[len(eqn.outvars) :]
-    return [[i for i in row if moves[i]] for row in rows]
+    tangents = _dependent(derivative(eqn, moves).jaxpr, count, count)[len(eqn.outvars) :]
+    return [[i for i in _bits(row, count) if moves[i]] for row in tangents], []
 
 
-def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> list[list[int]]:
-    """The same by the rule for cotangents, which tells for each operand the results, and is turned round."""
+def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
+    """The same by the rule for cotangents; and the operands whose cotangent may be other than zero at zero cotangents.
+
+    The rule tells for each operand the results, and is turned round.
+    """
     operands, results = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     kept = list(map(is_floating, results))
 
@@ -154,27 +186,63 @@ def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> list[list[int]]:
         return pull_back(eqx.filter(cotangents, kept))
 
     # The derivatives come one after another, for the operands that move alone.
-    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results).jaxpr, len(operands), len(results)))
-    of_operand = [next(columns) if move else [] for move in moves]
-    return [[i for i, column in enumerate(of_operand) if result in column] for result in range(len(results))]
+    count = len(results)
+    columns = iter(_dependent(jax.make_jaxpr(of)(operands, results).jaxpr, len(operands), count))
+    column_of = [next(columns) if move else 0 for move in moves]
+    rows = [[i for i, column in enumerate(column_of) if result in _bits(column, count)] for result in range(count)]
+    return rows, [i for i, column in enumerate(column_of) if column >> count]
 
 
-def _dependent(program: Jaxpr, others: int, along: int) -> list[list[int]]:
-    """For each result of a program, on which of its last arguments it depends; on all of them, if in doubt."""
-    # One more mark for everything else that is not zero: other arguments, constants, and what operations make of zeros.
+def _bits(mark: int, count: int) -> list[int]:
+    """Of which of the first marks a value has; of all if it has another one alone, which is in doubt."""
+    return [i for i in range(count) if mark >> i & 1] or list(range(count if mark else 0))
+
+
+def _dependent(program: Jaxpr, others: int, along: int) -> Marks:
+    """The marks of the results of a program: one for each of its last arguments on which they depend.
+
+    One more mark stands for a value that may be other than zero where all of these arguments are zeros: other
+    arguments, constants, and what operations make of zeros.
+    """
     other = 1 << along
 
     def step(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+        name = eqn.primitive.name
+        if name == "cond":  # which branch is taken does not matter where all give zeros
+            marks = [marks[0] & ~other, *marks[1:]]
         found = through(eqn, marks, run)
-        makes_something = not any(marks) and eqn.primitive.name not in _KEEPS_ZERO and not any(programs(eqn))
-        return [other] * len(found) if makes_something else found
+        if is_followed(eqn):
+            return found
+        makes = _makes_something(name, [bool(mark & other) for mark in marks])
+        return [each | other if makes else each & ~other for each in found]
 
-    rows = carry(program, [*[other] * others, *(1 << i for i in range(along))], step, other)
-    return [[i for i in range(along) if row >> i & 1] or list(range(along if row else 0)) for row in rows]
+    return carry(program, [*[other] * others, *(1 << i for i in range(along))], step, other)
 
 
-# Operations that make zeros of zeros; others, such as `exp`, may make anything of them.
-_KEEPS_ZERO = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put", "dot_general",
-    "mul", "neg", "pad", "reduce_sum", "reshape", "select_n", "slice", "squeeze", "sub", "transpose",
-})  # fmt: skip
+def _makes_something(name: str, given: list[bool]) -> bool:
+    """Whether an operation may give other values than zeros, given which operands may be other than zero."""
+    if name == "div" and not given[1]:  # of zero by zero
+        return True
+    if name in _PRODUCTS:
+        return all(given)
+    return name not in _KEEPS_ZERO or any(given[_KEEPS_ZERO[name]])
+
+
+_PRODUCTS = frozenset({"and", "conv_general_dilated", "dot_general", "mul"})
+
+# Operations that make zeros where these operands are zeros; others, such as `exp`, may make anything of them.
+_KEEPS_ZERO = {
+    **dict.fromkeys(
+        (
+            "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "conj", "convert_element_type", "copy",
+            "cumsum", "device_put", "imag", "max", "min", "neg", "pad", "psum", "real", "reduce_max", "reduce_min",
+            "reduce_sum", "reshape", "rev", "sign", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient",
+            "sub", "transpose",
+        ),
+        slice(None),
+    ),
+    **dict.fromkeys(("div", "dynamic_slice", "gather"), slice(1)),
+    "dynamic_update_slice": slice(2),
+    "scatter-add": slice(0, 3, 2),
+    "select_n": slice(1, None),
+}  # fmt: skip

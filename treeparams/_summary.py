@@ -4,20 +4,20 @@ import html
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ._forms.restructure import Restructure, known_leaves
 from ._slots.layout import Layout, Trainable
 from ._slots.trainable import look_up
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
-from ._tree.text import count_of, first_few, in_bytes, in_columns, without_middle
+from ._tree.text import count_of, first_few, in_bytes, in_columns
 from ._tree.types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
 _NUMBERS = (3, 4)  # columns that are aligned to the right
 _OPTIONAL = (6, 7)  # columns that are left out where there is nothing in them
-_ROLES = {"trained": "green", "frozen": "blue", "other": ""}  # and their colours
+_ROLES = ("trained", "frozen", "other")
 
 
 class Row(NamedTuple):
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Summary:
-    """A table of a model's arrays, made by `tp.summary`: text, in a notebook too, and in colours by `rich.print`.
+    """A table of a model's arrays, made by `tp.summary`: text, in a notebook too.
 
     Attributes:
         rows: one per array, ties once, in tree order.
@@ -65,20 +65,13 @@ class Summary:
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
         if values:
             below.append(["no arrays", first_few(values)])
-        roles = [role for (role,) in without_middle([[row.role] for row in shown], 1)]
         self._lines = [*table, "", *in_columns(below[0], below[1:])]
-        self._styles = [_ROLES.get(role, "") for role in ("", *roles, "", *(name for name, _ in below))]
 
     def __repr__(self) -> str:
         return "\n".join(self._lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
-
-    def __rich__(self) -> Any:
-        from rich.text import Text  # only Rich calls this, so it is installed
-
-        return Text("\n").join(Text(line, style) for line, style in zip(self._lines, self._styles, strict=True))
 
 
 def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:
@@ -124,8 +117,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    If you have Rich (the extra `treeparams[rich]`), `rich.print(tp.summary(model))` prints it in colours. For the group
-    of an optimiser that each parameter is in see `optim.report`.
+    For the group of an optimiser that each parameter is in see `optim.report`.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s. Or a `Restructure`.

@@ -20,7 +20,12 @@ Accumulated = TypeVar("Accumulated")
 
 
 def maptrainable(
-    f: Callable[..., Any], model: M, *rest: PyTree, trainable: Trainable = None, tied: Tied | Sequence[Tied] = None
+    f: Callable[..., Any],
+    model: M,
+    *rest: PyTree,
+    trainable: Trainable = None,
+    tied: Tied | Sequence[Tied] = None,
+    with_path: bool = False,
 ) -> M:
     """The model with `f` applied to its trained parameters.
 
@@ -51,6 +56,12 @@ def maptrainable(
     >>> tp.maptrainable(lambda _, new: new, model, halved)["weight"]
     Array([0.5, 0.5], dtype=float32)
 
+    With its path, as `jax.tree_util.tree_map_with_path` gives it, but as text:
+
+    >>> noisy = lambda path, x: x + 1 if path.endswith("weight") else x
+    >>> tp.maptrainable(noisy, model, with_path=True)["weight"]
+    Array([2., 2.], dtype=float32)
+
     Args:
         f: called as `f(leaf, *others)` once per slot, with `None` where another tree has nothing.
         model: any pytree.
@@ -59,6 +70,7 @@ def maptrainable(
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         tied: how to read several entries of another tree at one tie: `"sum"` adds them (gradients), `"first"` takes the
             first (values). One word for all trees, or a tuple with one for each.
+        with_path: whether `f` is called as `f(path, leaf, *others)`, with the path of the slot as text.
 
     Returns:
         The model with the results in place of the parameters, a tie's at all its paths; all else is as it was. Where
@@ -73,7 +85,7 @@ def maptrainable(
     if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
         raise TypeError(f"the function comes first: tp.maptrainable(f, model); got {describe(f)} in its place")
     try:
-        results = list(map(f, parts.slots, *_others(parts, rest, tied)))
+        results = list(map(f, *_arguments(parts, rest, tied, with_path)))
     except (RuntimeError, ValueError) as error:
         name_deleted(error, model)
         raise
@@ -83,6 +95,13 @@ def maptrainable(
             if isinstance(result, np.generic):
                 results[i] = np.asarray(result) if isinstance(leaf, np.ndarray) else jnp.asarray(result)
     return parts.model(results)
+
+
+def _arguments(
+    parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied], with_path: bool
+) -> list[Sequence[Any]]:
+    """What a function is called with, one for each slot: its path if asked for, its value, those of other trees."""
+    return [*([parts.layout.paths] if with_path else []), parts.slots, *_others(parts, trees, tied)]
 
 
 def _others(parts: Parts, trees: Sequence[PyTree], tied: Tied | Sequence[Tied]) -> list[list[Any]]:
@@ -130,6 +149,7 @@ def mapreduce(
     init: Accumulated,
     trainable: Trainable = None,
     tied: Tied | Sequence[Tied] = None,
+    with_path: bool = False,
 ) -> Accumulated:
     """Folds `f` of the trained parameters with `op`.
 
@@ -138,6 +158,8 @@ def mapreduce(
     >>> model = {"a": shared, "b": shared, "c": jnp.ones(2)}
     >>> tp.mapreduce(lambda x: x.size, operator.add, model, init=0)  # the tie counts once
     5
+    >>> tp.mapreduce(lambda path, x: {path: x.size}, operator.or_, model, init={}, with_path=True)
+    {'a': 3, 'c': 2}
 
     Args:
         f: called as `f(leaf, *others)` once per slot, with `None` where another tree has nothing.
@@ -147,6 +169,7 @@ def mapreduce(
         init: the start of the fold, and the result when nothing is trained.
         trainable: as for `maptrainable`.
         tied: as for `maptrainable`.
+        with_path: as for `maptrainable`.
 
     Returns:
         `op(... op(op(init, f(first)), f(second)) ...)`.
@@ -157,7 +180,7 @@ def mapreduce(
     """
     parts = take_apart(model, trainable)
     accumulated = init
-    for result in map(f, parts.slots, *_others(parts, rest, tied)):
+    for result in map(f, *_arguments(parts, rest, tied, with_path)):
         accumulated = op(accumulated, result)
     return accumulated
 

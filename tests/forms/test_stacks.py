@@ -260,19 +260,19 @@ def test_groups_have_stacks_of_their_own():
     assert np.asarray(restructure(marked)["layers"][1]["b"])[0] == 3.0
 
 
-def test_a_group_left_empty_and_a_tie_by_its_own_path():
+def test_a_group_left_empty_and_a_tie_by_its_source():
     shared = ramp(2)
-    model = {"a": shared, "b": shared, "c": ramp(2)}
-    stacks, restructure = tp.stack(model, groups={"all": "**", "late": "c"})
-    assert stacks["late"] == {}
+    model = {"a": shared, "b": shared, "c": ramp(2), "frozen": ramp(1)}
+    stacks, restructure = tp.stack(model, "!frozen", groups={"all": ["a", "b", "c"], "f": "frozen", "late": "**"})
+    assert stacks["late"] == stacks["f"] == {}
     assert_same(restructure(stacks), model)
     assert_same(restructure.ravel(model), stacks)
-    stacks, restructure = tp.stack(model, groups={"of a": "a", "of b and c": ["b", "c"]})
+    groups = {"of a": "a", "of b and c": ["b", "c"]}
+    stacks, restructure = tp.stack(model, "!frozen", groups=groups)
     assert jax.tree.map(np.shape, stacks) == {"of a": {"float32[2]": (1, 2)}, "of b and c": {"float32[2]": (1, 2)}}
     assert restructure.place("b") == restructure.place("a") == ("of a", "float32[2]", 0)
-    first, second = (tp.stack(model, groups={"x": "a", "y": "c"})[1] for _ in range(2))
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    assert jax.tree.structure(first) != jax.tree.structure(tp.stack(model, groups={"x": "c", "y": "a"})[1])
+    of = lambda *groups: jax.tree.structure(tp.stack(model, "!frozen", groups=dict(zip("xy", groups, strict=True)))[1])
+    assert of("a", "c") == of("a", "c") != of("c", "a")
 
 
 @pytest.mark.usefixtures("without_type_checks")
@@ -282,7 +282,9 @@ def test_a_group_left_empty_and_a_tie_by_its_own_path():
         ({"x": "m"}, ValueError, r"in no group: 'a.0', 'a.1'.*'rest': '\*\*'"),
         ({"x": "a", "rest": "b*"}, ValueError, r"'b\*' selects nothing"),
         ({"x": "n", "rest": "**"}, ValueError, "'n' selects no parameter"),
-        ({"x": "t", "rest": "**"}, ValueError, "'t' selects only 't', which is tied to 'm'; write that one"),
+        ({"x": "t", "rest": "**"}, ValueError, "'t' names 't', but 'm' and 't' are one array.* or write 'm'"),
+        ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it took all that it selects"),
+        ({"x": ["a", "!m.wrong"], "rest": "**"}, ValueError, "'m.wrong' selects nothing"),
         (["**"], TypeError, r"groups is a dictionary \{name: where\}, got"),
         ({3: "**"}, TypeError, r"groups is a dictionary \{name: where\}, got"),
     ],

@@ -13,7 +13,7 @@ import treeparams as tp
 from treeparams import matrices, optim
 
 from ..zoo import assert_close, assert_same, flops
-from .zoo import low_rank, normal, svd
+from .zoo import low_rank, normal, page, put, svd
 
 KEY = jax.random.key(1)
 
@@ -25,7 +25,7 @@ def filled(make: Any, *sizes: int, **options: Any) -> Any:
 
 
 def net() -> eqx.nn.MLP:
-    return filled(eqx.nn.MLP, 4, 3, 8, 2)
+    return filled(eqx.nn.MLP, 4, 3, 8, 1)
 
 
 def squares(model: Any, x: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def test_at_first_nothing_changes():
     model, x = net(), normal(0, 5, 4)
     changed = matrices.lora(model, eqx.nn.Linear, 2, key=KEY)
     assert_same(*eqx.filter_jit(lambda *models: [jax.vmap(each)(x) for each in models])(changed, model))
-    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 3
+    assert [type(layer.weight) for layer in changed.layers] == [matrices.LowRank] * 2
     assert all(leaf.dtype == jnp.float32 for leaf in tp.trainables(changed).values())
 
 
@@ -75,7 +75,7 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
     model, x = net(), normal(2, 5, 4)
     changed = matrices.lora(model, "layers.*.weight", 2, key=KEY)
     layout = tp.layout(changed, matrices.LowRank)
-    assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(3) for factor in "ab")
+    assert layout.paths == tuple(f"layers.{i}.weight.{factor}" for i in range(2) for factor in "ab")
     tx = optim.trainable(optax.adamw(1e-2), layout)
     state, tuned = tx.init(changed), changed
     update = tp.jit(lambda model, state: tx.update(tp.grad(squares, layout)(model, x), state, model))
@@ -87,7 +87,7 @@ def test_the_base_is_the_same_after_steps_and_the_factors_are_not():
         assert layer.weight.base is old.weight
         assert layer.bias is old.bias
     moved = [not np.array_equal(a, b) for _, a, b in tp.biwalk(tuned, changed, trainable=layout)]
-    assert moved == [True] * 6
+    assert moved == [True] * 4
 
 
 def test_the_base_costs_no_backward_work():
@@ -126,6 +126,71 @@ def test_a_base_that_is_a_matrix():
     assert_close(*ways(twice))
 
 
+# -- A base that is a matrix of one's own
+
+PAGE = page("matrices.md", "class Int8")
+Int8 = PAGE["Int8"]
+
+
+def int8(seed: int, m: int, n: int) -> Any:
+    rows = np.random.default_rng(seed).integers(-127, 128, (m, n), np.int8)
+    return Int8(jax.device_put(rows), put(*(np.arange(m) + 1) / 127))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_over_a_matrix_of_int8_numbers():
+    weight, x = int8(0, 3, 4), normal(0, 5, 4)
+    layer = eqx.tree_at(lambda layer: layer.weight, filled(eqx.nn.Linear, 4, 3), weight)
+    changed = matrices.lora(layer, Int8, 2, key=KEY)
+    dense = jax.device_put(np.float32(weight.rows) * np.asarray(weight.scale)[:, None])
+    of_dense = eqx.tree_at(lambda layer: layer.weight.base, changed, dense)
+    layout = tp.layout(changed, matrices.LowRank)
+    assert layout.paths == ("weight.a", "weight.b")
+    with_grads = tp.value_and_grad(squares, matrices.LowRank)
+    (value, grads), (want, wanted) = eqx.filter_jit(lambda *both: [with_grads(each, x) for each in both])(
+        changed, of_dense
+    )
+    assert_close((value, tp.trainables(grads)), (want, tp.trainables(wanted)), 1e-4)
+    assert np.any(np.asarray(grads.weight.b) != 0)
+    tuned = optim.apply_updates(changed, grads).weight
+    assert (tuned.base.rows is weight.rows, tuned.base.scale is weight.scale) == (True, True)
+    merged = matrices.merge(eqx.tree_at(lambda layer: layer.weight, layer, tuned)).weight
+    assert_close(merged, dense + tuned.a @ tuned.b)  # a floating array
+
+
+def test_any_where_that_selects_all_of_a_matrix_and_one_over_another():
+    weight = int8(0, 3, 2)
+    of_w = tp.leaves(lambda path, _: path.startswith("w"))
+    for where in ("**", "w", "w.**", Int8, lambda model: model["w"], ["**", "!b"], of_w):
+        changed = matrices.lora({"w": weight, "b": put(1, 2)}, where, 1, key=KEY)
+        assert isinstance(changed["b"], jax.Array)
+        assert changed["w"].base is weight
+    twice = matrices.lora(changed, "w", 2, key=KEY)
+    assert twice["w"].base is changed["w"]
+    assert tp.layout(twice).paths == ("b", "w.a", "w.b")
+    decomposed = svd(1, 3, 2)  # not its factors, which are matrices too
+    assert matrices.lora({"w": decomposed}, "**", 1, key=KEY)["w"].base is decomposed
+
+
+def test_within_an_imputing_matrix_its_matrix_is_changed():
+    for inner in (normal(50, 3, 3), int8(1, 3, 3)):
+        imputing = matrices.PreImputing(inner, normal(51, 3))
+        changed = matrices.lora({"w": imputing}, "w", 1, key=KEY)["w"]
+        assert (type(changed), type(changed.matrix)) == (matrices.PreImputing, matrices.LowRank)
+        assert (changed.matrix.base is inner, changed.psi is imputing.psi) == (True, True)
+
+
+def test_a_matrix_at_two_places_gets_one_change():
+    weight = int8(2, 3, 3)
+    changed = matrices.lora({"one": weight, "other": int8(3, 3, 3), "same": weight}, "**", 1, key=KEY)
+    assert changed["one"] is changed["same"]
+    assert np.all(changed["one"].a != changed["other"].a)
+
+
+class Holds(eqx.Module):
+    weight: Any = tp.field(trainable=False)
+
+
 class Codec(eqx.Module):
     encoder: jax.Array
     decoder: jax.Array
@@ -159,17 +224,24 @@ def test_an_ensemble():
 
 
 IMPUTING = matrices.PreImputing(normal(50, 3, 3), normal(51, 3))
+M = int8(4, 2, 2)
 UNCHANGED = [
     (net(), "layers.0.bias", "'layers.0.bias' selects no parameter with two axes"),
     (net(), "layer.0", "'layer.0'.*layers.0"),
     (eqx.nn.Conv1d(1, 2, 3, key=KEY), "weight", r"'weight' has shape \(2, 1, 3\)\. Leave out .* a convolution"),
-    ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank: .* in its place by equinox.tree_at"),
-    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which"),
-    ({"w": IMPUTING}, "w", r"'w\.matrix' is a part of 'w', a PreImputing.* the place of its field"),
+    ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
+    ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),
+    (low_rank(3, 2, 2), "a", "'a' is a part of a LowRank, which is changed as a whole"),
+    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which .* its set"),
+    ({"w": 2 * IMPUTING}, "w", "a LowRank cannot have a PreImputing in its base"),
+    (jax.tree.map(lambda leaf: np.stack([leaf, leaf]), {"w": int8(0, 2, 2)}), "w", r"'w' has shape \(2, 2, 2\)"),
+    (Holds(int8(0, 2, 2)), "weight", "'weight' is declared frozen"),
+    ({"w": M, "t": M.T}, "**", "'w.scale' and 't.matrix.scale' are one array in matrices that differ"),
+    ({"w": M, "t": M}, "w", "'t.scale' and 'w.scale' are one array, but 'w' selects only the latter"),
     (TIED, "one", "'same' and 'one' are one array, but 'one' selects only the latter: select both"),
     (CODEC, "same", "'one' and 'same' are one array, but 'same' selects only the latter"),
-    (CODEC, "encoder", "'decoder' is tied to 'encoder' through a transform, which a low-rank"),
-    (CODEC, ("encoder", "decoder"), "'decoder' is tied to 'encoder' through a transform"),
+    (CODEC, "encoder", "'decoder' and 'encoder' are tied through a transform, which a low-rank"),
+    (CODEC, ("encoder", "decoder"), "'decoder' and 'encoder' are tied through a transform"),
     (CODEC, "frozen", "'frozen' is declared frozen"),
 ]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from treeparams import matrices
@@ -28,9 +29,11 @@ def svd(seed: int, m: int, n: int) -> matrices.SVD:
     return matrices.SVD(u, put(*(2 + np.cos(np.arange(least)))), v)
 
 
-def rotations(seed: int, m: int, n: int) -> matrices.SVD:
-    u, v = (matrices.Givens(normal(seed + i, 3, size // 2), size) for i, size in enumerate((m, n)))
-    return matrices.SVD(u, put(*(2 + np.cos(np.arange(min(m, n))))), v)
+def mixed(seed: int, m: int, n: int) -> matrices.SVD:
+    """Of two blocks of reflections, and of rotations."""
+    u = matrices.Orthogonal(normal(seed, m + 1, m))
+    d, v = put(*(2 + np.cos(np.arange(min(m, n))))), matrices.Givens(normal(seed + 1, 3, n // 2), n)
+    return matrices.SVD(u, d, v)
 
 
 def low_rank(seed: int, m: int, n: int) -> matrices.LowRank:
@@ -42,12 +45,17 @@ def composed(seed: int, m: int, n: int) -> Any:
     return product - 2 * low_rank(seed + 6, n, m).T / put(3)[0]
 
 
-# The class that the documentation shows how to write.
-_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / "own-matrix.md"
-_names = {"__name__": "own_matrix"}
-CODE = blocks(_PAGE.read_text())[0].code
-exec(CODE, _names)
-Circulant = _names["Circulant"]
+def page(name: str, part: str) -> dict[str, Any]:
+    """The names that one block of a page makes, the first with this part, and its `code`."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "pages" / "how-to" / name).read_text()
+    code = next(block.code for block in blocks(text) if part in block.code)
+    made = {"__name__": "page", "jax": jax, "jnp": jnp, "matrices": matrices, "code": code}
+    exec(code, made)
+    return made
+
+
+OWN = page("own-matrix.md", "class Circulant")
+Circulant = OWN["Circulant"]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -61,8 +69,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 # Each of rows and columns; those that are square take the number of columns.
 MATRICES: dict[str, Callable[[int, int], Any]] = {
-    "svd": lambda m, n: svd(0, m, n),
-    "svd of rotations": lambda m, n: rotations(2, m, n),
+    "svd": lambda m, n: mixed(0, m, n),
     "inverse of an svd": lambda m, n: svd(3, n, n).inv(),
     "low rank": lambda m, n: low_rank(7, m, n),
     "pre-imputing": lambda m, n: matrices.PreImputing(normal(10, m, n), normal(11, n)),

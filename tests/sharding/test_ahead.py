@@ -1,6 +1,8 @@
-"""What a step takes of each device, before there is one: of any jitted step, and of the command's transformer."""
+"""What a step takes of each device, before there is one: of any jitted step, and of the transformer of an example."""
 
-import argparse
+import pathlib
+import runpy
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import sharding
-from treeparams.sharding import __main__ as command
 
 MESH = Mesh(np.array(jax.devices()[:4]), "d")
 
@@ -75,10 +76,11 @@ def test_what_is_no_step():
         sharding.ahead(lambda params, state: params, {}, ())
 
 
-# -- The command -------------------------------------------------------------------------------------------------------
+# -- The example -------------------------------------------------------------------------------------------------------
 
-SIZES = {"layers": 8, "width": 64, "vocabulary": 128, "tokens": 8}
-SHAPES = command.transformer(8, 64, 128)
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "ahead.py"
+program = types.SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+SHAPES = program.transformer(8, 64, 128)
 COUNT = 8 * (12 * 64**2 + 2 * 64) + 64 + 2 * 128 * 64
 
 
@@ -89,13 +91,13 @@ def bytes_of(tree):
 def test_how_many_parameters():
     assert bytes_of(SHAPES) == 4 * COUNT
     for wanted in (1e9, 1e11):
-        width = command.width_of(wanted, 64, 65536)
+        width = program.width_of(wanted, 64, 65536)
         assert width % 512 == 0
-        assert bytes_of(command.transformer(64, width, 65536)) / 4 == pytest.approx(wanted, rel=0.07)
+        assert bytes_of(program.transformer(64, width, 65536)) / 4 == pytest.approx(wanted, rel=0.07)
 
 
-def test_the_loss_is_that_of_a_transformer():
-    leaves, treedef = jax.tree.flatten(command.transformer(2, 128, 50))
+def test_the_loss_is_that_of_a_transformer(standard_promotion):
+    leaves, treedef = jax.tree.flatten(program.transformer(2, 128, 50))
     draw = np.random.default_rng(0).standard_normal
     model = treedef.unflatten([draw(leaf.shape).astype(np.float32) / 10 for leaf in leaves])
     tokens = np.random.default_rng(1).integers(0, 50, (2, 7))
@@ -120,27 +122,21 @@ def test_the_loss_is_that_of_a_transformer():
         return np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), tokens[1:]]
 
     stacks, restructure = tp.stack(model)
-    got = command.loss(stacks, restructure, jnp.asarray(tokens))
+    got = program.loss(stacks, restructure, jnp.asarray(tokens))
     np.testing.assert_allclose(got, np.mean([of_one(each) for each in tokens]), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("rule", "form", "split", "states", "moved"),
+    ("rule", "split", "states", "moved"),
     [
-        ("adamw", "stacks", "parameters", 2, 3),  # gathered twice, and the gradient
-        ("adamw", "stacks", "state", 2, 3),  # gathered once; an all-reduce counts twice
-        ("sgd", "vector", "gradients", 0, 2),
-        (
-            "muon",
-            "stacks",
-            "parameters",
-            1,
-            3 + 2 / len(jax.devices()),
-        ),  # and each device's rows to the others and back
+        ("adamw", "parameters", 2, 3),  # gathered twice, and the gradient
+        ("adamw", "state", 2, 3),  # gathered once; an all-reduce counts twice
+        ("sgd", "gradients", 0, 2),
+        ("muon", "parameters", 1, 3 + 2 / len(jax.devices())),  # and each device's rows to the others and back
     ],
 )
-def test_a_step_over_the_devices_of_this_process(rule, form, split, states, moved, standard_promotion):
-    found = command.compiled(argparse.Namespace(**SIZES, rule=rule, form=form, split=split))
+def test_a_step_over_the_devices_of_this_process(rule, split, states, moved, standard_promotion):
+    found = program.compiled(SHAPES, rule, split, 8)
     whole = 4 * COUNT
     part = whole / len(jax.devices())
     assert found.devices == len(jax.devices())
@@ -150,40 +146,8 @@ def test_a_step_over_the_devices_of_this_process(rule, form, split, states, move
     assert found.moved.bytes == pytest.approx(moved * whole, rel=0.05)
 
 
-def test_what_layers_compute_is_not_kept_where_they_are_checkpointed():
+def test_what_layers_compute_is_not_kept_where_they_are_checkpointed(standard_promotion):
     """With split parameters, too, where each layer is gathered again on the way back."""
-    sizes = SIZES | {"tokens": 256}
-    found = command.compiled(argparse.Namespace(**sizes, rule="sgd", form="stacks", split="parameters"))
+    found = program.compiled(SHAPES, "sgd", "parameters", 256)
     scores = 4 * 256**2  # bytes, of each layer's attention
     assert found.temporaries < 8 * 4 * scores
-
-
-def test_the_command(capsys):
-    options = [f"--{name}={value}" for name, value in SIZES.items()]
-    status = command.main([*options, "--rule=sgd", "--split=gradients", "--devices", "8", "3"])
-    out, err = capsys.readouterr()
-    assert status == 1
-    assert "over 3 devices: not everything can lie as the rules say" in err
-    lines = out.splitlines()
-    assert lines[0] == "a transformer of 8 layers of width 64, vocabulary 128"
-    assert lines[1].startswith(f"{COUNT:,} parameters, 1.6 MB in float32; 8 tokens per device")
-    heads = [line.split() for line in lines if line.startswith("devices")]
-    assert heads[0] == ["devices", "parameters", "state", "temporaries", "total", "collectives", "moved"]
-    compiled, calculated = (line.split() for line in lines if line.split()[:1] == ["8"])
-    assert len(compiled) == 1 + 4 * 2 + 1 + 2
-    assert calculated[:3] == ["8", "205.3", "kB"]
-    assert float(calculated[-1]) == pytest.approx(2, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--width=100", "--width must be a multiple of 64, got 100"),
-        ("--layers=0", "argument --layers: expected a whole number, at least 1, got 0"),
-        ("--devices=1.5", "argument --devices: expected a whole number, at least 1, got 1.5"),
-    ],
-)
-def test_options_that_are_none(option, words, capsys):
-    with pytest.raises(SystemExit):
-        command.main([option])
-    assert words in capsys.readouterr().err

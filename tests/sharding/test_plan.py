@@ -85,9 +85,9 @@ def test_no_value_is_read(form):
 
 
 def test_a_tie_lies_as_its_source():
-    for rules in ({"embed": "whole", **RULES}, {"embed": "whole", "head": "whole", **RULES}):
-        assert plan_of(rules).replicated["embed"] == 256
-    # The first that matches the source is taken, and a rule for all is no other word.
+    for both in ("embed", ("embed", "head")):
+        assert plan_of({both: "whole", **RULES}).replicated["embed"] == 256
+    assert plan_of({("head", "layers.*.b"): "whole", "**": "split"}).replicated.keys().isdisjoint({"embed"})
     assert "embed" not in plan_of({"layers.*.b": "whole", "embed": "split", "**": "whole"}).replicated
 
 
@@ -178,10 +178,10 @@ def test_the_state_of_rules_of_parts():
     assert state.states["owned"]["float32[4,4]"][0].v_row == ("data",)
     of_split = state.states["split"]["float32[16,4]"][0]
     assert (of_split.v_row, of_split.v_col) in [((None, "data"), ()), ((), (None, "data"))]
-    groups = optim.groups({"layers.**": optax.adam(1e-3), "embed": optax.sgd(0.1, 0.9)})
+    groups = optim.groups({"layers.**": optax.adam(1e-3), "**": optax.sgd(0.1, 0.9)})
     state = plan_of(RULES).state(groups).inner_states
     assert specs_of(state["layers.**"].inner_state[0].mu["layers"]) == [{"b": (), "w": ("data",)}] * 4
-    assert specs_of(state["embed"].inner_state[0].trace["embed"]) == ("data",)
+    assert specs_of(state["**"].inner_state[0].trace["embed"]) == ("data",)
 
 
 def _pairs(params):

@@ -30,8 +30,9 @@ LAYOUT = tp.layout({
     [
         ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add one for what is left"),
         ({}, {}, "no rule matches"),
-        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: earlier rules match all"),
-        ({"head": "whole", "layers": "whole"}, {}, "'embed' (of which 'head' is an alias; write the source)"),
+        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it took all"),
+        ({"**": "split", "layers": "whole"}, {}, "'layers' comes too late: '**' before it took all"),
+        ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
         ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
         (
             {"**": "split"},
@@ -56,17 +57,16 @@ LAYOUT = tp.layout({
         ({"**": "owned"}, {}, '\'**\': "owned" is of rows of stacks; write form="stacks", or "split" in a tree'),
         ({"**": "owned"}, {"form": "vector"}, 'write form="stacks", or "split" in a vector'),
         (
-            {"head": "whole", "layers.*.b": "whole", "**": "split"},
-            {},
-            "'embed' is 'split' by '**', and 'head', which is tied to it, 'whole' by 'head': they are one array",
-        ),
-        (
             {"embed": "whole", "**": "split"},
             {"form": "vector"},
             "one vector lies in one way, but 'embed' is 'whole' and 'layers.0.b' is 'split'~form=\"stacks\"",
         ),
         ({"**": P(None, "data")}, {"form": "vector"}, "the spec has 2 entries, the array 1 ax"),
-        ({"embed": P("model"), "**": "whole"}, {}, "'embed'~the mesh has no axis 'model'; its axes are 'data'"),
+        (
+            {"embed": P("model"), "**": "whole"},
+            {},
+            "'embed'~the mesh has no axis 'model'; its axes are 'data'",
+        ),
         ({"embed": P(None, None, "data"), "**": "whole"}, {}, "the spec has 3 entries, the array 2 axes"),
         ({"embed": P("data", "data"), "**": "whole"}, {}, "an axis of the mesh stands in the spec twice"),
         (

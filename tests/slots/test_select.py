@@ -83,6 +83,8 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
     model = {"a": shared, "b": shared, "c": [0.5, 0.5, ramp(3)]}
     assert tp.layout(model, lambda m: m["c"]).paths == ("c.2",)
     assert tp.layout(model, freeze=lambda m: (m["a"], m["b"])).paths == ("c.2",)
+    pairs = {"x": [ramp(1), ramp(1)], "y": ramp(1)}  # a new list that is built like one of the model
+    assert tp.layout(pairs, lambda m: {"new": [m["x"][0], m["y"]]}).paths == ("x.0", "y")
     assert tp.layout(model, tp.leaves(lambda path, leaf: leaf.shape == (2,))).paths == ("a",)
     for only_a in (lambda m: m["a"], tp.leaves(lambda path, leaf: path == "a")):
         with pytest.raises(ValueError, match=r"'a' is frozen and 'b' is trained"):

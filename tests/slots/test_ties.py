@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treeparams as tp
+from treeparams import sharding
 
 from ..zoo import Norm, Pair, ramp as leaf
 
@@ -234,7 +235,10 @@ def test_a_tie_that_is_said_is_named_by_either_end(end: str, transform: Any):
         assert layout.indices(node).tolist() == layout.indices("embed").tolist()
         vector, restructure = tp.ravel(tp.tie(model, layout), layout)
         assert list(restructure.view(vector)[f"{node}.**"]) == ["embed"]
-        assert tp.stack(model, layout, groups={"tied": node, "rest": "**"})[0].keys() == {"tied", "rest"}
+        stacks, _ = tp.stack(model, layout, groups={"tied": node, "rest": "**"})
+        assert jax.tree.map(jnp.shape, stacks) == {"tied": {"float32[2,3]": (1, 2, 3)}, "rest": {"float32[2]": (1, 2)}}
+        plan = sharding.plan(layout, jax.make_mesh((2,), ("data",)), {node: "split", "**": "whole"})
+        assert plan.replicated.keys() == {"bias"}
 
 
 def test_a_declared_tie_is_named_by_either_end():

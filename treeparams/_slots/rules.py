@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 
 from .index import Index
-from .ties import places_of
 from .where import Where, name_of, select
 
 
@@ -48,18 +47,12 @@ def first_entries(
 
 
 def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
-    """Refuses an entry that names a part of the places of one array, and nothing else."""
-    places = {leaf: index.sources.get(leaf, leaf) for leaf in selected}
-    halves = [
-        leaf
-        for leaf, source in places.items()
-        if not {source, *(a.leaf for a in index.aliases.get(source, ()) if not a.is_said)} <= selected
-    ]
-    if halves and len(halves) == len(selected):
-        leaf = min(halves)
-        every = places_of(index.structure, index.ties, places[leaf])
+    """Refuses an entry that selects nothing but further places of arrays, which are asked by their first one."""
+    if selected and selected <= index.sources.keys():
+        leaf = min(selected)
+        source, paths = index.sources[leaf], index.structure.paths
         raise ValueError(
-            f"{name_of(where)} names {index.structure.paths[leaf]!r}, but {', '.join(map(repr, every))} are one array. "
-            "Either give one of them a copy of its own (tp.copy, as for a target network; tp.untie), or name all in "
-            f"one entry: {tuple(every)!r}"
+            f"{name_of(where)} names {paths[leaf]!r}, but {paths[source]!r} and {paths[leaf]!r} are one array. "
+            f"Either give {paths[leaf]!r} a copy of its own (tp.copy, as for a target network; tp.untie), or write "
+            f"{paths[source]!r}"
         )

@@ -212,14 +212,10 @@ def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, o
             f"{names[1]!r} {how} {names[0]!r}, its source, and is trained or frozen with it, but the source is {is_} "
             f"and the alias {other}; say it of the source {names[0]!r} (or of both)"
         )
-    every = places_of(structure, ties, alias.source)
+    every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.is_said]
+    every.insert(0, names[0])
     return (
         f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
         f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
         f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
     )
-
-
-def places_of(structure: Structure, ties: Sequence[Alias], source: int) -> list[str]:
-    """The paths at which one array object is."""
-    return [structure.paths[i] for i in (source, *(a.leaf for a in ties if a.source == source and not a.is_said))]

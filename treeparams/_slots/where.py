@@ -115,7 +115,7 @@ def _single(where: object) -> Iterator[object]:
 
 
 def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
-    if re.search(r"""\[['"]""", text) and any(entry[:2] in ("['", '["') for entry in Glob(text).entries):
+    if any(entry.startswith(("['", '["')) for entry in Glob(text).entries):
         raise ValueError(
             f"{text!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
             "'layers.0.weight'"
@@ -204,25 +204,21 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
 def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) -> Iterator[Span]:
     """The nodes of the model in a tree that is one, or is made of some."""
     own, treedef = jtu.tree_flatten(found)
-    numbers, treedefs = [number[id(leaf)] for leaf in own], subtreedefs(structure)
+    numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    ends = (numbers[0], numbers[0] + len(numbers)) if numbers == sorted(numbers) != [] else None
-    match = [span for span in _by_ends(structure).get(ends, ()) if treedefs[span.number] == treedef]
-    if match:
-        yield match[0]
+    match = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
+    if match is not None and numbers == list(range(match.start, match.stop)):
+        yield match
     elif numbers:
         for child in jtu.tree_leaves(found, is_leaf=lambda node: node is not found):
             yield from _nodes_in(structure, number, child)
 
 
-def _by_ends(structure: Structure) -> Mapping[Any, list[Span]]:
-    def find() -> dict[Any, list[Span]]:
-        found: dict[Any, list[Span]] = {}
-        for span in spans_of(structure):
-            found.setdefault((span.start, span.stop), []).append(span)
-        return found
-
-    return structure.remember("by ends", find)
+def _by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
+    """The nodes by their first leaf and their treedef."""
+    treedefs = subtreedefs(structure)
+    make = lambda: {(span.start, treedefs[span.number]): span for span in spans_of(structure)}
+    return structure.remember("by treedef", make)
 
 
 def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:

@@ -11,18 +11,18 @@ The files, from the ground up:
     _orthogonal   Orthogonal, Givens: products of reflections and of rotations
     _svd          SVD
     _imputing     PreImputing, PostImputing
-    _constrained  AbstractConstrained: an array that stays on a set; materialise
+    _constrained  AbstractConstrained, an array that stays on a set; Positive; materialise
     _low_rank     LowRank, lora, merge
-    _constraints  Positive, Bounded, UnitNorm, Simplex
-    _triangular   LowerTriangular, Symmetric
 """
 
-from ._constrained import AbstractConstrained as AbstractConstrained, materialise as materialise
-from ._constraints import Bounded as Bounded, Positive as Positive, Simplex as Simplex, UnitNorm as UnitNorm
+from ._constrained import (
+    AbstractConstrained as AbstractConstrained,
+    Positive as Positive,
+    materialise as materialise,
+)
 from ._imputing import PostImputing as PostImputing, PreImputing as PreImputing
 from ._lineax import from_lineax as from_lineax, to_lineax as to_lineax
 from ._low_rank import LowRank as LowRank, lora as lora, merge as merge
 from ._matrix import AbstractMatrix as AbstractMatrix
 from ._orthogonal import Givens as Givens, Orthogonal as Orthogonal
 from ._svd import SVD as SVD
-from ._triangular import LowerTriangular as LowerTriangular, Symmetric as Symmetric

@@ -1,4 +1,4 @@
-"""The base of all constrained arrays: a node that holds raw parameters and stands for a function of them.
+"""Constrained arrays: nodes that hold raw parameters and stand for a function of them.
 
 The function is total, so that nothing has to be projected or clipped after a step. A node is no array itself: with a
 `__jax_array__` that gives one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
@@ -9,12 +9,14 @@ import sys
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from .._tree.types import PyTree
-from ._nodes import NotAnArray, refused, replace
+from ._nodes import NotAnArray, as_real, least_positive, refused, replace, wide
 
 
 class AbstractConstrained(NotAnArray, eqx.Module):
@@ -33,9 +35,8 @@ class AbstractConstrained(NotAnArray, eqx.Module):
     >>> matrices.materialise({"knots": knots})
     {'knots': Array([0., 1., 2.], dtype=float32)}
 
-    To use it, `materialise` the model. Arithmetic with it, `@`, indexing, its `shape`, and functions of JAX and NumPy
-    are errors that say so. The constructors of this module take the array itself: outside of a trace it is a
-    `ValueError` if it is not on the set.
+    To use it, `materialise` the model. Arithmetic with it, `@`, indexing, its `shape`, and functions of `jax.numpy` and
+    NumPy are errors that say so. Functions of `jax.lax` raise an error of JAX, which names the class.
     """
 
     instead = "matrices.materialise(model)"
@@ -43,7 +44,8 @@ class AbstractConstrained(NotAnArray, eqx.Module):
     raw: eqx.AbstractVar[Array]
 
     __array_ufunc__ = refused("NumPy")  # type: ignore[assignment]
-    __jax_array__ = refused("JAX")
+    # A property raises where JAX asks whether there is one. Of a method jax.lax says to call jax.numpy.array.
+    __jax_array__ = property(refused("JAX"))
 
     @abc.abstractmethod
     def to_dense(self) -> Inexact[Array, "..."]:
@@ -74,11 +76,10 @@ def materialise(model: PyTree) -> PyTree:
     Args:
         model: any pytree; one array will stand at all paths of a tie, that is, of nodes made of the very same arrays.
     """
-    return replace(model, constrained_kinds(), _value_of)
-
-
-def _value_of(node: Any) -> Any:
-    return node.to_dense() if isinstance(node, AbstractConstrained) else node.unwrap()
+    ours = AbstractConstrained
+    return replace(
+        model, constrained_kinds(), lambda node: node.to_dense() if isinstance(node, ours) else node.unwrap()
+    )
 
 
 def constrained_kinds() -> tuple[type, ...]:
@@ -87,27 +88,48 @@ def constrained_kinds() -> tuple[type, ...]:
     return (AbstractConstrained, *([paramax.AbstractUnwrappable] if paramax else []))
 
 
-def concrete(value: Array | np.ndarray) -> np.ndarray | None:
-    """The entries in float64, to be checked; `None` for a traced array, whose entries are not known."""
-    return None if isinstance(value, Tracer) else np.asarray(value).astype(np.float64)
+class Positive(AbstractConstrained):
+    """Positive numbers: `softplus(raw)`, which is `log(1 + exp(raw))`.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import matrices
+    >>> scale = matrices.Positive(jnp.array([1.0, 10.0]))
+    >>> matrices.materialise(scale), tp.layout({"scale": scale}).paths
+    (Array([ 1., 10.], dtype=float32), ('scale.raw',))
+
+    A step in `raw` changes a small value by a factor, as with an exponential, and a large one by a summand, so that no
+    step is magnified. The value keeps a relative precision of about `1 + |log(value)|` roundings. It is never zero: the
+    least one is the least normal number of the dtype.
+
+    Args:
+        w: the numbers themselves, positive, any shape. Outside of a trace others are a `ValueError`.
+    """
+
+    raw: Float[Array, "..."]
+
+    def __init__(self, w: Array | np.ndarray):
+        w = as_real(w)
+        if not isinstance(w, Tracer):
+            _refuse_others(np.asarray(w).astype(np.float64), least_positive(w.dtype))
+        x = wide(w)
+        # The logarithm of exp(x) - 1, which neither overflows nor cancels when it is written so.
+        self.raw = (x + jnp.log(-jnp.expm1(-x))).astype(w.dtype)
+
+    def to_dense(self) -> Array:
+        least = least_positive(self.raw.dtype)
+        return jnp.maximum(jax.nn.softplus(wide(self.raw)), least).astype(self.raw.dtype)
 
 
-def refuse(
-    node: AbstractConstrained,
-    entries: np.ndarray | np.floating,
-    fine: np.ndarray | np.bool_,
-    expected: str,
-    instead: str,
-) -> None:
-    """An error for the first entry that is not fine, if there is one."""
+def _refuse_others(entries: np.ndarray, least: float) -> None:
+    fine = (entries >= least) & (entries < np.inf)
     if np.all(fine):
         return
-    index = tuple(map(int, np.argwhere(~np.asarray(fine))[0]))
-    where = f" at index {list(index)}" if index else ""
+    index = np.argwhere(~fine)[0].tolist()
+    where = f" at index {index}" if index else ""
     raise ValueError(
-        f"{type(node).__name__} takes {expected}, got {np.asarray(entries)[index]:.8g}{where}. To make such ones, "
-        f"write for example {instead}"
+        f"Positive takes finite numbers of at least {least:.3g}, got {entries[tuple(index)]:.8g}{where}. To make such "
+        "ones, write for example Positive(jnp.abs(w) + 1e-6)"
     )
 
 
-AbstractConstrained.__module__ = "treeparams.matrices"
+AbstractConstrained.__module__ = Positive.__module__ = "treeparams.matrices"

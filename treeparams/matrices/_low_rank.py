@@ -1,5 +1,6 @@
 """Low-rank changes of frozen matrices (LoRA): put into a model, and folded back."""
 
+import collections
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +17,9 @@ from .._slots.where import Where, select
 from .._tree.declare import field
 from .._tree.dtypes import is_complex
 from .._tree.recognise import structure_of
-from .._tree.structure import Structure
-from .._tree.types import PyTree
+from .._tree.static_keys import identical
+from .._tree.structure import Structure, same_treedef, scan
+from .._tree.types import PyTree, TreeDef
 from ._constrained import constrained_kinds
 from ._imputing import AbstractImputing
 from ._lineax import as_weight
@@ -79,9 +81,8 @@ class LowRank(AbstractMatrix):
         base = as_weight(base)
         m, n = base.shape
         dtype = base.dtype if dtype is None else dtype
-        return cls(
-            base, jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5, jnp.zeros((rank, n), dtype), scale
-        )
+        a = jax.random.normal(key, (m, rank), dtype) / max(m, 1) ** 0.5
+        return cls(base, a, jnp.zeros((rank, n), dtype), scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,27 +147,29 @@ def lora(
 
     Args:
         model: any pytree.
-        where: as for `tp.layout`. Every parameter with two axes that it selects is changed; those with one or
-            none, such as biases, stay as they are. An array at several paths must be selected at all of them and gets
-            one change.
+        where: as for `tp.layout`. Every parameter with two axes that it selects is changed, and every matrix, such as
+            one of your own, of which it selects all parameters. What has one axis or none, such as a bias, stays as
+            it is. An array at several paths must be selected at all of them and gets one change.
         rank: of the changes.
         key: of `jax.random`.
         scale: of the changes.
         dtype: of the factors; `None`: that of each base.
 
     Raises:
-        ValueError: `where` selects nothing with two axes, one with more or within a matrix, or only some of
-            the paths of one array.
+        ValueError: `where` selects nothing with two axes, one with more, a part of a matrix, or only some of the
+            paths of one array.
     """
-    leaves, treedef, structure = structure_of(model)
-    chosen = _bases(structure, where)
-    first = _first_of_tie(structure, chosen, where)
+    structure = structure_of(model)[2]
+    units, treedef = jtu.tree_flatten(model, is_leaf=_is_unit)
+    unit_of = [i for i, unit in enumerate(units) for _ in jtu.tree_leaves(unit)]
+    chosen = _bases(structure, _above(units, treedef), units, unit_of, where)
+    first = _first_of_tie(structure, units, unit_of, chosen, where)
     bases = sorted(set(first.values()))
     keys = dict(zip(bases, jax.random.split(key, len(bases)), strict=True))
-    changed = {i: LowRank.random(leaves[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in bases}
+    changed = {i: LowRank.random(units[i], rank, key=keys[i], scale=scale, dtype=dtype) for i in bases}
     for i in chosen:
-        leaves[i] = changed[first[i]]
-    return jtu.tree_unflatten(treedef, leaves)
+        units[i] = changed[first[i]]
+    return jtu.tree_unflatten(treedef, units)
 
 
 def merge(model: PyTree) -> PyTree:
@@ -179,7 +182,9 @@ def merge(model: PyTree) -> PyTree:
     >>> bool(jnp.all(matrices.merge(model).weight == layer.weight))
     True
 
-    One that stands at several paths becomes one array. An untouched one gives its base bit for bit.
+    One that stands at several paths becomes one array. An untouched one gives its base bit for bit. A base that is a
+    matrix becomes an array too, so one of integers takes the memory of floating numbers; make another one of it, or
+    keep the `LowRank`.
 
     Args:
         model: any pytree.
@@ -187,54 +192,80 @@ def merge(model: PyTree) -> PyTree:
     return replace(model, LowRank, LowRank.to_dense)
 
 
-def _bases(structure: Structure, where: Where) -> list[int]:
-    chosen = sorted(i for i in select(structure, where) if len(structure.spec(i).shape) >= 2)
-    paths, frozen = structure.paths, declared_frozen(structure)
-    if not chosen:
-        raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
-    for i in chosen:
-        if len(structure.spec(i).shape) > 2:
+# -- A unit is an array, a matrix, or a constrained array: it is changed as a whole, or stays as it is
+
+
+def _is_unit(node: object) -> bool:
+    # A change of an imputing matrix would multiply NaN, so it is the matrix within that is changed.
+    return isinstance(node, (AbstractMatrix, *constrained_kinds())) and not _imputes(node)
+
+
+def _above(units: list[Any], treedef: TreeDef) -> Structure:
+    """The structure of the model above its units: each is one array there."""
+    arrays = [jax.ShapeDtypeStruct((), jnp.float32) if _is_unit(unit) else unit for unit in units]
+    return scan(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
+
+
+def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where) -> list[int]:
+    """The units that are changed."""
+    selected: dict[int, list[int]] = {}
+    for leaf in sorted(select(structure, where)):
+        selected.setdefault(unit_of[leaf], []).append(leaf)
+    sizes = collections.Counter(unit_of[leaf] for leaf in structure.parameters)
+    frozen, chosen = declared_frozen(above), []
+    for i, inside in selected.items():
+        unit, path, is_matrix = units[i], above.paths[i], isinstance(units[i], AbstractMatrix)
+        if not is_matrix and all(len(structure.spec(leaf).shape) < 2 for leaf in inside):
+            continue
+        is_inside = (
+            f"{structure.paths[inside[0]]!r} is a part of {f'{path!r}, ' if path else ''}a {type(unit).__name__}"
+        )
+        if isinstance(unit, constrained_kinds()):
+            raise ValueError(f"{is_inside}, which a low-rank change would take off its set: leave it out")
+        if len(inside) < sizes[i]:
+            raise ValueError(f"{is_inside}, which is changed as a whole: select all of it, or nothing")
+        if len(unit.shape) > 2:
             raise ValueError(
-                f"a low-rank change is of a matrix, but {paths[i]!r} has shape {structure.spec(i).shape}. Leave out "
-                "what is none, such as a convolution with its bias, by name: ['**.weight', '!conv']. Of an ensemble, "
-                "call lora within equinox.filter_vmap"
+                f"a low-rank change is of a matrix, but {path!r} has shape {unit.shape}. Leave out what is none, such "
+                "as a convolution with its bias, by name: ['**.weight', '!conv']. Of an ensemble, call lora within "
+                "equinox.filter_vmap"
             )
         if i in frozen:
-            raise ValueError(f"{paths[i]!r} is declared frozen, and so would the factors be that stand there")
-    for node in structure.nodes:
-        inside = [paths[i] for i in chosen if node.start <= i < node.stop]
-        if not inside or not issubclass(node.cls, (AbstractMatrix, *constrained_kinds())):
-            continue
-        is_inside = f"{inside[0]!r} is a part of {f'{node.path!r}, ' if node.path else ''}a {node.cls.__name__}"
-        if not issubclass(node.cls, AbstractMatrix):
-            raise ValueError(f"{is_inside}, which a low-rank change would take off its set: leave it out")
-        there = "the place of its field `matrix`" if issubclass(node.cls, AbstractImputing) else "its place"
-        raise ValueError(
-            f"{is_inside}: leave it out, and put matrices.LowRank.random(matrix, rank, key=key) in {there} by "
-            "equinox.tree_at"
-        )
+            raise ValueError(f"{path!r} is declared frozen, and so would the factors be that stand there")
+        chosen.append(i)
+    if not chosen:
+        raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
     return chosen
 
 
-def _first_of_tie(structure: Structure, chosen: list[int], where: Where) -> dict[int, int]:
-    """For each chosen leaf the one that stands for all of its tie, found by identity or declared."""
-    paths, first = structure.paths, {i: i for i in chosen}
+def _first_of_tie(
+    structure: Structure, units: list[Any], unit_of: list[int], chosen: list[int], where: Where
+) -> dict[int, int]:
+    """For each chosen unit the one that stands for all of its tie, found by identity or declared."""
+    first = {i: i for i in chosen}
     for alias in find_ties(structure):
-        ends = (alias.leaf, alias.source)
+        ends = {unit_of[leaf]: repr(structure.paths[leaf]) for leaf in (alias.leaf, alias.source)}
         inside = [i for i in ends if i in first]
-        if inside and alias.transforms:
-            raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r} through a transform, which a low-rank "
-                "change of either would undo: leave both out"
-            )
-        if len(inside) == 1:
-            (outside,) = set(ends) - set(inside)
-            raise ValueError(
-                f"{paths[outside]!r} and {paths[inside[0]]!r} are one array, but {where!r} selects only the "
-                "latter: select both, or tp.untie the model first"
-            )
-        first |= dict.fromkeys(inside, alias.source)
+        if not inside or len(ends) == 1:
+            continue
+        if alias.transforms:
+            why = "tied through a transform, which a low-rank change of either would undo: leave both out"
+        elif len(inside) == 1:
+            why = f"one array, but {where!r} selects only the latter: select both, or tp.untie the model first"
+        elif not _are_one(*(units[i] for i in ends)):
+            why = "one array in matrices that differ, of which none has the other's change: leave both out"
+        else:
+            first |= dict.fromkeys(ends, min(first[i] for i in ends))
+            continue
+        raise ValueError(f"{' and '.join(ends[i] for i in sorted(ends, key=first.__contains__))} are {why}")
     return first
+
+
+def _are_one(unit: Any, other: Any) -> bool:
+    """Whether two units that share an array are one matrix."""
+    (leaves, treedef), (others, of_other) = map(jtu.tree_flatten, (unit, other))
+    both_arrays = not _is_unit(unit) and not _is_unit(other)  # which may be declared to be one
+    return both_arrays or (same_treedef(treedef, of_other) and identical(leaves, others))
 
 
 LowRank.__module__ = "treeparams.matrices"

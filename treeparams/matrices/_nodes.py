@@ -114,7 +114,7 @@ def scaled(x: Array, axis: int) -> tuple[Array, Array]:
     So no square of them overflows or vanishes. It is for functions of their directions alone: the scale has no
     influence on these, so that its gradient is not missed.
     """
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True))
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
     is_zero = largest < least_positive(x.dtype)
     # Divided by in two steps, since the reciprocal of a large number may be taken, and be zero.
     root = jnp.sqrt(jnp.where(is_zero, 1, largest))

@@ -120,12 +120,9 @@ class Orthogonal(AbstractOrthogonal):
         return _reflected(self.vectors, x, transposed=True)
 
     def slogdet(self) -> tuple[Array, Array]:
-        *members, _, n = self.shape
-        logarithm = jnp.zeros(members, self.dtype)
-        if n == 0:
-            return logarithm + 1, logarithm
         is_identity = scaled(wide(self.vectors), -1)[1]  # as the product sees it
-        return jnp.prod(jnp.where(is_identity, 1, -1), axis=(-1, -2)).astype(self.dtype), logarithm
+        sign = jnp.prod(jnp.where(is_identity, 1, -1), axis=(-1, -2)).astype(self.dtype)
+        return sign, jnp.zeros_like(sign)
 
 
 class Givens(AbstractOrthogonal):

@@ -50,11 +50,11 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
 
     **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
     traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
-    not been made for it. The first `where` that selects a parameter gives its flag;
-    what none selects is active. Its gradient counts as
-    zero in a norm and may be NaN. "Train another layer every hundred steps" so compiles once. The same holds for a
-    parameter without a gradient. It needs a state that is kept row by row, so what holds state must be within
-    `optim.per_leaf`; the state of `optim.clip_by_global_norm` is of the call and goes on.
+    not been made for it. The first `where` that selects a parameter gives its flag, and a parameter that none selects
+    moves. Make this dictionary inside of `jax.jit`, which sorts the keys of a dictionary that it is given. The gradient
+    of a parameter that waits counts as zero in a norm and may be NaN. "Train another layer every hundred steps" so
+    compiles once. The same holds for a parameter without a gradient. It needs a state that is kept row by row, so what
+    holds state must be within `optim.per_leaf`; the state of `optim.clip_by_global_norm` is of the call and goes on.
 
     Args:
         tx: any Optax transformation; see above.
@@ -68,7 +68,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
     Raises:
         ValueError: `init`: `tx` is not the same over stacks; it has groups within groups, or ones that divide the model
             in different ways; otherwise as `optim.trainable`. `update`: not all rows move, and `tx` keeps state outside
-            of `optim.per_leaf`; a `where` selects nothing that trains; otherwise as `optim.trainable`.
+            of `optim.per_leaf`; a `where` selects nothing, or comes too late; otherwise as `optim.trainable`.
         TypeError: a flag is no bool; otherwise as `optim.trainable`.
     """
     rule = _StackedRule(tx, trainable, trial)

@@ -16,7 +16,6 @@ step of training over it. Over several processes `sharding.initialize` comes fir
     _check        whether a rule of Optax fits a plan
     _step         step, StepState
     _ahead        how much a step takes of each device, compiled and never run
-    __main__      the same of a transformer by its shapes
 """
 
 from ._ahead import Ahead as Ahead, ahead as ahead

@@ -1,0 +1,109 @@
+"""replace: other values of some parameters, with ties, shapes and dtypes as they are."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treeparams as tp
+
+from .zoo import ZOO, assert_same, inexact_leaves, ramp
+
+
+class Tied(eqx.Module):
+    embed: Any
+    head: Any = tp.field(tied_to="embed", transform=jnp.transpose)
+    bias: Any = None
+    scale: Any = tp.field(trainable=False, default=None)
+    act: Any = jnp.tanh
+
+
+def tied() -> Tied:
+    return tp.tie(Tied(ramp(2, 3), ramp(3, 2), ramp(2), ramp(2)))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_parameter_is_asked_once_and_all_else_stays(name: str):
+    model = ZOO[name]
+    parameters = tp.layout(model, freeze="**", thaw="**") if inexact_leaves(model) else None
+    if parameters is None:
+        with pytest.raises(ValueError, match="selects no"):
+            tp.replace(model, {"**": jnp.negative})
+        return
+    seen: list[Any] = []
+    after = tp.replace(model, {"**": lambda leaf: seen.append(leaf.shape) or -leaf})
+    assert len(seen) == len(parameters.slots)
+    assert tp.layout(after) == tp.layout(model)
+    assert_same(after, tp.maptrainable(lambda leaf: -leaf, model, trainable=parameters))
+    assert_same(tp.replace(model, tp.trainables(model, parameters)), model)
+
+
+def test_arrays_functions_and_the_first_entry():
+    mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    given = ramp(4, 2)
+    after = tp.replace(mlp, {"layers.0.weight": given, "**.bias": jnp.zeros_like, "layers": 0.5})
+    assert after.layers[0].weight is given
+    assert after.activation is mlp.activation
+    assert after.layers[1].weight.tolist() == [[0.5] * 4]
+    assert not after.layers[0].bias.any()
+    inside = jax.jit(lambda params, rest: tp.partition(tp.replace(tp.combine(params, rest), {"**": jnp.zeros_like}))[0])
+    assert not tp.ravel(inside(*tp.partition(mlp)))[0].any()
+
+
+def test_ties_are_kept():
+    shared = ramp(2)
+    model = {"a": shared, "b": shared, "c": ramp(2), "d": ramp(2)}
+    after = tp.replace(model, {("a", "b"): jnp.negative, ("c", "d"): shared})
+    assert after["a"] is after["b"]
+    assert after["c"] is not after["d"]
+    assert shared is not after["d"]
+    assert tp.layout(after).ties == {"a": ("b",)}
+    for end, value in (("embed", 2 * ramp(2, 3)), ("head", 2 * ramp(2, 3).T), (("head", "embed"), 2 * ramp(2, 3))):
+        after = tp.replace(tied(), {end: value, "scale": jnp.zeros(2), "bias": lambda bias: bias + 1})
+        np.testing.assert_array_equal(after.embed, 2 * ramp(2, 3))
+        np.testing.assert_array_equal(after.head, after.embed.T)
+        assert not after.scale.any()
+    doubled = tp.replace(tied(), {"head": lambda head: head + jnp.arange(3.0)[:, None]})
+    np.testing.assert_array_equal(doubled.embed, ramp(2, 3) + jnp.arange(3.0)[None])
+    plain = {"embed": ramp(2), "head": ramp(2)}
+    known = tp.layout(plain, ties={"head": "embed"})
+    assert_same(
+        tp.replace(plain, {"head": jnp.ones(2)}, layout=known),
+        {"embed": jnp.ones(2), "head": jnp.ones(2)},
+        identity=False,
+    )
+
+
+def _first_row(x: jax.Array) -> jax.Array:
+    return x[0]
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"embed": jnp.ones((3, 2))}, ValueError, r"expected float32\[2,3\] at 'embed', got float32\[3,2\]"),
+        ({"head": jnp.ones((2, 3))}, ValueError, r"expected float32\[3,2\] at 'head', got float32\[2,3\]"),
+        ({"scale": jnp.ones(3)}, ValueError, r"expected float32\[2\] at 'scale', got float32\[3\]"),
+        ({"bias": jnp.ones(2, jnp.int32)}, ValueError, r"got int32\[2\]; write value.astype\('float32'\)"),
+        ({"bias": lambda b: b[:1]}, ValueError, r"the function given for 'bias' returned float32\[1\]"),
+        ({"bias": "zeros"}, TypeError, r"expected an array, a number or a function for 'bias', got str"),
+        ({"bais": jnp.ones(2)}, ValueError, r"'bais' selects nothing; nearest: 'bias'"),
+        ({"act": jnp.ones(2)}, ValueError, r"'act' selects no parameter"),
+        ({"**": jnp.zeros_like, "bias": jnp.ones(2)}, ValueError, r"'bias' comes too late: '\*\*' before it"),
+        (["bias"], TypeError, r"values is a dictionary \{where: value\}, got list"),
+    ],
+)
+def test_what_does_not_fit(values: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        tp.replace(tied(), values)
+
+
+def test_a_transform_that_cannot_be_undone():
+    model = {"embed": ramp(2, 3), "row": ramp(2, 3)[0]}
+    known = tp.layout(model, ties={"row": ("embed", _first_row)})
+    with pytest.raises(ValueError, match=r"'row' is _first_row of 'embed', .* give the value of 'embed'"):
+        tp.replace(model, {"row": jnp.ones(3)}, layout=known)
