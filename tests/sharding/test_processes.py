@@ -69,8 +69,24 @@ class Group:
         return self.statuses(lambda: all(process.poll() is not None for process in self.processes), limit)
 
 
+FAULTS = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
+if not TAKES_HEARTBEAT:
+    del FAULTS["still"]  # the other ends after 100 seconds
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def faulty(tmp_path_factory):
+    """Groups with a process that has died or stands still. The others take seconds to see it: they come first."""
+    with contextlib.ExitStack() as stack:
+        groups = {name: stack.enter_context(Group("waits", 2, tmp_path_factory.mktemp(name))) for name in FAULTS}
+        for name, (process, sent) in FAULTS.items():
+            groups[name].found()
+            groups[name].processes[process].send_signal(sent)
+        yield groups
+
+
+@pytest.fixture(scope="module")
+def four(faulty, tmp_path_factory):
     with Group("saves", 4, tmp_path_factory.mktemp("four")) as group:
         yield group
 
@@ -92,7 +108,7 @@ trained = pytest.fixture(group, params=["four", "two"])
 
 def test_a_step_over_processes_equals_one_process(trained):
     errors = trained.found()[0]["errors"]
-    assert set(errors) == {"tree", "vector", "stacks"}
+    assert set(errors) == ({"tree", "vector", "stacks"} if trained.program == "saves" else {"vector"})
     assert max(errors.values()) < 1e-6, errors
 
 
@@ -137,30 +153,18 @@ def test_an_exception_in_one_process_ends_all(four):
     assert "This process ends by RuntimeError, in 5 s if the others do not end too." in four.said(3)
 
 
-def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(tmp_path):
-    faults = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
-    if not TAKES_HEARTBEAT:
-        del faults["still"]  # the other ends after 100 seconds
-    with contextlib.ExitStack() as stack:
-        groups = {}
-        for name in faults:
-            (tmp_path / name).mkdir()
-            groups[name] = stack.enter_context(Group("waits", 2, tmp_path / name))
-        for each in groups.values():
-            each.found()
-        for name, (process, sent) in faults.items():
-            groups[name].processes[process].send_signal(sent)
-        for name, (process, _) in faults.items():
-            other = groups[name].processes[1 - process]
-            assert groups[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
-            said = groups[name].said(1 - process)
-            assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
-        if "still" in groups:
-            stopped = groups["still"].processes[1]
-            assert stopped.poll() is None
-            stopped.send_signal(signal.SIGCONT)
-            assert None not in groups["still"].ended(limit=20)
-            assert stopped.returncode != 0
+def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(faulty):
+    for name, (process, _) in FAULTS.items():
+        other = faulty[name].processes[1 - process]
+        assert faulty[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
+        said = faulty[name].said(1 - process)
+        assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
+    if "still" in faulty:
+        stopped = faulty["still"].processes[1]
+        assert stopped.poll() is None
+        stopped.send_signal(signal.SIGCONT)
+        assert None not in faulty["still"].ended(limit=20)
+        assert stopped.returncode != 0
 
 
 @pytest.mark.parametrize(

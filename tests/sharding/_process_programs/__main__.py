@@ -104,10 +104,10 @@ def goes(params, state, plan, step, which):
     return params, state, losses
 
 
-def forms():
+def forms(which=tuple(FORMS)):
     """The largest difference from one process in each form, in the first process; the vector and what is about it."""
     vectors, model = {}, make()
-    for form in FORMS:
+    for form in which:
         plan, init, step = prepared(form, model)
         params, state, _ = goes(*init(model), plan, step, slice(STEPS))
         trained = tp.partition(plan.model(params, state), plan.layout)[0]
@@ -154,7 +154,7 @@ def restores(folder):
     """Goes on from what another number of processes saved."""
     import orbax.checkpoint
 
-    errors, trained, plan, step = forms()
+    errors, trained, plan, step = forms(["vector"])
     shapes = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, trained)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder / "checkpoint", shapes)
