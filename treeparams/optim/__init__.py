@@ -24,17 +24,19 @@ ground up:
     _flat          flat: the same over one vector
     _stacked       stacked: the same over stacks; rows that wait
     _step          step, apply_updates
-    _change        set_trainable, adjust: what changes between steps
+    _set_trainable set_trainable: what trains, and what begins anew
+    _adjust        adjust: hyperparameters that change between steps
 
 This is the only part of the library that imports optax.
 """
 
-from ._change import adjust as adjust, set_trainable as set_trainable
+from ._adjust import adjust as adjust
 from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global_norm, clip_state as clip_state
 from ._flat import flat as flat
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
 from ._scaled import ScaledState as ScaledState, scaled as scaled
+from ._set_trainable import set_trainable as set_trainable
 from ._stacked import stacked as stacked
 from ._state import ModelTransformation as ModelTransformation, TrainableState as TrainableState
 from ._step import apply_updates as apply_updates, step as step

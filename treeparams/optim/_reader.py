@@ -7,7 +7,7 @@ included, so that it is equal only to itself. Kernels, and callbacks to Python, 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,13 +63,13 @@ class Reader(Blocks):
         jaxpr: Any = getattr(program, "jaxpr", program)
         known = dict(zip(jaxpr.invars, args, strict=True))
         known |= zip(jaxpr.constvars, map(self._constant, getattr(program, "consts", ())), strict=True)
-
-        def look(atoms: Sequence[Var | Literal]) -> list[Value]:
-            return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
-
         for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self._step(eqn, look(eqn.invars)), strict=True))
-        return look(jaxpr.outvars)
+            known.update(zip(eqn.outvars, self._step(eqn, self._look(known, eqn.invars)), strict=True))
+        return self._look(known, jaxpr.outvars)
+
+    def _look(self, known: Mapping[Var, Value], atoms: Sequence[Var | Literal]) -> list[Value]:
+        """The values of operands."""
+        return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
         """What there is beside what is carried round: all rounds that it depends on, and its formulas in one.

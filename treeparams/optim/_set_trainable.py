@@ -1,9 +1,10 @@
-"""set_trainable, adjust: the changes that are made between steps."""
+"""set_trainable: what trains, and what begins anew, changes between steps."""
 
 import dataclasses
-import itertools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
@@ -11,19 +12,16 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from .._forms.form import Form
 from .._slots.layout import Layout, Trainable, index_of, trained_at
 from .._slots.parts import Parts, take_apart
+from .._slots.rules import first_entries
 from .._slots.trainable import retrained
-from .._slots.where import Where
-from .._tree.structure import is_array
+from .._slots.where import Leaves, Where
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._groups import group_name, groups_in
 from ._history import History, check_no_memory, regrouped
-from ._per_leaf import PerLeafState
 from ._rule import Rule
 from ._state import (
     Roles,
@@ -39,7 +37,9 @@ from ._state import (
 S = TypeVar("S")
 
 
-def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None, *, reset: bool = False) -> S:
+def set_trainable(
+    tx: Any, state: S, model: PyTree, trainable: Trainable | EllipsisType = ..., *, reset: bool | Where = False
+) -> S:
     """The state with another choice of trained leaves; nothing that was learned about a leaf is lost.
 
     >>> import jax.numpy as jnp, optax
@@ -59,6 +59,16 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
     within `tx`. A leaf that is trained for the first time starts at count zero, with hyperparameters as `tx` makes
     them, or as `optim.adjust` has set them.
 
+    **`reset=where` alone makes a part begin anew**, as for a head that you re-initialise: what trains stays as it is.
+
+    >>> model["y"] = jnp.zeros(2)
+    >>> state = optim.set_trainable(tx, state, model, reset="y")
+    >>> [int(count) for count in state.counts], state.layout.paths
+    ([2, 0], ('x', 'y'))
+
+    A parameter that is reset is as one that is trained for the first time, with a history of its own; a frozen one
+    has nothing held any more, and a tie is reset as a whole.
+
     Leaves that were trained together from the start have one history, one run of `tx`. If you freeze some of them, they
     are of the same history again if the others take no step before you thaw them; else they stay apart, even where
     their counts are equal. Further histories cost tracing, and with `optim.flat` a run over the whole vector each. Held
@@ -71,20 +81,26 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
             ensemble (`jax.vmap` of `init`).
         model: the model as it is now.
         trainable: the leaves that are trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
-            `tp.layout`. Ties are those that the state knows.
-        reset: whether to forget all histories and hold nothing. Hyperparameters stay as they were set.
+            `tp.layout`. Ties are those that the state knows. Left out, it is `None`, but beside `reset=where` what the
+            state has.
+        reset: a `where` of parameters whose moments and counts begin anew, frozen ones too; `True` is to forget all
+            histories and hold nothing. Hyperparameters stay as they were set.
 
     Returns:
         The new state. A frozen leaf costs no more than its held state.
 
     Raises:
-        ValueError: L-BFGS is in `tx`, whose memory is of all leaves together, and `reset` is not set; the model does
-            not fit the state; the state is traced or was made by another `tx`; as `tp.layout`.
-        TypeError: `tx` is plain Optax or no transformation.
+        ValueError: L-BFGS is in `tx`, whose memory is of all leaves together, and `reset` is not `True`; the model
+            does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or one
+            place alone of an array that is at several; as `tp.layout`.
+        TypeError: `tx` is plain Optax or no transformation; `reset` is neither a bool nor a `where`.
     """
     rule = rule_of(tx)
     if isinstance(trainable, bool):
         raise TypeError(f"trainable={trainable} names no leaves; write None for what the classes declare, or '**'")
+    if not isinstance(reset, bool):
+        _check_where(reset)
+    choice = None if trainable is ... and isinstance(reset, bool) else trainable
     if len(nodes_of(TrainableState, state)) != 1:
         raise ValueError(
             f"the state was made by another transformation: expected TrainableState, got {describe(state)}"
@@ -93,7 +109,7 @@ def set_trainable(tx: Any, state: S, model: PyTree, trainable: Trainable = None,
         raise ValueError("set_trainable is called between steps, outside of jax.jit: it changes what is compiled")
 
     def change(node: Any) -> Any:
-        return _changed(rule, node, model, trainable, reset) if _is_ours(node) else node
+        return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
 
     return in_own_buffers(jax.tree.map(change, state, is_leaf=_is_ours), jax.tree.leaves(model))
 
@@ -102,22 +118,35 @@ def _is_ours(node: object) -> bool:
     return isinstance(node, TrainableState)
 
 
-def _changed(rule: Rule, state: TrainableState, model: PyTree, trainable: Trainable, reset: bool) -> TrainableState:
-    roles = state.roles
-    parts = take_apart(model, retrained(take_apart(model, roles.layout).layout, trainable))
-    if parts.layout == roles.layout and not reset:
-        return state
+def _check_where(reset: object) -> None:
+    """Checks that what is not a bool may be a `where`; what it selects is seen in a model."""
+    if not (callable(reset) or isinstance(reset, (str, re.Pattern, Leaves, list, tuple, set, frozenset))):
+        raise TypeError(f"reset is True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
+
+
+def _changed(
+    rule: Rule, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
+) -> TrainableState:
+    parts = take_apart(model, state.roles.layout)
+    if not isinstance(trainable, EllipsisType):
+        parts = take_apart(model, retrained(parts.layout, trainable))
     histories = _told_apart(rule.histories(state))
-    if reset:
+    known = frozenset(position for history in histories for position in index_of(history.layout).positions)
+    anew = frozenset() if isinstance(reset, bool) else known.intersection(first_entries(parts.index, [reset], asked=()))
+    if parts.layout == state.roles.layout and not anew and reset is not True:
+        return state
+    if reset is True:
         fresh = rule.start(parts)
         runs = tuple([_with_rates(rule, run, parts.layout, histories) for run in fresh.runs])
         return dataclasses.replace(fresh, runs=runs)
     check_no_memory(histories)
     now = frozenset(parts.index.positions)
-    known = frozenset(position for history in histories for position in index_of(history.layout).positions)
-    running, held = (_at(rule, histories, positions) for positions in (now, known - now))
-    if now - known:
-        running.append(_begun(rule, take_apart(model, trained_at(parts.layout, list(now - known))), histories))
+    stays = known - anew
+    running, held = (_at(rule, histories, positions) for positions in (now & stays, stays - now))
+    if now - stays:
+        begin = take_apart(model, trained_at(parts.layout, list(now - stays)))
+        # Numbered by what stays, so that what is reset again and again has one number, and a step one program.
+        running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     return _state_of(parts.layout, running, held)
 
@@ -138,11 +167,11 @@ def _next_origin(histories: Sequence[History]) -> int:
     return 1 + max((history.origin for history in histories), default=-1)
 
 
-def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History]) -> History:
+def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History], origin: int) -> History:
     """The history of parameters that begin, with the hyperparameters that the others have been given."""
     run = _with_rates(rule, rule.fresh(parts), parts.layout, histories)
     like = rule.like(parts.layout)
-    return History(parts.layout, run, like.division, jnp.zeros((), jnp.int32), _next_origin(histories))
+    return History(parts.layout, run, like.division, jnp.zeros((), jnp.int32), origin)
 
 
 def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
@@ -223,76 +252,3 @@ def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:
     """A hyperparameter for a leaf, or for each row of a stack, of that of another one."""
     rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
     return jnp.array(rate, like.dtype)
-
-
-def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
-    """The state with other hyperparameters, if `optax.inject_hyperparams` keeps them in it.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from treeparams import optim
-    >>> sgd = optax.inject_hyperparams(optax.sgd)
-    >>> tx = optim.trainable(optim.groups({"a": sgd(0.1)}, default=sgd(0.1)))
-    >>> model = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    >>> state = optim.adjust(tx.init(model), "a", learning_rate=0.5)
-    >>> tx.update(model, state, model)[0]
-    {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
-
-    A jitted step is not traced again. Leaves that are frozen now are adjusted too: thawed, they have the same rate.
-
-    Args:
-        state: any state, of this library or of Optax.
-        group: the key of one group of `optim.groups`, or "default"; `None` is everywhere.
-        **hyperparams: the new values, of the shapes they have; they may be traced. They are copied. Within
-            `optim.per_leaf` a number is that of all leaves and rows.
-
-    Returns:
-        The new state.
-
-    Raises:
-        ValueError: no group of this name; no group has such a hyperparameter, or a schedule sets it; another shape.
-    """
-    name = None if group is None else group_name(group)
-    groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
-    of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}
-
-    def change(path: tuple[Any, ...], node: Any) -> Any:
-        keys = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
-        above = {key for before, key in itertools.pairwise(keys) if before == "inner_states"}
-        groups.update(above)
-        if name is not None and name not in above:
-            return node
-        known.update(node.hyperparams)
-        here = hyperparams.keys() & node.hyperparams.keys()
-        found.update(here)
-        new = {each: _as_before(node, each, hyperparams[each], of_rows) for each in here}
-        return node._replace(hyperparams=node.hyperparams | new)
-
-    changed = map_injected(change, state)
-    if name is not None and name not in groups:
-        raise ValueError(f"no group {name!r} in the state; there are {', '.join(map(repr, sorted(groups))) or 'none'}")
-    for each in hyperparams.keys() - found:
-        there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there are none"
-        where = "the state" if name is None else f"the state of group {name!r}"
-        raise ValueError(
-            f"no hyperparameter {each!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
-            "adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
-        )
-    return changed
-
-
-def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
-    if name not in free_rates(node):
-        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; give a number there")
-    if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
-        raise TypeError(f"expected a number for {name}, got {describe(value)}")
-    old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
-    is_for_all = jnp.shape(value) == () and id(node.hyperparams[name]) in of_rows
-    if jnp.shape(value) != old.shape and not is_for_all:
-        raise ValueError(f"expected {name} of shape {old.shape}, got shape {jnp.shape(value)}")
-    wider = (jnp.complexfloating, jnp.inexact)
-    if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
-        raise ValueError(
-            f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
-        )
-    # A buffer of its own, of a traced value too: the state may be donated.
-    return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)
