@@ -291,7 +291,8 @@ def test_a_frozen_row_takes_its_own_clock_with_it():
     assert sorted(counts.values()) == [[2, 1], [3]]
 
 
-AS_ONE, AS_LEAVES = (form(rows(optax.adamw(0.1))) for form in (optim.stacked, optim.trainable))
+FALLING = optax.sgd(optax.linear_schedule(0.1, 0.02, 8), momentum=0.5)
+AS_ONE, AS_LEAVES = (form(rows(FALLING)) for form in (optim.stacked, optim.trainable))
 some = st.sets(st.sampled_from("abcd"))
 
 

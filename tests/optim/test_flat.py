@@ -54,27 +54,14 @@ def test_equals_optax_leaf_by_leaf(rule):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(np.max(np.abs(b))))
 
 
-_matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-_pause = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [20])
-AWARE = {  # those that do not, and how they hide it
-    "norms of leaves": (optax.lamb(0.1), "looks at the shapes"),
-    "axes of large leaves": (optax.adafactor(0.1), "looks at the shapes"),
-    "a mask by shape": (optax.adamw(0.1, mask=_matrices), "looks at the shapes"),
-    "groups": (optim.groups({"**": optax.sgd(0.1)}), "goes by the names of leaves"),
-    "random numbers leaf by leaf": (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
-    "within hyperparameters": (
-        optax.inject_hyperparams(lambda rate: optax.chain(optax.centralize(), optax.scale(rate)))(0.1),
-        "looks at the shapes",
-    ),
-    "after 300 calls": (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
-    "after a pause": (optax.chain(optax.scale_by_schedule(_pause), optax.centralize()), "looks at the shapes"),
-}
-
-
-@pytest.mark.parametrize(("rule", "match"), AWARE.values(), ids=AWARE)
-def test_refuses_what_looks_at_shapes(rule, match):
-    with pytest.raises(ValueError, match=match):
-        optim.flat(rule).init(_model())
+def test_refuses_what_looks_at_leaves_or_their_names():
+    for rule, match in (
+        (optim.groups({"**": optax.sgd(0.1)}), "goes by the names of leaves"),
+        (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
+        (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            optim.flat(rule).init(_model())
 
 
 def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():

@@ -52,22 +52,17 @@ _matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
 _labels = lambda params: jax.tree.map(lambda x: "vector" if x.ndim < 2 else "matrix", params)
 RULES = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
-    "lamb": optax.lamb(0.1),
     "lars": optax.lars(0.1, trust_coefficient=0.1),
     "muon": optax.contrib.muon(0.1),
-    "novograd": optax.novograd(0.1),
     "adamw": optax.adamw(0.1),
-    "adamax": optax.adamax(0.1),
-    "lion": optax.lion(0.1),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
     "MultiSteps": optax.MultiSteps(optax.novograd(0.1), 2),
-    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
-    "adaptive_grad_clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
-    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "by block": optax.chain(
+        optax.centralize(), optax.adaptive_grad_clip(0.1), optax.sgd(0.1), optax.clip_by_block_rms(0.01)
+    ),
     "sm3": optax.sm3(0.1),
     "a mask by rank": optax.adamw(0.1, weight_decay=0.5, mask=_matrices),
     "labels by rank": optax.partition({"vector": optax.sgd(0.1), "matrix": optax.novograd(0.1)}, _labels),
-    "a schedule": optax.lamb(optax.linear_schedule(0.1, 0.01, 3)),
     "inject_hyperparams": optax.inject_hyperparams(optax.lamb)(optax.linear_schedule(0.1, 0.01, 3)),
     "reduce_on_plateau": optax.chain(optax.novograd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=0.9)),
 }

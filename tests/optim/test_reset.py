@@ -21,10 +21,8 @@ CASES = {
     "tree": (optim.trainable, FALLING),
     "vector": (optim.flat, FALLING),
     "stacks": (optim.stacked, FALLING),
-    "rows": (optim.stacked, optim.per_leaf(FALLING)),
     "groups": (optim.trainable, optim.groups({"head": FALLING}, default=INJECTED)),
     "stacks in groups": (optim.stacked, optim.groups({"body": optim.per_leaf(FALLING)}, default=INJECTED)),
-    "injected": (optim.trainable, INJECTED),
     "injected rows": (optim.stacked, optim.per_leaf(INJECTED)),
 }
 

@@ -42,7 +42,6 @@ RULES = {
     "MultiSteps": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
     "injected": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 10)),
 }
-rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
 @functools.cache
@@ -51,9 +50,13 @@ def made(form, rule, trainable=None):
     return form(rule, trainable)
 
 
-@forms
-@rules
-def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, rule):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [(form, "schedule") for form in (optim.trainable, optim.flat, optim.stacked)]
+    + [(optim.trainable, "MultiSteps"), (optim.stacked, "injected")],
+)
+def test_frozen_for_50_steps_is_as_if_they_had_not_happened(form, name):
+    rule = RULES[name]
     model, tx = _pair(), made(form, rule)
     model, state = _steps(tx, tx.init(model), model, 4)
     back = state
@@ -297,7 +300,7 @@ def test_thawing_what_a_class_declares_frozen():
     assert optim.set_trainable(tx, state, model, state.layout.thaw("mean")).layout.paths == ("weight", "mean")
 
 
-@forms
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
 def test_lbfgs_refuses_the_change_unless_reset(form):
     rule = optax.scale_by_lbfgs(memory_size=2)
     model, tx = _pair(), made(form, rule)

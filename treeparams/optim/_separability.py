@@ -189,17 +189,20 @@ def _updates(
     init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
     update = jax.make_jaxpr(functools.partial(_step, rule, extra, 1.0, None))(like, state, like, np.float32(0))
     grads, params, start = ([reader.argument(name, i) for i in blocks] for name in ("gradient", "parameter", "start"))
-
-    def once(carried: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
-        found = reader.run(update, [*grads, *carried, *params, reader.argument("value")])
-        return found[len(blocks) :], found[: len(blocks)]
-
-    found = reader.training(reader.run(init, start), once)
+    found = reader.training(reader.run(init, start), functools.partial(_one_update, reader, update, grads, params))
     if found is None:
         return [NO_FORMULA] * len(shapes)
     rounds, updates = found
     of_slot = {slot: _mark(rounds, updates[i], i) for i in blocks for slot in way.slots[i]}
     return [of_slot[slot] for slot in range(len(shapes))]
+
+
+def _one_update(
+    reader: Reader, update: Any, grads: Sequence[Value], params: Sequence[Value], carried: Sequence[Value]
+) -> tuple[Sequence[Value], Sequence[Value]]:
+    """The next state, and the updates."""
+    found = reader.run(update, [*grads, *carried, *params, reader.argument("value")])
+    return found[len(grads) :], found[: len(grads)]
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:

@@ -6,6 +6,7 @@ history of its own. The usual case is one.
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
@@ -131,14 +132,14 @@ def rule_of(tx: object) -> Any:
 
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
+    return jtu.tree_map_with_path(functools.partial(_visit_injected, f, above), state, is_leaf=_is_injected)
 
-    def visit(path: tuple[Any, ...], node: Any) -> Any:
-        if not _is_injected(node):
-            return node
-        node = f((*above, *path), node)
-        return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
 
-    return jtu.tree_map_with_path(visit, state, is_leaf=_is_injected)
+def _visit_injected(f: Callable[[Any, Any], Any], above: tuple[Any, ...], path: tuple[Any, ...], node: Any) -> Any:
+    if not _is_injected(node):
+        return node
+    node = f((*above, *path), node)
+    return node._replace(inner_state=map_injected(f, node.inner_state, (*above, *path)))
 
 
 def _is_injected(node: object) -> bool:
@@ -164,14 +165,14 @@ def free_rates(node: Any) -> dict[str, Any]:
 
 def settled(state: PyTree) -> PyTree:
     """The state as arrays of fixed dtypes: a weak type, or a Python number, becomes another after the first step."""
+    return jax.tree.map(_settled_leaf, state)
 
-    def fix(leaf: Any) -> Any:
-        if not (isinstance(leaf, (bool, int, float, complex)) or _is_numbers(leaf)):
-            return leaf
-        array = jnp.asarray(leaf)
-        return jax.lax.convert_element_type(array, array.dtype)
 
-    return jax.tree.map(fix, state)
+def _settled_leaf(leaf: Any) -> Any:
+    if not (isinstance(leaf, (bool, int, float, complex)) or _is_numbers(leaf)):
+        return leaf
+    array = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(array, array.dtype)
 
 
 def steady(new: PyTree, old: PyTree) -> PyTree:
