@@ -314,7 +314,7 @@ def assert_read_or_refused(path, read):
     assert repr(str(path)) in message
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     header=st.binary(max_size=40) | _JSON | st.dictionaries(st.sampled_from("vw"), _ENTRIES | _JSON),
     data=st.binary(max_size=16),
@@ -327,7 +327,7 @@ def test_any_header_is_read_or_refused(path, header, data, length):
     assert_read_or_refused(path, lambda: read_all(path))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_words_are_read_or_refused(path, like, good, data):
     def change(words):

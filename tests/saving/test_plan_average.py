@@ -47,7 +47,7 @@ _LAST = [lambda x: x, lambda x: x[1:], lambda x: x.reshape(-1)[::3], lambda x: x
 
 
 @hypothesis.given(st.lists(st.sampled_from(_OPERATIONS), max_size=6), st.sampled_from(_LAST))
-@hypothesis.settings(deadline=None, max_examples=6, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=4, derandomize=True)
 def test_movers_move_averages_as_numpy_does(operations, last):
     def apply(xp, x):
         for operation in operations:

@@ -83,11 +83,11 @@ class Case(NamedTuple):
 # Each rule in one form that divides it or more, each form with what counts, what clips and what skips.
 CASES = [
     *[Case(name, "tree", SPLIT, mesh_of(4)) for name in ("clip by Optax", "every second step")],
-    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("sgd", "clip", "if finite")],
-    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in ("clip", "every second step", *OF_MATRICES)],
+    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("sgd", "clip")],
+    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in ("clip", "if finite", "muon", "lamb")],
     Case("adafactor", "tree", {"**": "whole"}, mesh_of(4)),
     Case("clip", "tree", SPLIT, mesh_of(2, EXPLICIT), "state"),
-    Case("clip", "vector", SPLIT, mesh_of(1, EXPLICIT)),
+    Case("momentum", "vector", SPLIT, mesh_of(1, EXPLICIT)),
     Case("adafactor", "stacks", MIXED, mesh_of(2), "state"),
     Case("adam", "vector", {"**": "whole"}, mesh_of(2)),
     Case("momentum", "stacks", {"layers.*.b": "whole", **MIXED}, mesh_of(8, EXPLICIT)),
@@ -157,18 +157,17 @@ def test_the_gradient_by_itself(form, rules, kind):
     plan = sharding.plan(LAYOUT, mesh_of(4, kind), rules, form=form)
     params, rest = plan.ravel(model), tp.partition(plan.put(model), LAYOUT)[1]
     want, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
-    for split in ("state", "gradients"):
-        for pieces in (1, 2):
-            of_loss = Gradient(placement_of(plan), loss, split, pieces, takes_form=False)
-            got, found = jax.jit(of_loss)(params, rest, BATCH)
-            np.testing.assert_allclose(got, want, 1e-5)
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
-            assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
-            assert_near(
-                plan.model(found, sharding.StepState(None, None, rest)),
-                tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
-                1e-5,
-            )
+    for split, pieces in (("state", 2), ("gradients", 1)):
+        of_loss = Gradient(placement_of(plan), loss, split, pieces, takes_form=False)
+        got, found = jax.jit(of_loss)(params, rest, BATCH)
+        np.testing.assert_allclose(got, want, 1e-5)
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
+        assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
+        assert_near(
+            plan.model(found, sharding.StepState(None, None, rest)),
+            tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
+            1e-5,
+        )
 
 
 def test_the_update_by_itself():
