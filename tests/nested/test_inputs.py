@@ -220,18 +220,23 @@ def test_complex_inputs_and_parameters_follow_jax():
 def test_jacobians_of_any_shape(chunk):
     f = lambda model, x: jnp.sin(model["w"] * x[:, :1] + x[0, 1])
     model, x = {"w": jnp.array(2.0)}, jnp.arange(6.0).reshape(3, 2)
-    for of, shape in (
-        (f, (3, 1)),
-        (lambda model, x: f(model, x) @ x[:1] * x[0, 0], (3, 2)),
-        (lambda model, x: f(model, x)[0, 0], ()),
-        (lambda model, x: 3.0, ()),
-        (lambda model, x: f(model, x)[:0], (0, 1)),
-    ):
-        derivatives = nested.jacobian(of, chunk=chunk), jax.jacobian(of, 1)
-        both = jax.jit(lambda *given, derivatives=derivatives: [derivative(*given) for derivative in derivatives])
-        got, want = both(model, x)
+    cases = {
+        (3, 1): f,
+        (3, 2): lambda model, x: f(model, x) @ x[:1] * x[0, 0],
+        (): lambda model, x: f(model, x)[0, 0],
+        (1,): lambda model, x: jnp.full(1, 3.0),
+        (0, 1): lambda model, x: f(model, x)[:0],
+    }
+
+    @jax.jit
+    def run(model, x):
+        both = lambda of: (nested.jacobian(of, chunk=chunk)(model, x), jax.jacobian(of, 1)(model, x))
+        return list(map(both, cases.values()))
+
+    for shape, (got, want) in zip(cases, run(model, x), strict=True):
         assert got.shape == (*shape, 3, 2)
         np.testing.assert_allclose(got, want, 1e-6)
+    assert not jnp.any(nested.jacobian(lambda model, x: 3.0, chunk=chunk)(model, x))
 
 
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="jax.grad itself fails within shard_map of older versions")
