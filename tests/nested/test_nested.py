@@ -115,6 +115,19 @@ def test_floating_point_operations():
     assert flops(five, vector, [jnp.sin(i + vector) for i in range(5)]) <= 4.2 * one
 
 
+@pytest.mark.parametrize("made", [jnp.asarray, np.asarray])
+def test_an_array_times_an_operator(made):
+    """The operator is symmetric."""
+    model = {"w": ramp(3), "b": ramp()}
+    operator = nested.hessian_operator(_quartic, damping=0.5)(model, ramp(3))
+    dense = np.asarray(operator @ jnp.eye(4))
+    np.testing.assert_allclose(made(ramp(4)) @ operator, dense @ ramp(4), 1e-6)
+    np.testing.assert_allclose(made(ramp(2, 4)) @ operator, ramp(2, 4) @ dense, 1e-6)
+    for wrong in (np.ones((2, 2, 4)), np.ones(4, np.complex64), [1.0] * 4):
+        with pytest.raises(TypeError, match=r"@ operator takes a real vector \(n,\) or matrix \(k, n\), got "):
+            _ = wrong @ operator
+
+
 def _quartic(model, x):
     return jnp.sum(x * model["w"] ** 4) + model["b"] * jnp.sum(model["w"])
 

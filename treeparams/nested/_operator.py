@@ -76,6 +76,14 @@ class Operator(eqx.Module):
             )
         return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
 
+    __array_ufunc__ = None  # so that `array @ operator` of NumPy comes here
+
+    def __rmatmul__(self, matrix: Any) -> Array:
+        """The product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`: the operator is symmetric."""
+        if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2) or jnp.iscomplexobj(matrix):
+            raise TypeError(f"@ operator takes a real vector (n,) or matrix (k, n), got {describe(matrix)}")
+        return (self @ matrix.T).T
+
     def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
         """The diagonal over the real vector of the parameters, damping included: exact, by n products.
 
