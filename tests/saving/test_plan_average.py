@@ -60,7 +60,7 @@ def test_movers_move_averages_as_numpy_does(operations, last):
     np.testing.assert_array_equal(got["w"], want)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "complex64", "cast"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "complex64", "cast"])
 def test_movers_in_dtypes_that_hold_few_numbers(dtype):
     """More elements than that; what is moved are the shadows, which are wider."""
     before, after = ("float32", "bfloat16") if dtype == "cast" else (dtype, dtype)
@@ -94,10 +94,8 @@ def _permuted(x):
 
 
 MOVERS = {
-    "rows": lambda x: x[_ROWS],
     "rows in a program of its own": _permuted,
     "a mask": lambda x: x[np.array([True, False, True, True])],
-    "take": lambda x: jnp.take(x, jnp.array([3, 1]), axis=1),
     "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(_ROWS)[:, None], axis=1),
     "one row": lambda x: x[jnp.int32(2)],
     "mapped": jax.vmap(lambda row: row[::-1]),
@@ -131,10 +129,8 @@ NO_MOVERS = {
     "constant": jnp.ones_like,
     "tiling": lambda x: jnp.tile(x, 2),
     "twice": lambda x: jnp.concatenate([x, x[:1]]),
-    "absolute": jnp.abs,
     "positive part": jax.nn.relu,
     "rounding": jnp.round,
-    "clipping": lambda x: jnp.clip(x, -1, 1),
     "index": lambda x: jnp.arange(x.size, dtype=x.dtype),
     "whole numbers": lambda x: x.astype(jnp.int32).astype(x.dtype),
 }

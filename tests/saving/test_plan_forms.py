@@ -104,7 +104,7 @@ NOT_JOINED = {
 
 
 # Over stacks alone, which are the vector and the tree in one, but for a few.
-FEW = ["momentum", "adam", "chain", "injected", "MultiSteps", "prodigy", "per leaf", "groups"]
+FEW = ["adam", "injected", "MultiSteps", "prodigy", "per leaf"]
 CASES = [
     (name, form)
     for name in RULES

@@ -122,8 +122,8 @@ def test_a_checkpoint_goes_on_over_another_number_of_processes(three, two):
 def test_processes_with_different_plans_are_told_so_in_every_one_of_them(three):
     differences = three.found()
     for change, before, after in [
-        ("width", r"float32\[6\]", r"float32\[12\]"),
-        ("dtype", r"float32\[6\]", r"bfloat16\[6\]"),
+        ("width", r"float32\[15\]", r"float32\[6\]"),
+        ("dtype", r"float32\[15\]", r"bfloat16\[15\]"),
         ("rules", "whole", r"P\('data'\)"),
     ]:
         messages = [each[change] for each in differences]
