@@ -44,11 +44,8 @@ def _products(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     vector, restructure = tp.ravel(mlp)
     functions: dict[str, Function] = {
         _GRADIENT: (jax.grad(loss), (params, x)),
-        _TP: (lambda vector, v, x: nested.hvp(_loss, restructure(vector), v, x), (vector, vector, x)),
-        "of a tree": (
-            lambda params, v, x: nested.hvp(lambda params, x: loss(params, x), params, v, x),
-            (params, params, x),
-        ),
+        _TP: (lambda vector, v, x: nested.hvp(_loss)(restructure(vector), v, x), (vector, vector, x)),
+        "of a tree": (nested.hvp(lambda params, x: loss(params, x)), (params, params, x)),
         _HAND: (lambda p, v, x: jax.jvp(lambda p: jax.grad(loss)(p, x), (p,), (v,))[1], (params, params, x)),
     }
     if hasattr(optax, "second_order"):
@@ -102,8 +99,8 @@ def _many(model: Any, x: jax.Array, where: Any, count: int, scale: Scale) -> tup
     layout = tp.layout(model, where)
     vector, restructure = tp.ravel(model, layout)
     directions = list(jax.random.normal(jax.random.key(2), (count, layout.size)))
-    hvp = lambda restructure, vector, v, x: nested.hvp(_square, restructure(vector), v, x, trainable=layout)
-    operator = lambda restructure, vector, x: nested.hessian_operator(_square, restructure(vector), x, trainable=layout)
+    hvp = lambda restructure, vector, v, x: nested.hvp(_square, trainable=layout)(restructure(vector), v, x)
+    operator = lambda restructure, vector, x: nested.hessian_operator(_square, trainable=layout)(restructure(vector), x)
     fresh, linearise, apply = jax.jit(hvp), jax.jit(operator), jax.jit(lambda operator, v: operator(v))
 
     def by_operator() -> Any:

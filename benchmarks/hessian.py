@@ -76,7 +76,7 @@ def _hessians(mlp: eqx.nn.MLP, x: jax.Array) -> dict[str, Function]:
     return {
         _EQX: (lambda params, x: eqx.filter_hessian(of_tree)(params, x), (params, x)),
         _TP: (jax.hessian(lambda vector, x, restructure: _loss(restructure(vector), x)), (vector, x, restructure)),
-        _NESTED: (lambda vector, x: nested.hessian(_loss, restructure(vector), x), (vector, x)),
+        _NESTED: (lambda vector, x: nested.hessian(_loss)(restructure(vector), x), (vector, x)),
         _JAX: (jax.hessian(of_tree), (params, x)),
         _RAVEL: (jax.hessian(lambda vector, x: of_tree(unravel(vector), x)), (vector, x)),
         _PRODUCTS: (products, (params, x, identity)),

@@ -126,7 +126,7 @@ def _jacobians(subject: _Subject, scale: Scale) -> Table:
     jacobian = subject.by_hand(f)
     join = lambda tree: ravel_pytree(tree)[0]
     join_each = jax.vmap(join if subject.derivative is jax.grad else jax.vmap(join))
-    ours = lambda chunk: lambda params, xs: nested.parameter_jacobian(f, params, xs, chunk=chunk, mode=mode)
+    ours = lambda chunk: nested.parameter_jacobian(f, chunk=chunk, mode=mode)
     functions: dict[str, Function] = {
         "joined": (lambda params, xs: jnp.concatenate(_matrices(jacobian(params, xs), params), 1), (params, xs)),
         "ravel_pytree": (lambda params, xs: join_each(jacobian(params, xs)), (params, xs)),
@@ -156,7 +156,7 @@ def _kernels(subject: _Subject, scale: Scale) -> Table:
         leaves = [rows.reshape(len(xs), -1, rows.shape[1]) for rows in matrices(params, xs)]
         return sum(jnp.einsum("aoi,bpi->aobp", leaf, leaf) for leaf in leaves)
 
-    ours = lambda chunk: lambda params, xs: nested.kernel(f, params, xs, chunk=chunk)
+    ours = lambda chunk: nested.kernel(f, chunk=chunk)
     functions: dict[str, Function] = {
         "products": (lambda params, xs: sum(rows @ rows.T for rows in matrices(params, xs)), (params, xs)),
         "einsums": (einsums, (params, xs)),

@@ -79,7 +79,7 @@ def natural(matrix: Array, restructure: Any, momentum: float) -> Callable[[Array
         pull = jax.linear_transpose(push, vector)
         energy = psi @ matrix @ psi
         residual = matrix @ psi - energy * psi
-        kernel = centred(nested.kernel(log_amplitude, restructure(vector), SPINS), psi)
+        kernel = centred(nested.kernel(log_amplitude)(restructure(vector), SPINS), psi)
         wanted = residual - momentum * push(previous)
         solved = jax.scipy.linalg.solve(kernel + DAMPING * jnp.eye(len(psi)), wanted, assume_a="pos")
         direction = pull(solved)[0] + momentum * previous

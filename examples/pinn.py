@@ -88,7 +88,7 @@ def by_gauss_newton(name: str, start: Solution, points: Array, steps: int) -> Fo
 
     def step(vector: Array, damping: Array) -> Any:
         value, gradient = jax.value_and_grad(lambda vector: loss(restructure(vector), points))(vector)
-        matrix = nested.ggn_operator(residuals, mean_square, restructure(vector), points, damping=damping)
+        matrix = nested.ggn_operator(residuals, mean_square, damping=damping)(restructure(vector), points)
         direction, _ = jax.scipy.sparse.linalg.cg(matrix, -gradient, tol=1e-3, maxiter=100)
         better = loss(restructure(vector + direction), points) < value  # also false for NaN
         damping = jnp.where(better, jnp.maximum(damping / 3, 1e-10), 4 * damping)

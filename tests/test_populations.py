@@ -82,13 +82,6 @@ def a_model_with_functions(form):
 
 
 @pytest.mark.parametrize("form", [tp.ravel, tp.stack])
-def test_a_model_with_functions_does_not_come_back_from_a_map(form):
-    restructure, rows = a_model_with_functions(form)
-    with pytest.raises(TypeError, match=r"restructure\(v\)\(x\)"):
-        jax.vmap(restructure)(rows)
-
-
-@pytest.mark.parametrize("form", [tp.ravel, tp.stack])
 def test_a_model_with_functions_is_called_within_the_map(form):
     restructure, rows = a_model_with_functions(form)
     x, row = ramp(2), lambda i: jax.tree.map(lambda array: array[i], rows)
@@ -104,7 +97,6 @@ def test_a_model_with_functions_is_called_within_the_map(form):
     [
         lambda restructure, row, x: tp.jit(restructure)(row)(x),
         lambda restructure, row, x: eqx.filter_jit(restructure)(row)(x),
-        lambda restructure, row, x: jax.jit(lambda v: jax.tree.map(restructure, [v, 2 * v])[0](x))(row),
     ],
 )
 def test_a_model_with_functions_comes_back_from_what_hands_functions_on(use):

@@ -192,7 +192,8 @@ def functions() -> None:
 
 def derivatives() -> None:
     model, x = make(), jnp.ones(3)
-    assert_type(nested.hessian(loss, model, x), jax.Array)
+    assert_type(nested.hessian(loss)(model, x), jax.Array)
+    assert_type(nested.hessian_operator(loss, damping=0.1)(model, x), nested.Operator)
 
     def energy(model: Codec, x: jax.Array) -> jax.Array:
         return jnp.sum(model(x) ** 2)

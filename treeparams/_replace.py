@@ -31,9 +31,12 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    >>> init = jax.nn.initializers.he_normal(in_axis=-1, out_axis=-2)
+    >>> init, keys = (
+    ...     jax.nn.initializers.he_normal(in_axis=-1, out_axis=-2),
+    ...     iter(jax.random.split(jax.random.key(1))),
+    ... )
     >>> mlp = tp.replace(
-    ...     mlp, {"**.bias": jnp.zeros_like, "**": lambda w: init(jax.random.key(1), w.shape, w.dtype)}
+    ...     mlp, {"**.bias": jnp.zeros_like, "**": lambda w: init(next(keys), w.shape, w.dtype)}
     ... )
     >>> mlp.layers[0].bias
     Array([0., 0., 0., 0.], dtype=float32)

@@ -144,17 +144,24 @@ def _trace(f, x):
 X = np.array([0.3, 0.9, -0.4, 0.55])
 
 
-@pytest.mark.parametrize("name", [*ELEMENTARY, *STRUCTURE])
-def test_it_is_the_trace(name):
-    f = (ELEMENTARY | STRUCTURE)[name]
+CASES = ELEMENTARY | STRUCTURE
+
+
+@pytest.mark.parametrize("start", range(0, len(CASES), 18))
+def test_it_is_the_trace(start):
+    """Many cases at a time, since one program compiles in less time than many."""
+    cases = dict(list(CASES.items())[start : start + 18])
+
+    def run(x):
+        both = lambda f: (nested.laplacian(_of(f), full=True)(None, x), _by_hessian(f, x))
+        return {name: both(f) for name, f in cases.items()}
+
     with enable_x64(True):
-        x = jnp.asarray(X)
+        found = jax.jit(run)(jnp.asarray(X))
+    for name, (got, want) in found.items():
         tolerance = 1e-6 if name == "restructure" else 1e-11
-        got, by_hessian = jax.jit(lambda x: (nested.laplacian(_of(f), full=True)(None, x), _by_hessian(f, x)))(x)
-        (value, jacobian, laplacian), (want, slope, trace) = got, by_hessian
-        np.testing.assert_allclose(value, want, tolerance)
-        np.testing.assert_allclose(jacobian, slope, tolerance, tolerance)
-        np.testing.assert_allclose(laplacian, trace, tolerance, tolerance)
+        for each, by_hessian in zip(got, want, strict=True):  # value, Jacobian and Laplacian
+            np.testing.assert_allclose(each, by_hessian, tolerance, tolerance, err_msg=name)
 
 
 # -- Beyond the rules
@@ -221,9 +228,9 @@ def test_rules_that_call_other_rules():
 
 def test_a_rule_for_jvp_is_the_one_that_counts():
     x = jnp.asarray(X, jnp.float32)
-    _, jacobian, got = nested.laplacian(_of(_flipped_rule), full=True)(None, x)
+    _, jacobian, got = jax.jit(nested.laplacian(_of(_flipped_rule), full=True))(None, x)
     np.testing.assert_allclose(got, _trace(_flipped_rule, x), 1e-5)
-    np.testing.assert_allclose(jacobian, jax.jacfwd(_flipped_rule)(x), 1e-5)
+    np.testing.assert_allclose(jacobian, jnp.diag(x[0] * jnp.ones(4))[::-1], 1e-5)
 
 
 def test_a_chain_with_many_ends_is_traced_in_linear_time():
@@ -269,11 +276,11 @@ class Wave(eqx.Module):
 
 
 def _wave(activation=jax.nn.gelu):
-    return Wave(eqx.nn.MLP(3, "scalar", 5, 2, activation, key=jax.random.key(0)), jnp.ones(3))
+    return Wave(eqx.nn.MLP(3, "scalar", 4, 1, activation, key=jax.random.key(0)), jnp.ones(3))
 
 
 def test_its_gradient_is_that_of_the_trace():
-    model, x = _wave(), jax.random.normal(jax.random.key(1), (4, 3))
+    model, x = _wave(), jax.random.normal(jax.random.key(1), (2, 3))
     layout = tp.layout(model)
     params, rest = tp.partition(model, layout)
     call = lambda model, x: model(x)
@@ -291,8 +298,7 @@ def test_its_gradient_is_that_of_the_trace():
         return [
             (
                 tp.grad(loss, layout)(model, x),
-                jax.grad(loss, 1)(model, x),
-                nested.hvp(loss, model, direction, x, trainable=layout),
+                nested.hvp(loss, trainable=layout)(model, direction, x),
             )
             for loss in (ours, plain)
         ]
@@ -304,17 +310,16 @@ def test_its_gradient_is_that_of_the_trace():
 def test_of_other_arguments_shapes_and_dtypes():
     f = lambda model, x, t: model["w"] * jnp.sum(x**2, 1) * t
     x = jnp.ones((3, 2))
-    got = nested.laplacian(f)({"w": jnp.float32(2), "n": 3}, x, jnp.float32(5))
+    got = tp.jit(nested.laplacian(f))({"w": jnp.float32(2), "n": 3}, x, jnp.float32(5))
     np.testing.assert_allclose(got, [40.0, 40, 40])
-    half = nested.laplacian(lambda model, x: jnp.sum(x**3))(None, jnp.ones(4, jnp.bfloat16))
+    half = jax.jit(nested.laplacian(lambda model, x: jnp.sum(x**3)))(None, jnp.ones(4, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     assert half == 24
-    wide = nested.laplacian(lambda model, x: jnp.sum(jnp.sin(x.astype(jnp.float32)) ** 2))(
-        None, jnp.ones(4, jnp.bfloat16)
-    )
+    of_wide = nested.laplacian(lambda model, x: jnp.sum(jnp.sin(x.astype(jnp.float32)) ** 2))
+    wide = jax.jit(of_wide)(None, jnp.ones(4, jnp.bfloat16))
     assert wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, 8 * np.cos(2), 1e-2)
-    number = nested.laplacian(lambda model, x: x**3)(None, 2.0)
+    number = jax.jit(nested.laplacian(lambda model, x: x**3))(None, 2.0)
     assert number == 12
 
 
@@ -333,7 +338,7 @@ def _by_trace(f):
     return lambda params, x: jnp.trace(jax.hessian(f, 1)(params, x))
 
 
-@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.silu])
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
 def test_half_the_operations_of_the_trace(activation):
     assert flops(*_of_mlp(activation, nested.laplacian)) < 0.56 * flops(*_of_mlp(activation, _by_trace))
 

@@ -36,7 +36,7 @@ def arrays(f, *args):
 @pytest.mark.parametrize("chunk", [None, 8, 5])
 @pytest.mark.parametrize(("f", "outputs"), [(single, 1), (several, 2)])
 def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others):
-    of = lambda model, xs: nested.kernel(f, model, xs, xs if others else None, chunk=chunk)
+    of = lambda model, xs: nested.kernel(f, chunk=chunk)(model, xs, xs if others else None)
     largest = (chunk or 32) * 2000
     assert (35 * outputs) ** 2 < largest  # the result, with what fills up chunks
     assert largest / 2 < max(arrays(of, WIDE, SAMPLES)) <= largest
@@ -58,7 +58,7 @@ def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others):
     ids=["one output", "several outputs", "by columns"],
 )
 def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(f, model, outputs, n, chunk):
-    sizes = arrays(lambda model, xs: nested.parameter_jacobian(f, model, xs, chunk=chunk), model, SAMPLES)
+    sizes = arrays(lambda model, xs: nested.parameter_jacobian(f, chunk=chunk)(model, xs), model, SAMPLES)
     result = 32 * outputs * n
     assert max(sizes) == result
     if chunk is not None:
@@ -68,7 +68,7 @@ def test_a_jacobian_holds_nothing_larger_than_itself_or_a_chunk(f, model, output
 
 def test_chunks_bound_the_memory_of_the_compiled_program():
     def temporary(chunk):
-        of = jax.jit(lambda model, xs: nested.parameter_jacobian(several, model, xs, chunk=chunk))
+        of = jax.jit(lambda model, xs: nested.parameter_jacobian(several, chunk=chunk)(model, xs))
         return of.lower(WIDE, SAMPLES).compile().memory_analysis().temp_size_in_bytes
 
     rows = 2 * 4000 * 4
@@ -103,28 +103,27 @@ def test_samples_over_devices():
     phases = lambda waves, x: jnp.exp(waves["k"] * (x[:2] * waves["b"]).astype(jnp.complex64))
 
     def run(own, others, model, waves, axis_name):
-        kernel = lambda *samples, **options: nested.kernel(
-            net, model, *samples, trainable=LAYOUT, axis_name=axis_name, **options
-        )
-        gradients = lambda **options: nested.per_example_gradients(loss, model, own, trainable=LAYOUT, **options)
+        def kernel(*samples, **options):
+            return nested.kernel(net, trainable=LAYOUT, axis_name=axis_name, **options)(model, *samples)
+
+        gradients = lambda **options: nested.per_example_gradients(loss, trainable=LAYOUT, **options)(model, own)
         of_samples = [
-            *(nested.parameter_jacobian(net, model, own, trainable=LAYOUT, chunk=chunk) for chunk in (None, 2)),
-            nested.parameter_jacobian(phases, waves, own, mode="complex", chunk=1),
+            nested.parameter_jacobian(net, trainable=LAYOUT, chunk=2)(model, own),
+            nested.parameter_jacobian(phases, mode="complex", chunk=1)(waves, own),
             gradients(),
             gradients(flat=True, chunk=2),
         ]
-        by_columns = nested.parameter_jacobian(many, waves, own, trainable="b", chunk=2)
-        captured = nested.parameter_jacobian(
-            lambda model, i: net(model, own[i]), model, jnp.arange(len(own)), trainable=LAYOUT
-        )
-        of_pairs = nested.kernel(phases, waves, own, mode="complex", chunk=2, axis_name=axis_name)
-        return (kernel(own), kernel(own, chunk=2), kernel(own, others), of_pairs), (of_samples, by_columns, captured)
+        by_columns = nested.parameter_jacobian(many, trainable="b", chunk=2)(waves, own)
+        of_index = lambda model, i: net(model, own[i])
+        captured = nested.parameter_jacobian(of_index, trainable=LAYOUT)(model, jnp.arange(len(own)))
+        of_pairs = nested.kernel(phases, mode="complex", chunk=2, axis_name=axis_name)(waves, own)
+        return (kernel(own, chunk=2), kernel(own, others), of_pairs), (of_samples, by_columns, captured)
 
     within = lambda *args: run(*args, "d")
     sharded = jax.shard_map(within, mesh=mesh, in_specs=(P("d"), P("d"), P(), P()), out_specs=(P(), P("d")))
     args = XS, XS[:4] + 1, MODEL, waves
     got, want = jax.jit(sharded)(*args), jax.jit(lambda *args: run(*args, None))(*args)
-    assert [kernel.shape for kernel in got[0]] == [(24, 24), (24, 24), (24, 8), (48, 48)]
+    assert [kernel.shape for kernel in got[0]] == [(24, 24), (24, 8), (48, 48)]
     assert_close(got, want)
     for kernel in got[0]:
         first, *rest = (np.asarray(shard.data) for shard in kernel.addressable_shards)
@@ -136,7 +135,7 @@ def test_samples_over_devices():
 @pytest.mark.parametrize("axes", ["d", ("d", "e")], ids=["one of them", "both"])
 def test_a_kernel_over_a_mesh_of_two_axes(axes):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    of = lambda axis_name: lambda model, xs: nested.kernel(net, model, xs, trainable=LAYOUT, axis_name=axis_name)
+    of = lambda axis_name: lambda model, xs: nested.kernel(net, trainable=LAYOUT, axis_name=axis_name)(model, xs)
     sharded = jax.shard_map(of(axes), mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
     assert_close(*jax.jit(lambda *args: (sharded(*args), of(None)(*args)))(MODEL, XS))
 
@@ -149,18 +148,20 @@ def test_meshes_with_explicit_axes():
     f = lambda model, x: jnp.tanh(x @ model["w"] + model["b"])
     loss = lambda model: jnp.sum(jnp.tanh(model["w"]) ** 2 * model["b"][None])
 
+    def in_chunks(model, xs):
+        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), flat=True, chunk=3)(model, xs)
+        return nested.parameter_jacobian(f, chunk=3)(model, xs), gradients
+
     @jax.jit
     def of_samples(model, xs):
-        gradients = nested.per_example_gradients(lambda m, x: jnp.sum(f(m, x) ** 2), model, xs, flat=True, chunk=3)
-        kernels = [nested.kernel(f, model, xs, chunk=chunk) for chunk in (None, 3)]
-        return nested.parameter_jacobian(f, model, xs, chunk=3), gradients, kernels
+        return in_chunks(model, xs), [nested.kernel(f, chunk=chunk)(model, xs) for chunk in (None, 3)]
 
     @jax.jit
     def of_parameters(model, xs, vector):
-        operator = nested.hessian_operator(loss, model, damping=0.1)
-        outputs = nested.ggn_operator(lambda m: jnp.tanh(m["w"]), lambda y: jnp.sum(y**2), model)
+        operator = nested.hessian_operator(loss, damping=0.1)(model)
+        outputs = nested.ggn_operator(lambda m: jnp.tanh(m["w"]), lambda y: jnp.sum(y**2))(model)
         return (
-            nested.kernel(f, model, xs),
+            nested.kernel(f)(model, xs),
             operator(vector),
             operator @ jnp.eye(20),
             operator.diagonal(),
@@ -168,13 +169,13 @@ def test_meshes_with_explicit_axes():
         )
 
     want = of_samples(model, xs), of_parameters(model, xs, vector)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    whole = jax.tree.map(put, model)
     with jax.set_mesh(mesh):
-        put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
-        whole = jax.tree.map(put, model)
         split = {"w": put(model["w"], "d"), "b": whole["b"]}
         got = of_samples(whole, put(xs, "d")), of_parameters(split, put(xs), put(vector))
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
+    assert_close(got, want)
+    assert_close(jax.jit(in_chunks)(whole, put(xs, "d")), want[0][0])  # without `jax.set_mesh`
 
 
 def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
@@ -182,5 +183,5 @@ def test_kernels_of_mixed_widths_are_as_precise_as_the_widest():
         model = {"a": jnp.asarray(np.linspace(0.1, 1, 3), jnp.float32), "b": jnp.asarray(np.linspace(-1, 1, 3))}
         f = lambda model, x: jnp.tanh(x @ model["b"]) * jnp.sum(model["a"].astype(x.dtype) ** 2)
         xs = jnp.sin(jnp.arange(15.0)).reshape(5, 3)
-        rows = nested.parameter_jacobian(f, model, xs)[:, 0]
-        np.testing.assert_allclose(nested.kernel(f, model, xs), rows @ rows.T, 1e-12)
+        rows, kernel = (jax.jit(of(f))(model, xs) for of in (nested.parameter_jacobian, nested.kernel))
+        np.testing.assert_allclose(kernel, rows[:, 0] @ rows[:, 0].T, 1e-12)

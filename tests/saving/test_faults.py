@@ -73,7 +73,7 @@ def test_cut_anywhere(path, like, good):
 def test_one_byte_flipped_anywhere(path, like, good):
     data, start = good
     path.write_bytes(data)
-    places = [*range(start), *np.linspace(start, len(data) - 1, 120).astype(int)]
+    places = [*range(start), *np.linspace(start, len(data) - 1, 60).astype(int)]
     with open(path, "r+b", buffering=0) as file:
         for count, place in enumerate(places):
             flip = [1 << count % 8, 0xFF][count // 8 % 2]
@@ -314,7 +314,7 @@ def assert_read_or_refused(path, read):
     assert repr(str(path)) in message
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     header=st.binary(max_size=40) | _JSON | st.dictionaries(st.sampled_from("vw"), _ENTRIES | _JSON),
     data=st.binary(max_size=16),
@@ -327,7 +327,7 @@ def test_any_header_is_read_or_refused(path, header, data, length):
     assert_read_or_refused(path, lambda: read_all(path))
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(data=st.data())
 def test_any_words_are_read_or_refused(path, like, good, data):
     def change(words):

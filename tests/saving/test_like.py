@@ -197,6 +197,11 @@ def test_an_abstract_alias_has_to_fit_too(path):
 
 
 def test_a_part_of_a_file(path):
+    saving.save(path, {"a.b": {"w": ramp(2)}})
+    with pytest.raises(ValueError, match=r"""the file holds such a tree below '"a\.b"': load into"""):
+        saving.load(path, {"w": ramp(2)})
+    alone = saving.names(path, '"a.b"')
+    assert_same(saving.plan(alone, {"w": ramp(2) + 1})(alone), {"w": ramp(2)})
     saving.save(path, {"model": {"w": ramp(2)}, "average": {"w": ramp(2)}})
     with pytest.raises(ValueError, match="the file holds such a tree below 'average', 'model': load into"):
         saving.load(path, {"w": ramp(2)})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import treeparams as tp
 from treeparams import saving
 
 from ..zoo import assert_same, ramp
@@ -52,6 +53,26 @@ RENAMES = {
     "to the root": ({"model.**": "**"}, {"model": "", "model.a": "a", "models": "models"}),
     "a function": (lambda name: None if name == "a" else name.upper(), {"a": None, "b.c": "B.C"}),
     "dropped": ({"a.**": None, ("b", "c"): None}, {"a.x": None, "a": None, "b": None, "c": None, "d": "d"}),
+    "entries with quotes": (
+        {"*.w": "*.v", "*.*": "x.*.y_*"},
+        {'"a.b".w': '"a.b".v', '"*"."w[0]"': 'x."*"."y_w[0]"', 'a."1.5"': 'x.a."y_1.5"'},
+    ),
+    "parts of entries with quotes": (
+        {"layer*.w": "*.w", 'm."*".*': "n.*", "b?*": "*.b"},
+        {'"layer1.5".w': '"1.5".w', '"layer".w': '"".w', 'm."*".w': "n.w", "m.a.w": "m.a.w", '"b.c"': "c.b"},
+    ),
+    "several entries in place of a part": (
+        {"a.**": "b_*", "**.c": "d.*_"},
+        {'a."b.c".d': '"b_b.c".d', "x.y.c": "d.x.y_"},
+    ),
+    "names of other programs": (
+        {"net.**": "**", "*:0": "v.*", "w*": "v*"},
+        {'net."x.y"z': '"\\"x"."y\\"z"', "net.a[0].b": "a[0].b", "a/b:0": "v.a/b", "w[1]": "v[1]", '"q': '"q'},
+    ),
+    "dropped, with a default at the end that has nothing left": (
+        {"a": None, ("b", "b*"): None, "**": "x.**"},
+        {"a": None, "b": None, "bc": None},
+    ),
     "a tuple of one": ({("a.*",): ("b.*",)}, {"a.x": "b.x"}),
 }
 
@@ -59,6 +80,22 @@ RENAMES = {
 @pytest.mark.parametrize(("rename", "want"), RENAMES.values(), ids=RENAMES.keys())
 def test_rename(rename, want):
     assert renamed(list(want), rename) == {new: old for old, new in want.items() if new is not None}
+
+
+def test_quotes_of_a_path_are_not_in_its_way():
+    """What a glob selects in a layout, it takes in a rename; keys with dots are one entry each."""
+    model = {"a.b": {"w": row(2)}, "c": {"w": row(1)}}
+    assert list(saving.names(model, rename={"*.w": "*.v"})) == ['"a.b".v', "c.v"]
+    flat = {"a.b.w": row(2), "c": row(1)}
+    inside = saving.plan(tp.layout(flat), {"x": flat}, rename={"*": "x.*"})
+    assert [each.names for each in inside.rows] == [('"a.b.w"',), ("c",)]
+    assert_same(inside({'"a.b.w"': row(2), "c": row(1)}), {"x": jax.tree.map(jnp.asarray, flat)})
+    back = saving.plan({"x": flat}, flat, rename={"x.*": "*"})
+    assert_same(back({"x": flat}), jax.tree.map(jnp.asarray, flat))
+    # Keys of a flat dictionary of arrays are names, as of a file, and end at their dots; and so they may as a model.
+    assert list(saving.names(flat, rename={"a.*.w": "*.v"})) == ["c", "b.v"]
+    nested = saving.plan({"m": {"a": {"b": {"w": row(2)}}}, "c": row(1)}, flat, rename={"m.**": "**"})
+    assert [each.names for each in nested.rows] == [("m.a.b.w",), ("c",)]
 
 
 def _matches(pattern, entries):
@@ -79,7 +116,8 @@ def _in_entry(pattern, text):
         return [] if text else [()]
     if pattern[0] == "*":
         cuts = range(len(text) + 1)
-        return [([text[:cut]], *others) for cut in cuts for others in _in_entry(pattern[1:], text[cut:])]
+        empty = '""'  # as an entry of a path
+        return [([text[:cut] or empty], *others) for cut in cuts for others in _in_entry(pattern[1:], text[cut:])]
     if not text:
         return []
     if pattern[0] == "[":
@@ -181,18 +219,33 @@ def test_split_merge_stack_unstack_undo_each_other():
 _AB = {"a": row(2), "b": row(2)}
 _TO = {"x": ramp(2), "y": ramp(2)}
 ERRORS = {
-    "matches nothing": ({"c": "x"}, None, "rename has 'c', which matches no name; nearest: 'a', 'b'"),
+    "matches nothing": ({"c": "x"}, None, "rename: 'c' matches no name; nearest: 'a', 'b'"),
     "one of several matches nothing": (
         {("a", "bb"): "x"},
         None,
-        "rename has 'bb', which matches no name; nearest: 'b'",
+        "rename: 'bb' matches no name; nearest: 'b'",
     ),
-    "shadowed": ({"*": "x.*", "b": "y"}, None, "rename has 'b', but entries before it take 'b'; put it first"),
-    "a drop that matches nothing": ({"c": None}, None, "rename has 'c', which matches no name"),
+    "shadowed": (
+        {"*": "x.*", "b": "y"},
+        None,
+        r"rename: 'b' comes too late: '\*' before it took all that it matches; the first that matches a name has it",
+    ),
+    "a drop that matches nothing": ({"c": None}, None, "rename: 'c' matches no name"),
+    "one of several drops matches nothing": ({("a", "c"): None}, None, "rename: 'c' matches no name"),
+    "a default that comes too late, and not last": (
+        {"*": "x.*", "**": "y.**", "c": None},
+        None,
+        r"'\*\*' comes too late",
+    ),
+    "within one entry": (
+        {("?", "b"): "x"},
+        {("?", "b"): jnp.add},
+        r"rename: 'b' comes too late: '\?' before it took all that it matches",
+    ),
     "more stars on the left": ({"*.*": "x"}, None, r"'\*.\*': the stars of the left side .* 'x' has -2 of them"),
     "more on the right": ({"a": "x.*.*"}, None, r"'a': the stars .* has \+2 of them; one more on the left stacks"),
-    "stack of several patterns": ({("a*", "b*"): "x"}, None, "one more on the left stacks one pattern of arrays"),
-    "unequal on one side": ({("a", "b.*"): "x"}, None, "the patterns of one side have the same number of stars"),
+    "stack of several patterns": ({("a*", "b*"): "x"}, None, "one more on the left stacks the arrays of one glob"),
+    "unequal on one side": ({("a", "b.*"): "x"}, None, "the globs of one side have the same number of stars"),
     "stack by any number": ({"**": "x"}, None, r"the star that stacks or unstacks is a '\*', and not"),
     "stack by words": ({"*": "x"}, None, r"'\*': no '\*' of it stands for numbers alone, so nothing can be stacked"),
     "one place": ({"?": "x"}, None, r"'\?': it takes 'a' and 'b', which would go to one place; write a '\*'"),
@@ -203,7 +256,7 @@ ERRORS = {
         "it merges arrays, and transform is to say how, .* jnp.concatenate",
     ),
     "split without function": ({"a": ("x", "y")}, None, "it splits arrays, and transform is to say how, .* jnp.split"),
-    "transform without match": (None, {"c": jnp.sin}, "transform has 'c', which matches no name; nearest: 'a', 'b'"),
+    "transform without match": (None, {"c": jnp.sin}, "transform: 'c' matches no name; nearest: 'a', 'b'"),
     "transform of no left side": (None, {("a", "b"): jnp.sin}, r"transform has \('a', 'b'\), which is no left side"),
     "transform of a part": (
         {("a", "b"): "x"},
@@ -216,7 +269,7 @@ ERRORS = {
         r"<lambda> of 'a' \(float32\[2\]\) fails: Ty",
     ),
     "function of no array": ({"a": "x"}, {"a": lambda a: {"a": a}}, r"<lambda> of 'a' \(float32\[2\]\) fails"),
-    "empty range": ({"[z-a]": "x"}, None, "which matches no name"),
+    "empty range": ({"[z-a]": "x"}, None, "matches no name"),
 }
 
 
@@ -226,13 +279,21 @@ def test_errors(rename, transform, message):
         saving.plan(_AB, _TO, rename=rename, transform=transform, strict=False)
 
 
+def test_arrays_that_are_no_rows():
+    for use in (saving.names, functools.partial(saving.plan, model={"x": [ramp(2)]}, strict=False)):
+        with pytest.raises(ValueError, match=r"unstack of 'n' \(int32\[\]\) fails: TypeError: len\(\)"):
+            use({"n": row(dtype=np.int32)}, rename={"n": "x.*"})
+        with pytest.raises(ValueError, match=r"stack of 'l.0' \(float32\[1\]\), 'l.1' \(float32\[2\]\) fails"):
+            use({"l.0": row(1), "l.1": row(2)}, rename={"l.*": "x.0"})
+
+
 def test_a_name_that_matches_two_stacks():
     with pytest.raises(ValueError, match=r"which matches 'l\.0', but that goes with others to 'x'; give the transform"):
         saving.plan({"l.0": row(2), "l.1": row(2)}, _TO, rename={"l.*": "x"}, transform={"l.?": jnp.sin})
 
 
 WRONG_TYPES = {
-    "left": ({3: "x"}, None, "a left side of rename is a name, a pattern or a tuple of these, got 3"),
+    "left": ({3: "x"}, None, "a left side of rename is a name, a glob or a tuple of these, got 3"),
     "right": ({"a": 3}, None, "a right side of rename is .*, or None, got 3"),
     "none": ({"a": ()}, None, r"a right side of rename is .*, or None, got \(\)"),
     "no text": ({("a", 1): "x"}, None, r"a left side of rename is .*, got \('a', 1\)"),
@@ -340,7 +401,7 @@ def test_what_stays_as_it_is_is_named_under_none():
     assert_same(plan(source), model | {"a": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"'other' is missing"):
         saving.plan(source, model, rename={None: "new.**"})
-    with pytest.raises(ValueError, match=r"rename, None: no array of the model is at 'knew'; nearest: 'new.w'"):
+    with pytest.raises(ValueError, match=r"rename, None: 'knew' matches no path; nearest: 'new.w'"):
         saving.plan(source, model, rename={None: "knew"})
     with pytest.raises(ValueError, match=r"rename, None: nothing is to come to 'a', and 'a' does"):
         saving.plan(source, model, rename={None: "**"})

@@ -6,7 +6,6 @@ import os
 import pathlib
 import resource
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -136,7 +135,7 @@ def test_others_may_read_it_as_any_new_file(tmp_path, umask):
 
 
 def saves_that_end_early(folder):
-    """In a process of its own: saves that are killed or find the disk full, and what they leave, as JSON."""
+    """In a process of its own, by test_states: saves that are killed or find the disk full, and what they leave."""
     path = pathlib.Path(folder, "m")
     found = {"killed": [], "full": []}
     fill_of = lambda: float(saving.load(path, tree_of(0))["first"][0, 0])
@@ -191,21 +190,3 @@ def saves_that_end_early(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         report("full", ending)
     print(json.dumps(found))
-
-
-def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(tmp_path):
-    call = f"from tests.saving.test_writing import saves_that_end_early; saves_that_end_early({str(tmp_path)!r})"
-    root = pathlib.Path(__file__).parents[2]
-    child = subprocess.run([sys.executable, "-W", "ignore", "-c", call], cwd=root, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    found = json.loads(child.stdout)
-    *killed, done = [each for each in found["killed"] if each[0] != "SIGXFSZ"]
-    assert len(killed) >= 20
-    assert done == ["done", 2, 1]
-    assert {ending for ending, *_ in killed} == {"SIGKILL"}
-    assert [fill for _, fill, _ in killed] == sorted(fill for _, fill, _ in killed)  # the old one first, then the new
-    assert {fill for _, fill, _ in killed} == {1, 2}
-    assert {left for *_, left in killed} == {1, 2}  # what is left of some is gone after the next save
-    in_a_write = [each for each in found["killed"] if each[0] == "SIGXFSZ"]
-    assert in_a_write == [["SIGXFSZ", 1, 2]] * 5
-    assert found["full"] == [["EFBIG", 1, 1]] * 5

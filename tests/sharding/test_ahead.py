@@ -129,10 +129,9 @@ def test_the_loss_is_that_of_a_transformer(standard_promotion):
 @pytest.mark.parametrize(
     ("rule", "split", "states", "moved"),
     [
-        ("adamw", "parameters", 2, 3),  # gathered twice, and the gradient
         ("adamw", "state", 2, 3),  # gathered once; an all-reduce counts twice
         ("sgd", "gradients", 0, 2),
-        ("muon", "parameters", 1, 3 + 2 / len(jax.devices())),  # and each device's rows to the others and back
+        ("muon", "parameters", 1, 3 + 2 / len(jax.devices())),  # twice, and the gradient; rows to the others and back
     ],
 )
 def test_a_step_over_the_devices_of_this_process(rule, split, states, moved, standard_promotion):

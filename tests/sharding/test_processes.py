@@ -69,17 +69,33 @@ class Group:
         return self.statuses(lambda: all(process.poll() is not None for process in self.processes), limit)
 
 
+FAULTS = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
+if not TAKES_HEARTBEAT:
+    del FAULTS["still"]  # the other ends after 100 seconds
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    with Group("saves", 4, tmp_path_factory.mktemp("four")) as group:
+def faulty(tmp_path_factory):
+    """Groups with a process that has died or stands still. The others take seconds to see it: they come first."""
+    with contextlib.ExitStack() as stack:
+        groups = {name: stack.enter_context(Group("waits", 2, tmp_path_factory.mktemp(name))) for name in FAULTS}
+        for name, (process, sent) in FAULTS.items():
+            groups[name].found()
+            groups[name].processes[process].send_signal(sent)
+        yield groups
+
+
+@pytest.fixture(scope="module")
+def three(faulty, tmp_path_factory):
+    with Group("saves", 3, tmp_path_factory.mktemp("three")) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
-def two(four):
-    """Started when the four have saved their checkpoint."""
-    four.found()
-    with Group("restores", 2, four.folder) as group:
+def two(three):
+    """Started when the three have saved their checkpoint."""
+    three.found()
+    with Group("restores", 2, three.folder) as group:
         yield group
 
 
@@ -87,34 +103,34 @@ def group(request):
     return request.getfixturevalue(request.param)
 
 
-trained = pytest.fixture(group, params=["four", "two"])
+trained = pytest.fixture(group, params=["three", "two"])
 
 
 def test_a_step_over_processes_equals_one_process(trained):
     errors = trained.found()[0]["errors"]
-    assert set(errors) == {"tree", "vector", "stacks"}
+    assert set(errors) == ({"tree", "vector", "stacks"} if trained.program == "saves" else {"vector"})
     assert max(errors.values()) < 1e-6, errors
 
 
-def test_a_checkpoint_goes_on_over_another_number_of_processes(four, two):
-    losses, others = (group.found()[0]["losses"] for group in (four, two))
+def test_a_checkpoint_goes_on_over_another_number_of_processes(three, two):
+    losses, others = (group.found()[0]["losses"] for group in (three, two))
     assert len(losses) == 5
     assert losses == pytest.approx(others, abs=1e-6)
     assert len(set(losses)) == 5
 
 
-def test_processes_with_different_plans_are_told_so_in_every_one_of_them(four):
-    differences = four.found()
+def test_processes_with_different_plans_are_told_so_in_every_one_of_them(three):
+    differences = three.found()
     for change, before, after in [
-        ("width", r"float32\[8\]", r"float32\[16\]"),
-        ("dtype", r"float32\[8\]", r"bfloat16\[8\]"),
+        ("width", r"float32\[15\]", r"float32\[6\]"),
+        ("dtype", r"float32\[15\]", r"bfloat16\[15\]"),
         ("rules", "whole", r"P\('data'\)"),
     ]:
         messages = [each[change] for each in differences]
-        assert len(messages) == 4
+        assert len(messages) == 3
         assert len(set(messages)) == 1
         assert "the plans differ between the processes" in messages[0]
-        assert "\n--- processes 0, 1, 2\n+++ process 3\n" in messages[0]
+        assert "\n--- processes 0, 1\n+++ process 2\n" in messages[0]
         assert re.search(rf"^-.*layers\.0\.bias .*{before}", messages[0], re.MULTILINE), messages[0]
         assert re.search(rf"^\+.*layers\.0\.bias .*{after}", messages[0], re.MULTILINE), messages[0]
 
@@ -128,39 +144,27 @@ def test_processes_with_different_plans_end_each_with_the_difference(two):
         assert "\n--- process 0\n+++ process 1\n" in said
 
 
-def test_an_exception_in_one_process_ends_all(four):
-    four.found()
-    statuses = four.ended(limit=30)
+def test_an_exception_in_one_process_ends_all(three):
+    three.found()
+    statuses = three.ended(limit=30)
     assert 0 not in statuses
     assert None not in statuses
-    assert "RuntimeError: a disk is full" in four.said(3)
-    assert "This process ends by RuntimeError, in 5 s if the others do not end too." in four.said(3)
+    assert "RuntimeError: a disk is full" in three.said(2)
+    assert "This process ends by RuntimeError, in 5 s if the others do not end too." in three.said(2)
 
 
-def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(tmp_path):
-    faults = {"worker": (1, signal.SIGKILL), "first": (0, signal.SIGKILL), "still": (1, signal.SIGSTOP)}
-    if not TAKES_HEARTBEAT:
-        del faults["still"]  # the other ends after 100 seconds
-    with contextlib.ExitStack() as stack:
-        groups = {}
-        for name in faults:
-            (tmp_path / name).mkdir()
-            groups[name] = stack.enter_context(Group("waits", 2, tmp_path / name))
-        for each in groups.values():
-            each.found()
-        for name, (process, sent) in faults.items():
-            groups[name].processes[process].send_signal(sent)
-        for name, (process, _) in faults.items():
-            other = groups[name].processes[1 - process]
-            assert groups[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
-            said = groups[name].said(1 - process)
-            assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
-        if "still" in groups:
-            stopped = groups["still"].processes[1]
-            assert stopped.poll() is None
-            stopped.send_signal(signal.SIGCONT)
-            assert None not in groups["still"].ended(limit=20)
-            assert stopped.returncode != 0
+def test_a_process_that_dies_ends_the_others_and_so_does_one_that_stands_still(faulty):
+    for name, (process, _) in FAULTS.items():
+        other = faulty[name].processes[1 - process]
+        assert faulty[name].statuses(lambda other=other: other.poll() is not None, limit=20)[1 - process], name
+        said = faulty[name].said(1 - process)
+        assert "Terminating process because the JAX distributed" in said or "This process ends by" in said
+    if "still" in faulty:
+        stopped = faulty["still"].processes[1]
+        assert stopped.poll() is None
+        stopped.send_signal(signal.SIGCONT)
+        assert None not in faulty["still"].ended(limit=20)
+        assert stopped.returncode != 0
 
 
 @pytest.mark.parametrize(

@@ -114,17 +114,12 @@ SMALL = {"layers.*.b": "whole", "tail.*.c": "whole"}
 OWNED, SPLIT, WHOLE = {**SMALL, "**": "owned"}, {**SMALL, "**": "split"}, {"**": "whole"}
 BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, "layers": "split", "**": P("data")}
 CASES = {
-    "owned, parameters": (OWNED, mesh_of(4), "parameters", {}, {}),
     "owned, parameters, explicit": (OWNED, mesh_of(4, EXPLICIT), "parameters", {}, {"unroll": 2}),
-    "owned, parameters, 2 devices": (OWNED, mesh_of(2, EXPLICIT), "parameters", {}, {}),
     "owned, parameters, 1 device": (OWNED, mesh_of(1), "parameters", {}, {}),
-    "owned, gradients": (OWNED, mesh_of(4, EXPLICIT), "gradients", {}, {}),
     "owned, gradients, in pieces": (OWNED, mesh_of(2), "gradients", {}, {}),
     "split, parameters, in pieces": (SPLIT, mesh_of(4), "parameters", {}, {}),
     "owned, state": (OWNED, mesh_of(2), "state", {}, {}),
-    "split, parameters": (SPLIT, mesh_of(4, EXPLICIT), "parameters", {}, {}),
     "split, parameters, reverse": (SPLIT, mesh_of(4), "parameters", {}, {"reverse": True}),
-    "split, gradients": (SPLIT, mesh_of(4), "gradients", {}, {"reverse": True}),
     "whole, parameters": (WHOLE, mesh_of(4), "parameters", {}, {}),
     "owned, two axes, parameters": (
         OWNED,

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import treeparams as tp
+from treeparams._tree.globs import Glob
+from treeparams._tree.paths import join_path, quote, split_path, unquote
 
 from ..zoo import Norm, Pair
 
@@ -151,6 +153,26 @@ def test_globs_are_matched_entry_by_entry(pattern: list[str]):
 def test_globs_and_entries_with_quotes(glob: str, selected: tuple[str, ...]):
     blocks = [("a", [ordered("w", "b"), ordered("w")]), ("a.b", ordered("w")), ("*", ordered("w")), ("w", leaf())]
     assert tp.layout(OrderedDict(blocks), glob).paths == selected
+
+
+ENTRIES = st.text('a.b"*[!', max_size=3).map(quote)
+PIECES = st.lists(st.one_of(st.just("*"), st.sampled_from(["a", "b_"])), min_size=1, max_size=3).map("".join)
+ENTRIES_OF_GLOBS = st.one_of(st.just("**"), st.just("*"), PIECES, ENTRIES)
+
+
+@few
+@given(st.lists(ENTRIES_OF_GLOBS, max_size=4), st.data())
+def test_what_the_stars_of_a_glob_stand_for_fills_it_again(entries: list[str], data: st.DataObject):
+    glob = Glob(join_path(entries))
+    several = st.lists(ENTRIES, max_size=3).map(tuple)
+    stars = [data.draw(several if star == "**" else ENTRIES) for star in glob.stars]
+    path = glob.filled(stars)
+    assert join_path(map(quote, map(unquote, split_path(path)))) == path
+    found = glob.match(split_path(path))
+    assert found is not None
+    assert glob.filled(found) == path
+    if len(stars) < 2:
+        assert list(found) == stars
 
 
 def cycles() -> list[tuple[Any, str]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
@@ -139,6 +140,12 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, tuple(axes), to="varying")
     return jax.lax.pvary(array, tuple(axes))  # pyright: ignore[reportAttributeAccessIssue] - JAX 0.6
+
+
+def zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
+    """Zeros of a shape, of the dtype of another array, that lie and vary over devices as its type says."""
+    zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
+    return lay(zeros, sharding) if sharding is not None and is_explicit(sharding.mesh) else zeros
 
 
 def over_devices(

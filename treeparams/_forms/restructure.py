@@ -17,7 +17,6 @@ from .._slots.parts import (
     kept_arrays,
     others,
     put_together,
-    refuse_functions,
     take_apart,
     with_kept_arrays,
 )
@@ -74,12 +73,9 @@ class Restructure(Generic[M]):
 
         Raises:
             ValueError: another shape; a stack too many, or missing.
-            TypeError: an integer dtype, or complex where all is real; within `jax.vmap(restructure)` the model holds
-                functions.
+            TypeError: an integer dtype, or complex where all is real.
         """
-        slots = self._form.cut(form)
-        refuse_functions(self._rest, slots, __name__)
-        return put_together(released(self), slots)
+        return put_together(released(self), self._form.cut(form))
 
     def ravel(self, model: PyTree) -> Any:
         """The form of a model's values, the inverse of calling.

@@ -5,13 +5,11 @@ Every function of this library is `take_apart`, a line of its own work on `parts
 """
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax.tree_util as jtu
-import numpy as np
 from jax.core import Tracer
 
 from .._tree.declare import registry
@@ -214,36 +212,6 @@ def others(rest: Rest[Any]) -> list[Any]:
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
     """A `Rest` with other arrays in place of those that are no slots."""
     return Rest(tuple(frozen), _halves(rest)[1])
-
-
-_RESULTS = (np.generic, bool, int, float, complex)  # JAX takes these for results, and arrays
-
-# The files of JAX from which `jax.vmap`, `jax.jit` and the like call a function, whose results they then flatten.
-_FLATTENING = {"api_util", "batching", "linear_util", "partial_eval", "pjit"}
-
-
-def refuse_functions(rest: Rest[Any], slots: Sequence[Any], module: str) -> None:
-    """Refuses to hand a traced model with functions to a transformation of JAX, if it is JAX that called a module.
-
-    `jax.vmap(restructure)` fails for such a model in any case, with a message about one of the functions.
-    """
-    if not (slots and isinstance(slots[0], Tracer)):
-        return
-    strange = next((value for value in _halves(rest)[1].values.values if not isinstance(value, _RESULTS)), None)
-    if strange is None:
-        return
-    # Nothing but the caller tells the one from the other: in `jax.vmap(lambda v, x: restructure(v)(x))` the model is
-    # traced too, but it is the lambda that calls, and what it returns is fine.
-    here: Any = inspect.currentframe()
-    frame = here.f_back
-    while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
-        frame = frame.f_back  # the latter check calls at run time
-    if caller.startswith("jax.") and caller.rpartition(".")[2] in _FLATTENING:
-        raise TypeError(
-            f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "
-            "returns; use it within, jax.vmap(lambda v, x: restructure(v)(x), (0, None)), or take "
-            "eqx.filter_vmap(restructure), which stacks its arrays"
-        )
 
 
 def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:

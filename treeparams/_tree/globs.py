@@ -73,18 +73,20 @@ class Glob:
     def filled(self, stars: Sequence[Star]) -> str:
         """The path with something in place of the stars, whichever kind of star it stood for.
 
-        >>> Glob("blocks.*.w").filled(["0"])
-        'blocks.0.w'
+        >>> Glob("blocks.*.w").filled(["0"]), Glob("blocks.*.w").filled([("0", "mlp")])
+        ('blocks.0.w', 'blocks.0.mlp.w')
+        >>> Glob("net.*").filled(['"a.b"']), Glob("net.layer_*").filled(['"a.b"'])
+        ('net."a.b"', 'net."layer_a.b"')
         """
         left, entries = iter(stars), list[str]()
         for entry in self.entries:
-            tokens = [next(left) if token in _STARS else token for token in _tokens(entry)]
-            if entry in _STARS:
-                entries += [tokens[0]] if isinstance(tokens[0], str) else tokens[0]
-                continue
-            texts = [token if isinstance(token, str) else join_path(token) for token in tokens]
-            text = "".join(map(unquote, texts)) if len(texts) > 1 else texts[0]
-            entries.append(quote(text) if any(unquote(each) != each for each in texts) and len(texts) > 1 else text)
+            pieces: list[list[str]] = [[]]  # of each entry that this one becomes: a star may stand for several
+            for token in _tokens(entry):
+                star = next(left) if token in _STARS else token
+                texts = (star,) if isinstance(star, str) else star
+                pieces[-1] += texts[:1]
+                pieces += [[text] for text in texts[1:]]
+            entries += [_joined(each) for each in pieces if each]
         return join_path(entries)
 
     def _enter(self, states: States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
@@ -95,6 +97,14 @@ class Glob:
             if not is_open:
                 return
             at, is_within = at + 1, False
+
+
+def _joined(pieces: Sequence[str]) -> str:
+    """The entry that is made of these, each quoted as an entry of its own."""
+    if len(pieces) == 1:
+        return pieces[0]
+    texts = [unquote(piece) for piece in pieces]
+    return "".join(texts) if texts == pieces else quote("".join(texts))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,7 +124,10 @@ def _match_entry(pattern: str, entry: str) -> tuple[str, ...] | None:
     if unquote(pattern) != pattern:  # quoted; also where it need not be
         return () if unquote(pattern) == text else None
     found = _regex(_tokens(pattern)).fullmatch(text)
-    return None if found is None else tuple(map(quote, found.groups()))
+    if found is None:
+        return None
+    is_foreign = text == entry != quote(text)  # of a name of another program, which stays without quotes
+    return found.groups() if is_foreign else tuple(map(quote, found.groups()))
 
 
 @functools.lru_cache(maxsize=4096)

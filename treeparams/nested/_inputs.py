@@ -1,19 +1,20 @@
 """Derivatives of a model's output in its input, for losses that contain them."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.core import Tracer
 from jaxtyping import Array
 
-from .._forms.mesh import first_axis_whole, vary, varying
 from .._tree.recognise import structure_of
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
+from ._sweeps import in_sweeps, output, real_array
+
+_ROUNDING = 16  # units of the dtype that a sample's output may differ by; in most programs it differs by nothing
 
 
 def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
@@ -36,7 +37,7 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     the documentation, under "A derivative in a loss". The model may be a bound method of a Module or a
     `jax.tree_util.Partial`, which carry their parameters:
     `nested.gradient(lambda energy, x: energy(x))(net.energy, x)`. For one point; `jax.vmap(force, (None, 0))` takes
-    many, or `batched_gradient` where f is only at hand for a batch.
+    many, or `batched_jacobian` where f is only at hand for a batch.
 
     Args:
         f: called as `f(model, x, *args)`, once, returns a scalar.
@@ -56,12 +57,10 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
                 raise TypeError(f"expected x to be floating, got {got}; convert it, or pass it in *args")
 
         def scalar(x: PyTree) -> Any:
-            y = f(model, x, *args)
-            is_real_array = hasattr(y, "dtype") and jnp.issubdtype(y.dtype, jnp.floating)
-            if isinstance(y, float) or (is_real_array and y.shape == ()):
-                return y
-            instead = "use nested.jacobian" if is_real_array else "it has no gradient"
-            raise TypeError(f"expected f to return a real floating scalar, got {describe(y)}; {instead}")
+            y = output(f(model, x, *args))
+            if y.shape:
+                raise TypeError(f"expected f to return a scalar, got {describe(y)}; use nested.jacobian")
+            return y
 
         return jax.grad(scalar)(jax.tree.map(jnp.asarray, x))
 
@@ -100,80 +99,94 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
         count_of("chunk", chunk, "sweeps")
 
     def of(model: PyTree, x: object, *args: object) -> jax.Array:
-        x = real_array(x)
-        # f is called here alone: within nested derivatives two calls at each level would be many.
-        closed, out = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
-        check_output(out)
-        shape = closed.out_avals[0].shape
-
-        def of_x(x: jax.Array) -> jax.Array:
-            return jnp.asarray(jaxpr_as_fun(closed)(x)[0])
-
-        if x.size <= math.prod(shape):
-            columns = mapped(lambda column: jax.jvp(of_x, (x,), (column,))[1], basis(x), chunk, "sweeps")
-            return jnp.moveaxis(columns, 0, -1).reshape(*shape, *x.shape)
-        y, pull = jax.vjp(of_x, x)
-        return mapped(lambda row: pull(row)[0], basis(y), chunk, "sweeps").reshape(*shape, *x.shape)
+        return in_sweeps(lambda x: output(f(model, x, *args)), real_array(x), chunk)
 
     return of
 
 
-def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: str) -> PyTree:
-    """`f` of each of the values, a tree of arrays with one leading axis; about `chunk` of them at once, stacked."""
-    length = len(jax.tree.leaves(values)[0])
-    size = length if chunk is None else count_of("chunk", chunk, noun)
-    if size >= length:
-        return jax.vmap(f)(values)
-    # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies it where
-    # chunks do not come out even (here the last ones overlap), or for another order of axes.
-    count = -(-length // size)
-    size = -(-length // count)
-    values = jax.tree.map(lambda leaf: first_axis_whole(jnp.asarray(leaf)), values)
+def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check: bool = False) -> Callable[..., Array]:
+    """The Jacobian of each sample's output in its own input, of a function that is only at hand for a batch.
 
-    def piece(start: jax.Array) -> PyTree:
-        return jax.vmap(f)(jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size), values))
+    >>> import jax.numpy as jnp
+    >>> from treeparams import nested
+    >>> model, xs = {"k": jnp.array(2.0)}, jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> nested.batched_jacobian(lambda model, xs: model["k"] * xs**2)(model, xs)[1]
+    Array([[12.,  0.],
+           [ 0., 16.]], dtype=float32)
 
-    starts = np.minimum(np.arange(count) * size, length - size).astype(np.int32)
-    program, shapes = jax.make_jaxpr(piece, return_shape=True)(starts[0])
+    Where f returns one number per sample it is the gradient of each, by one backward pass:
 
-    def empty(shape: jax.ShapeDtypeStruct, aval: Any) -> jax.Array:
-        return vary(jnp.zeros((length, *shape.shape[1:]), shape.dtype), varying(aval))
+    >>> nested.batched_jacobian(lambda model, xs: jnp.sum(model["k"] * xs**2, axis=1))(model, xs)
+    Array([[ 4.,  8.],
+           [12., 16.]], dtype=float32)
 
-    def put(done: PyTree, start: Any) -> tuple[PyTree, None]:
-        update = lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, start, 0)
-        return jax.tree.map(update, done, piece(start)), None
+    The Jacobian over the whole batch has a block per pair of samples, of which all but the diagonal ones are zero where
+    samples do not mix. So one direction serves all samples at once: forward, one for each entry of a sample's input,
+    or backward, one for each entry of its output, whichever are fewer. These are as many operations as
+    `jax.vmap(jax.jacfwd(f))`, or `jacrev`, takes, which is the same where f is written for one sample.
 
-    leaves, treedef = jax.tree.flatten(shapes)
-    return jax.lax.scan(put, treedef.unflatten(map(empty, leaves, program.out_avals)), starts)[0]
+    Args:
+        f: called as `f(model, x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must
+            depend on the input of its own sample alone (no normalisation over the batch).
+        chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
+        check: whether to find out if f mixes samples, any two of them: with one sweep for each binary digit of their
+            number. It needs values, so not inside of a trace.
+
+    Returns:
+        A function of `(model, x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
+
+    Raises:
+        ValueError: `chunk` is no count; when called: x or the output has no batch axis, or another batch size;
+            `check=True` and f mixes samples.
+        TypeError: when called: x or the output is no real floating array; `check=True` inside of a trace.
+    """
+    if chunk is not None:
+        count_of("chunk", chunk, "sweeps")
+
+    def of(model: PyTree, x: object, *args: object) -> jax.Array:
+        x = real_array(x)
+        if x.ndim == 0:
+            raise ValueError("expected samples of shape (batch, ...), got a scalar")
+
+        def of_x(x: jax.Array) -> jax.Array:
+            y = output(f(model, x, *args))
+            if y.shape[:1] != x.shape[:1]:
+                raise ValueError(f"expected f to return ({len(x)}, ...), one output per sample, got shape {y.shape}")
+            return y
+
+        if check:
+            _check_independence(of_x, x)
+        return in_sweeps(of_x, x, chunk, batch=1)
+
+    return of
 
 
-def length_of(batch: PyTree) -> int:
-    """How many samples there are in a tree of arrays with one leading axis in common."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or () in lengths:
-        raise ValueError(f"expected a batch of arrays with one leading axis in common, got shapes {shapes}")
-    return shapes[0][0]
+def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
+    # Where samples do not mix, turning the sign of a sample's direction turns that of its output, without rounding. It
+    # is turned for those with a one at a binary digit of their number, digit by digit: any two samples differ at one.
+    direction = jax.random.normal(jax.random.key(0), x.shape, x.dtype) + jnp.zeros_like(x)
+    _, push = jax.linearize(f, x)
+    together = push(direction)
+    if isinstance(together, Tracer):
+        raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
+    number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
+    for digit in range((len(x) - 1).bit_length()):
+        signs = 1 - 2 * (number >> digit & 1)
+        expected = _signed(signs, together)
+        difference = push(_signed(signs, direction)) - expected
+        mixed = np.flatnonzero(_norms(difference) > _ROUNDING * eps * _norms(expected))
+        if mixed.size:
+            raise ValueError(
+                "f mixes the samples of the batch (a normalisation over it, attention, a sum?), sample "
+                f"{mixed[0]} with others, so there is no Jacobian per sample; use jax.jacobian"
+            )
 
 
-def basis(like: jax.Array) -> jax.Array:
-    """One array like the given one for each of its entries, with a one there."""
-    unit = jnp.eye(like.size, dtype=like.dtype).reshape(like.size, *like.shape)
-    return unit + jnp.zeros_like(like)[None]  # within `jax.shard_map` it varies over the devices as the given one does
+def _signed(signs: np.ndarray, samples: jax.Array) -> jax.Array:
+    """Each sample times its sign."""
+    return samples * jnp.asarray(signs.reshape(-1, *[1] * (samples.ndim - 1)), samples.dtype)
 
 
-def real_array(x: object) -> jax.Array:
-    """An input as an array, if it is a real floating one."""
-    if not hasattr(x, "dtype") and not isinstance(x, float):
-        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there is nested.gradient")
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"expected x to be real and floating, got {x.dtype}")
-    return x
-
-
-def check_output(y: Any, kind: str = "real floating") -> None:
-    """Refuses an output, or its shape and dtype, that is no array of `kind`: this, or "floating or complex"."""
-    allowed = jnp.floating if kind == "real floating" else jnp.inexact
-    if not hasattr(y, "dtype") or not jnp.issubdtype(y.dtype, allowed):
-        raise TypeError(f"expected f to return a {kind} array, got {describe(y)}")
+def _norms(samples: jax.Array) -> np.ndarray:
+    """The norm of each sample."""
+    return np.sqrt(np.sum(np.asarray(samples, float) ** 2, axis=tuple(range(1, samples.ndim))))

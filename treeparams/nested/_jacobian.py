@@ -1,39 +1,33 @@
-"""Jacobians in the trained parameters, sample by sample, and the model that is linear in them."""
+"""Jacobians and gradients in the trained parameters, sample by sample, and the model that is linear in them."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from .._forms.makers import reals_of, vector_of
 from .._slots.layout import Trainable
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.types import PyTree
-from ._inputs import basis, check_output, length_of, mapped
 from ._slots import Reals, in_reals, of_reals, own_copies, parts_of, taken
+from ._sweeps import in_sweeps, length_of, mapped, output
 
 Mode = Literal["real", "complex", "holomorphic"]
 
 
 def parameter_jacobian(
-    f: Callable[..., Array],
-    model: PyTree,
-    xs: PyTree,
-    *,
-    chunk: int | None = None,
-    mode: Mode = "real",
-    trainable: Trainable = None,
-) -> Inexact[Array, "samples outputs n"]:
+    f: Callable[..., Array], *, chunk: int | None = None, mode: Mode = "real", trainable: Trainable = None
+) -> Callable[..., Inexact[Array, "samples outputs n"]]:
     """The Jacobian of `f(model, x)` in the trained parameters, for each sample x.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
     >>> model = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(0.5)}
     >>> xs = jnp.array([[1.0, 0.0], [1.0, 1.0]])
-    >>> nested.parameter_jacobian(lambda model, x: x @ model["w"] + model["b"], model, xs)
+    >>> jacobian = nested.parameter_jacobian(lambda model, x: x @ model["w"] + model["b"])
+    >>> jacobian(model, xs)
     Array([[[1., 1., 0.]],
     <BLANKLINE>
            [[1., 1., 1.]]], dtype=float32)
@@ -41,7 +35,7 @@ def parameter_jacobian(
     The columns are in the order of `tp.ravel` (here `b` comes first). So a step of natural gradient is a few lines:
 
     >>> vector, restructure = tp.ravel(model)
-    >>> rows = nested.parameter_jacobian(lambda model, x: x @ model["w"] + model["b"], model, xs)[:, 0]
+    >>> rows = jacobian(model, xs)[:, 0]
     >>> kernel = rows @ rows.T + 1e-6 * jnp.eye(2)
     >>> model = restructure(vector - rows.T @ jnp.linalg.solve(kernel, jnp.array([1.5, 3.5])))
     >>> print(jnp.abs(xs @ model["w"] + model["b"]) < 1e-4)  # as the targets of this step are zeros
@@ -51,8 +45,6 @@ def parameter_jacobian(
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
-        model: any pytree.
-        xs: a tree of arrays with one leading axis, the samples.
         chunk: how many samples are differentiated at once. Beside the result nothing is then larger than their rows,
             `(chunk, outputs, n)`, and the values in f itself; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
@@ -62,30 +54,25 @@ def parameter_jacobian(
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The Jacobian, shape `(samples, outputs, n)`, with one output for a scalar, and twice as many with
-        `mode="complex"`. n is the length of `real_vector` - ties once, of a complex parameter all real parts and then
-        all imaginary ones - and with `"holomorphic"` that of the complex vector of `tp.ravel`. It goes by rows,
-        backward, unless there are fewer parameters than outputs.
+        A function of `(model, xs)`, with xs a tree of arrays with one leading axis, the samples. It returns the
+        Jacobian, shape `(samples, outputs, n)`, with one output for a scalar, and twice as many with `mode="complex"`.
+        n is the length of `real_vector` - ties once, of a complex parameter all real parts and then all imaginary ones
+        - and with `"holomorphic"` that of the complex vector of `tp.ravel`. It goes by rows, backward, unless there are
+        fewer parameters than outputs.
 
     Raises:
-        ValueError: `chunk` is no count; there is no such `mode`; the arrays of xs differ in length, or one has no axis;
-            as `tp.layout`.
-        TypeError: f returns no floating array; a complex one, with `mode="real"`; a real one, with `"holomorphic"`; a
-            parameter is real, with `"holomorphic"`; as `tp.layout`.
+        ValueError: when called: `chunk` is no count; there is no such `mode`; the arrays of xs differ in length, or one
+            has no axis; as `tp.layout`.
+        TypeError: when called: f returns no floating array; a complex one, with `mode="real"`; a real one, with
+            `"holomorphic"`; a parameter is real, with `"holomorphic"`; as `tp.layout`.
     """
-    length_of(xs)
-    of = Outputs(f, model, xs, mode, trainable)
-    length = of.form.blocks[0].size
 
-    def one(x: PyTree) -> jax.Array:
-        y, push = jax.linearize(lambda slots: of(slots, x), of.slots)
-        if y.size > length:
-            columns = jnp.eye(length, dtype=of.form.dtype)
-            return jax.vmap(lambda column: push(of.cut(column)), out_axes=1)(columns).astype(of.dtype)
-        pull = jax.linear_transpose(push, of.slots)
-        return jax.vmap(lambda row: of.form.join(jtu.tree_leaves(pull(row)[0])))(basis(y))
+    def jacobian(model: PyTree, xs: PyTree) -> jax.Array:
+        length_of(xs)
+        of = Outputs(f, model, xs, mode, trainable)
+        return mapped(of.rows, xs, chunk, "samples")
 
-    return mapped(one, xs, chunk, "samples")
+    return jacobian
 
 
 class Outputs:
@@ -111,8 +98,7 @@ class Outputs:
 
     def __call__(self, slots: Reals, x: PyTree) -> jax.Array:
         """The outputs of one sample."""
-        y = of_reals(self._f, self._parts, x)(slots)
-        check_output(y, "floating or complex")
+        y = output(of_reals(self._f, self._parts, x)(slots), "floating or complex")
         if self.mode == "real" and is_complex(y.dtype):
             raise TypeError(
                 f"f returns {y.dtype}; mode='complex' gives the derivatives of its real and imaginary parts, "
@@ -120,23 +106,24 @@ class Outputs:
             )
         if self.mode == "holomorphic" and not is_complex(y.dtype):
             raise TypeError(f"mode='holomorphic' is of complex outputs, and f returns {y.dtype}; take mode='real'")
-        flat = jnp.asarray(y).reshape(-1)
+        flat = y.reshape(-1)
         return jnp.concatenate([flat.real, flat.imag]) if self.mode == "complex" else flat
 
-    def cut(self, vector: jax.Array) -> Reals:
-        """The slots of a vector, each as it varies over devices."""
-        slots = jtu.tree_unflatten(jtu.tree_structure(self.slots), self.form.cut(vector))
-        return jax.tree.map(lambda cut, slot: cut + jnp.zeros_like(slot), slots, self.slots)
+    def rows(self, x: PyTree) -> jax.Array:
+        """The Jacobian of one sample, a row for each output."""
+        vector, treedef = self.form.join(jax.tree.leaves(self.slots)), jax.tree.structure(self.slots)
+        of_vector = lambda vector: self(treedef.unflatten(self.form.cut(vector)), x)
+        return in_sweeps(of_vector, vector, None).astype(self.dtype)
 
 
-def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable = None) -> Callable[..., PyTree]:
+def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Callable[..., PyTree]:
     """`f` near the parameters of a model: its value plus its derivative along a direction.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
     >>> model = {"w": jnp.array([1.0, 2.0])}
-    >>> near = nested.linearised(lambda model, x: jnp.sum(model["w"] ** 2) * x, model)
-    >>> near(jnp.array([0.5, 0.0]), 10.0)  # 10 (5 + 2 * 1 * 0.5)
+    >>> near = nested.linearised(lambda model, x: jnp.sum(model["w"] ** 2) * x)
+    >>> near(model, jnp.array([0.5, 0.0]), 10.0)  # 10 (5 + 2 * 1 * 0.5)
     Array(60., dtype=float32)
 
     With it the Laplace approximation has predictions in closed form, and training along the tangent (the lazy regime of
@@ -144,22 +131,76 @@ def linearised(f: Callable[..., PyTree], model: PyTree, *, trainable: Trainable 
 
     Args:
         f: called as `f(model, *args)`, returns an array or a tree of arrays; those not floating stay as they are.
-        model: any pytree; the parameters to start from.
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        A function `(direction, *args)`, where the direction is a tangent as for `hvp`: a vector of `tp.ravel`, one of
-        `real_vector`, or a tree. It returns a tree like that of f.
+        A function of `(model, direction, *args)`, where the model holds the parameters to start from, and the direction
+        is a tangent as for `hvp`: a vector of `tp.ravel`, one of `real_vector`, or a tree. It returns a tree like that
+        of f.
 
     Raises:
-        ValueError: as `tp.layout`; when called: the direction does not fit, as for `hvp`.
-        TypeError: as `tp.layout`.
+        ValueError: when called: the direction does not fit, as for `hvp`; as `tp.layout`.
+        TypeError: when called: as `tp.layout`.
     """
-    parts = parts_of(model, trainable)
 
-    def near(direction: PyTree, *args: object) -> PyTree:
+    def near(model: PyTree, direction: PyTree, *args: object) -> PyTree:
+        parts = parts_of(model, trainable)
         along = taken(parts.layout, direction)
         value, change = jax.jvp(of_reals(f, parts, *args), (in_reals(parts.slots),), (along,))
         return jax.tree.map(lambda y, dy: y if dy.dtype == jax.dtypes.float0 else y + dy, value, change)
 
     return near
+
+
+def per_example_gradients(
+    f: Callable[..., Array], *, chunk: int | None = None, flat: bool = False, trainable: Trainable = None
+) -> Callable[..., PyTree]:
+    """The gradient of a loss for each example of a batch: for private training, influence, the Fisher matrix.
+
+    >>> import jax, jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import nested
+    >>> model = {"w": jnp.array([1.0, 2.0])}
+    >>> xs, ys = jnp.array([[1.0, 0.0], [1.0, 1.0]]), jnp.array([0.0, 1.0])
+    >>> loss = lambda model, x, y: (x @ model["w"] - y) ** 2
+    >>> nested.per_example_gradients(loss, flat=True)(model, xs, ys)
+    Array([[2., 0.],
+           [4., 4.]], dtype=float32)
+
+    Where only the norms are wanted, square and sum within the map: compiled, XLA then keeps no gradient. That takes an
+    eightieth of the memory for a net of four layers.
+
+    >>> gradient = tp.grad(loss)
+    >>> wide = lambda *example: [leaf.astype(float) for leaf in jax.tree.leaves(gradient(model, *example))]
+    >>> square = lambda *example: sum(jnp.sum(leaf**2) for leaf in wide(*example))
+    >>> jnp.sqrt(jax.jit(jax.vmap(square))(xs, ys))
+    Array([2.      , 5.656854], dtype=float32)
+
+    Args:
+        f: called as `f(model, *example)`, returns a scalar.
+        chunk: how many examples are differentiated at once, which bounds the memory of the backward pass; `None`: all.
+        flat: whether to return a matrix.
+        trainable: as for `hvp`.
+
+    Returns:
+        A function of `(model, *batch)`, trees of arrays with one leading axis, the examples. It returns the canonical
+        tree of gradients with a leading axis, `None` where nothing is trained; or the matrix, shape `(batch, n)` with n
+        the length of the vector. Of complex parameters they are as of `tp.grad`.
+
+    Raises:
+        ValueError: when called: the arrays of the batch differ in length, or one has no axis; `chunk` is no count; as
+            `tp.layout`.
+        TypeError: when called: f returns no real scalar; as `tp.layout`.
+    """
+
+    def gradients(model: PyTree, *batch: PyTree) -> PyTree:
+        length_of(batch)
+        parts = parts_of(model, trainable)
+        joined = vector_of(parts.layout).join if flat else parts.canonical
+
+        def of(slots: tuple[jax.Array, ...], example: tuple[PyTree, ...]) -> jax.Array:
+            return f(parts.model(slots), *example)
+
+        slots = own_copies(lambda slots: jax.vmap(of, (None, 0))(slots, batch), parts.slots)
+        return mapped(lambda example: joined(jax.grad(of)(slots, example)), batch, chunk, "examples")
+
+    return gradients

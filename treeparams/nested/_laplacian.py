@@ -12,8 +12,8 @@ from jaxtyping import Array
 from .._programs import bind, is_floating
 from .._tree.messages import warn
 from .._tree.types import PyTree
-from ._inputs import basis, check_output, real_array
 from ._series import CALLS, CHECKPOINT, Series, elementwise, inner, is_linear_in, is_pointwise, rule_of, traced
+from ._sweeps import basis, output, real_array
 
 _LONGEST = 32  # chains that branch off at each step would be replayed from their root each time
 
@@ -67,8 +67,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
 
     def of(model: PyTree, x: object, *args: object) -> Any:
         x = real_array(x)
-        closed, shape = jax.make_jaxpr(lambda x: f(model, x, *args), return_shape=True)(x)
-        check_output(shape, "floating or complex")
+        closed = jax.make_jaxpr(lambda x: output(f(model, x, *args), "floating or complex"))(x)
         unknown: set[str] = set()
         start = Series(x, basis(x), jnp.zeros_like(x))
         y = _series(*_propagate(closed.jaxpr, closed.consts, [start], unknown))
@@ -78,7 +77,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
                 "second derivative of that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
-            y = jnp.asarray(y, shape.dtype)
+            y = jnp.asarray(y, closed.out_avals[0].dtype)
             y = Series(y, jnp.zeros((x.size, *y.shape), y.dtype), jnp.zeros_like(y))
         if not full:
             return y.laplacian
@@ -144,12 +143,12 @@ def _evaluate(eqn: JaxprEqn, operands: list[Any], unknown: set[str]) -> Sequence
     if not depends or not any(kept) or eqn.primitive.name == "stop_gradient":
         return bind(eqn, values)
     pointwise = is_pointwise(eqn, depends)
-    chains = [operand for operand in depends if isinstance(operand, _Chain)]
+    longest = max(len(each.steps) if isinstance(each, _Chain) else 0 for each in depends)
     # A bias that is added to a series leaves its Jacobian as it is; within a chain it would be multiplied by ones.
-    begins_linear = not chains and is_linear_in(eqn, which)
-    is_long = any(len(chain.steps) >= _LONGEST for chain in chains)
-    if pointwise and all(_root(each) is _root(depends[0]) for each in depends) and not (begins_linear or is_long):
-        return [_Chain(_root(depends[0]), eqn, operands, *bind(eqn, values))]
+    begins_linear = longest == 0 and is_linear_in(eqn, which)
+    root = _root(depends[0])
+    if pointwise and all(_root(each) is root for each in depends) and not begins_linear and longest < _LONGEST:
+        return [_Chain(root, eqn, operands, *bind(eqn, values))]
     if eqn.primitive.name in CALLS and not pointwise:
         return _propagate(inner(eqn).jaxpr, inner(eqn).consts, operands, unknown)
     if eqn.primitive.name == CHECKPOINT:

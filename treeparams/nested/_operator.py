@@ -1,6 +1,5 @@
 """The Hessian and the Gauss-Newton matrix as operators, linearised once."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ from .._slots.layout import Layout, Trainable
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree
-from ._inputs import mapped
 from ._slots import Reals, from_reals, given_back, in_reals, of_reals, parts_of, taken
+from ._sweeps import mapped
 
 
 class Operator(eqx.Module):
@@ -30,7 +29,7 @@ class Operator(eqx.Module):
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
     >>> model = {"w": jnp.array([1.0, 2.0])}
-    >>> operator = nested.hessian_operator(lambda model: jnp.prod(model["w"]) ** 2, model, damping=1.0)
+    >>> operator = nested.hessian_operator(lambda model: jnp.prod(model["w"]) ** 2, damping=1.0)(model)
     >>> operator @ jnp.eye(2)
     Array([[9., 8.],
            [8., 3.]], dtype=float32)
@@ -66,7 +65,7 @@ class Operator(eqx.Module):
         direction = taken(self.layout, tangent)
         product = self._linear(typed_as(direction, self._shardings))
         if self.damping is not None:
-            product = jax.tree.map(functools.partial(_damped, self.damping), product, direction)
+            product = jax.tree.map(lambda y, x: y + jnp.asarray(self.damping, y.dtype) * x, product, direction)
         return given_back(self.layout, product, tangent)
 
     def __matmul__(self, matrix: Any) -> Array:
@@ -77,8 +76,29 @@ class Operator(eqx.Module):
             )
         return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
 
+    __array_ufunc__ = None  # so that `array @ operator` of NumPy comes here
+
+    def __rmatmul__(self, matrix: Any) -> Array:
+        """The product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`: the operator is symmetric."""
+        if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2) or jnp.iscomplexobj(matrix):
+            raise TypeError(f"@ operator takes a real vector (n,) or matrix (k, n), got {describe(matrix)}")
+        return (self @ matrix.T).T
+
     def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
         """The diagonal over the real vector of the parameters, damping included: exact, by n products.
+
+        With fewer products it is estimated: the mean of `signs * operator(signs)` over random signs (Bekas, Kokiopoulou
+        and Saad, 2007).
+
+        >>> import jax, jax.numpy as jnp
+        >>> from treeparams import nested
+        >>> loss = lambda model: jnp.sum(model["w"] ** 3) + model["w"][0] * model["w"][1]
+        >>> operator = nested.hessian_operator(loss)({"w": jnp.array([1.0, 2.0])})
+        >>> operator.diagonal()
+        Array([ 6., 12.], dtype=float32)
+        >>> signs = jax.random.rademacher(jax.random.key(0), (100, 2), float)
+        >>> print(jnp.round(jnp.mean(signs * jax.vmap(operator)(signs), axis=0)))
+        [ 6. 12.]
 
         Args:
             chunk: how many products are computed at once, which bounds the memory; `None`: all.
@@ -89,14 +109,7 @@ class Operator(eqx.Module):
         Raises:
             ValueError: `chunk` is no count.
         """
-        block = reals_of(self.layout).blocks[0]
-        if block.size == 0:
-            return jnp.zeros(0, block.dtype)
-
-        def entry(i: jax.Array) -> jax.Array:
-            return self(jax.nn.one_hot(i, block.size, dtype=block.dtype))[i]
-
-        return mapped(entry, jnp.arange(block.size), chunk, "products")
+        return columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
 
     def as_lineax(self, tags: object = None) -> Any:
         """The operator for lineax's solvers, over the real vector of the parameters.
@@ -104,7 +117,7 @@ class Operator(eqx.Module):
         >>> import jax.numpy as jnp, lineax
         >>> from treeparams import nested
         >>> model = {"w": jnp.array([1.0, 2.0])}
-        >>> operator = nested.hessian_operator(lambda model: jnp.sum(model["w"] ** 3), model, damping=2.0)
+        >>> operator = nested.hessian_operator(lambda model: jnp.sum(model["w"] ** 3), damping=2.0)(model)
         >>> linear = operator.as_lineax(lineax.positive_semidefinite_tag)
         >>> print(lineax.linear_solve(linear, jnp.ones(2), lineax.CG(1e-5, 1e-5)).value)
         [0.125      0.07142857]
@@ -127,13 +140,16 @@ class Operator(eqx.Module):
 Operator.__module__ = "treeparams.nested"
 
 
-def _damped(damping: ArrayLike, product: jax.Array, direction: jax.Array) -> jax.Array:
-    return product + jnp.asarray(damping, product.dtype) * direction
+def columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
+    """`of(column, number)` for each column of the matrix over the real vector."""
+    block = reals_of(operator.layout).blocks[0]
+    one = lambda i: of(operator(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
+    return mapped(one, jnp.arange(block.size), chunk, noun)
 
 
 def hessian_operator(
-    loss: Callable[..., Array], model: PyTree, *args: Any, damping: ArrayLike | None = None, trainable: Trainable = None
-) -> Operator:
+    f: Callable[..., Array], *, damping: ArrayLike | None = None, trainable: Trainable = None
+) -> Callable[..., Operator]:
     """The Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -143,7 +159,7 @@ def hessian_operator(
     >>> @jax.jit
     ... def newton(vector):  # a damped step
     ...     model = restructure(vector)
-    ...     operator = nested.hessian_operator(loss, model, damping=10.0)
+    ...     operator = nested.hessian_operator(loss, damping=10.0)(model)
     ...     gradient = restructure.ravel_gradient(tp.grad(loss)(model))
     ...     return vector - jax.scipy.sparse.linalg.cg(operator, gradient)[0]
     >>> bool(loss(restructure(newton(vector))) < loss(restructure(vector)))
@@ -152,36 +168,37 @@ def hessian_operator(
     Made within the compiled function, as here, it is traced with it once. One that is made outside is a program of its
     own, for which a compiled function that takes it as an argument is compiled anew.
 
-    For lineax's solvers there is `operator.as_lineax()`.
+    The diagonal of the Hessian is `operator.diagonal()`, and for lineax's solvers there is `operator.as_lineax()`.
 
     Args:
-        loss: called as `loss(model, *args)`, returns a scalar.
-        model: any pytree.
-        *args: passed on.
+        f: called as `f(model, *args)`, returns a scalar.
         damping: a number or traced scalar added to the diagonal; `None`: nothing.
         trainable: as for `hvp`.
 
     Returns:
-        An `Operator`, from vectors or trees to the same.
+        A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `hvp`.
+        ValueError: when called: as `tp.layout`.
+        TypeError: when called: as `hvp`.
     """
-    parts = parts_of(model, trainable)
-    slots = in_reals(parts.slots)
-    _, linear = jax.linearize(jax.grad(of_reals(loss, parts, *args)), slots)
-    return Operator(linear, damping, parts.layout, shardings_of(slots))
+
+    def operator(model: PyTree, *args: object) -> Operator:
+        parts = parts_of(model, trainable)
+        slots = in_reals(parts.slots)
+        _, linear = jax.linearize(jax.grad(of_reals(f, parts, *args)), slots)
+        return Operator(linear, damping, parts.layout, shardings_of(slots))
+
+    return operator
 
 
 def ggn_operator(
-    model_fn: Callable[..., PyTree],
+    f: Callable[..., PyTree],
     loss: Callable[[Any], Array],
-    model: PyTree,
-    *args: Any,
+    *,
     damping: ArrayLike | None = None,
     trainable: Trainable = None,
-) -> Operator:
+) -> Callable[..., Operator]:
     """The generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
 
     J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. Where H is
@@ -191,31 +208,33 @@ def ggn_operator(
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
     >>> model, x = {"w": jnp.array([1.0, 2.0])}, jnp.array([[1.0, 0.0], [1.0, 1.0]])
-    >>> operator = nested.ggn_operator(lambda model, x: x @ model["w"], lambda y: jnp.sum(y**2), model, x)
+    >>> operator = nested.ggn_operator(lambda model, x: x @ model["w"], lambda y: jnp.sum(y**2))(model, x)
     >>> operator(jnp.array([1.0, 0.0]))  # the first column of 2 x^T x
     Array([4., 2.], dtype=float32)
 
     Args:
-        model_fn: called as `model_fn(model, *args)`, returns the outputs, an array or a tree of arrays; complex ones
-            count as pairs of reals.
+        f: called as `f(model, *args)`, returns the outputs, an array or a tree of arrays; complex ones count as pairs
+            of reals.
         loss: called as `loss(outputs)`, returns a scalar.
-        model: any pytree.
-        *args: passed on.
         damping: as for `hessian_operator`.
         trainable: as for `hvp`.
 
     Returns:
-        An `Operator`, from vectors or trees to the same.
+        A function of `(model, *args)` that returns an `Operator`, from vectors or trees to the same.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `hvp`.
+        ValueError: when called: as `tp.layout`.
+        TypeError: when called: as `hvp`.
     """
-    parts = parts_of(model, trainable)
-    of_parameters, slots = of_reals(model_fn, parts, *args), in_reals(parts.slots)
-    outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
-    _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
-    return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout, shardings_of(slots))
+
+    def operator(model: PyTree, *args: object) -> Operator:
+        parts = parts_of(model, trainable)
+        of_parameters, slots = of_reals(f, parts, *args), in_reals(parts.slots)
+        outputs, forward = jax.linearize(lambda reals: in_reals(of_parameters(reals)), slots)
+        _, curvature = jax.linearize(jax.grad(lambda outputs: loss(from_reals(outputs))), outputs)
+        return Operator(jtu.Partial(_between, forward, curvature), damping, parts.layout, shardings_of(slots))
+
+    return operator
 
 
 def _between(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:

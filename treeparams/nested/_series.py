@@ -160,13 +160,9 @@ def is_pointwise(eqn: JaxprEqn, depends: Sequence[Any]) -> bool:
     """Whether an equation, or all equations that it calls, act on each entry of real operands of the result's shape."""
     results: list[Any] = eqn.outvars
     shapes = {var.aval.shape for var in results} | {operand.value.shape for operand in depends}
-    if len(shapes) != 1 or len(eqn.outvars) != 1 or _is_complex(eqn):
-        return False
-    if eqn.primitive.name in CALLS and len(depends) > 1:
-        return False  # a choice between two operands, as `jnp.where` is, does not look at the slope of the other one
-    if eqn.primitive.name == CUSTOM or eqn.primitive.name in CALLS:
-        return _is_within(eqn, shapes.pop())
-    return eqn.primitive.name in _POINTWISE
+    # A choice between two operands, as `jnp.where` is, does not look at the slope of the other one.
+    is_choice = eqn.primitive.name in CALLS and len(depends) > 1
+    return len(shapes) == 1 and len(eqn.outvars) == 1 and not is_choice and _is_within(eqn, shapes.pop())
 
 
 def _is_within(eqn: JaxprEqn, shape: tuple[int, ...], rules: int = 2) -> bool:

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from .._forms.makers import reals_of, vector_of
 from .._forms.mesh import result_varies, vary, varying
 from .._slots.layout import Layout, Trainable, index_of
-from .._slots.match import slot_gradients
-from .._slots.parts import Parts, Rest, put_together, refuse_functions, take_apart
-from .._tree.dtypes import is_complex
+from .._slots.match import per_slot, slot_gradients
+from .._slots.parts import Parts, Rest, put_together, take_apart
+from .._tree.dtypes import common_dtype, is_complex
 from .._tree.structure import is_array
 from .._tree.types import PyTree
 
@@ -41,11 +41,8 @@ def in_reals(tree: PyTree) -> PyTree:
 
 def from_reals(tree: PyTree) -> PyTree:
     """A tree of arrays with pairs as complex ones."""
-    return jax.tree.map(lambda node: jax.lax.complex(*node) if _is_pair(node) else node, tree, is_leaf=_is_pair)
-
-
-def _is_pair(node: object) -> bool:
-    return isinstance(node, Pair)
+    is_pair = lambda node: isinstance(node, Pair)
+    return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
 
 
 def parts_of(model: PyTree, trainable: Trainable) -> Parts:
@@ -72,13 +69,6 @@ def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
 # -- Tangents ----------------------------------------------------------------------------------------------------------
 
 
-def _shapes(layout: Layout) -> tuple[Any, ...]:
-    """The slots in reals, shapes and dtypes alone."""
-    reals = [jax.ShapeDtypeStruct(slot.shape, jnp.finfo(slot.dtype).dtype) for slot in layout.slots]
-    pairs = zip(reals, layout.slots, strict=True)
-    return tuple(Pair(real, real) if is_complex(slot.dtype) else real for real, slot in pairs)
-
-
 def joined(layout: Layout, reals: Reals) -> jax.Array:
     """The real vector of one value per slot in reals."""
     return reals_of(layout).join(jax.tree.leaves(reals))
@@ -91,8 +81,8 @@ def divided(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
             f"got {vector.dtype}"
         )
-    pieces = tuple(reals_of(layout).cut(vector))
-    return jtu.tree_unflatten(jtu.tree_structure(_shapes(layout)), pieces) if index_of(layout).complex_slots else pieces
+    cut = iter(reals_of(layout).cut(vector))
+    return tuple(Pair(next(cut), next(cut)) if is_complex(slot.dtype) else next(cut) for slot in layout.slots)
 
 
 def taken(layout: Layout, tangent: PyTree) -> Reals:
@@ -116,14 +106,20 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
 
 
 def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
-    """One value per slot in reals as a vector, a real vector or a tree, as the tangent is."""
+    """One value per slot in reals as a vector, a real vector or a tree, as the tangent is, in no narrower dtypes."""
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
-        return vector_of(layout).join(from_reals(reals))
+        return _no_narrower(vector_of(layout).join(from_reals(reals)), tangent)
     if shape == (reals_of(layout).blocks[0].size,):
-        return joined(layout, reals)
+        return _no_narrower(joined(layout, reals), tangent)
     index = index_of(layout)
-    return index.canonical(from_reals(reals), index.structure.treedef)
+    entries = per_slot(index, tangent, "first")
+    return index.canonical(list(map(_no_narrower, from_reals(reals), entries)), index.structure.treedef)
+
+
+def _no_narrower(product: jax.Array, tangent: Any) -> jax.Array:
+    dtype = getattr(tangent, "dtype", product.dtype)
+    return product.astype(common_dtype([product.dtype, jax.dtypes.canonicalize_dtype(dtype)]))
 
 
 def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array, " n"], Callable[[Any], Any]]:
@@ -159,6 +155,4 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
 
 
 def _restructured(rest: Rest[Any], vector: jax.Array | np.ndarray) -> Any:
-    slots = from_reals(divided(rest.layout, vector))
-    refuse_functions(rest, slots, __name__)
-    return put_together(rest, slots)
+    return put_together(rest, from_reals(divided(rest.layout, vector)))

@@ -4,7 +4,7 @@ A rule within `optim.trainable` sees the trained parameters alone. So entries ar
 checked in the whole model, where `init` has it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,9 @@ class Keys:
     All are equal, and a copy that is pickled has none: no program and no file is about functions that select.
     """
 
-    def __init__(self, wheres: Sequence[Where] = ()) -> None:
+    def __init__(self, wheres: Sequence[Where] = (), by_parameter: Callable[..., PyTree] | None = None) -> None:
         self.wheres = tuple(wheres)
+        self.by_parameter = by_parameter  # what stands for the names of parameters in one update, see `told`
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Keys)

@@ -26,7 +26,7 @@ from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
-from ._scaled import check_scaled, read_by
+from ._scaled import check_scaled
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -249,8 +249,7 @@ class Rule:
 
         @functools.wraps(value)  # Optax looks at the names of its arguments
         def of_what_is_shown(shown: PyTree, *args: Any, **kwargs: Any) -> Any:
-            with read_by(None):  # a loss may itself train, by plain Optax
-                result = value(sight.model(shown), *args, **kwargs)
+            result = value(sight.model(shown), *args, **kwargs)
             return self._show_gradients(sight, result) if name == "grad_fn" else result
 
         return of_what_is_shown

@@ -26,7 +26,7 @@ from ._formulas import NO_FORMULA, Formulas, Value, alike_p
 from ._groups import GroupsState
 from ._named import Asked, Named, Rows, RowsJoined
 from ._reader import Reader
-from ._scaled import ByParameter, Factors, read_by
+from ._scaled import ByParameter, Factors, told
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
@@ -225,9 +225,9 @@ def _step(
 ) -> tuple[PyTree, PyTree]:
     """The updates and the next state."""
     known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
-    with read_by(by_parameter or functools.partial(_of_each_element, params)):
-        updates, after = rule.update(grads, state, params, **known | dict(extra))
-    return updates, steady(after, state)
+    before = told(state, by_parameter or functools.partial(_of_each_element, params))
+    updates, after = rule.update(grads, before, params, **known | dict(extra))
+    return updates, steady(told(after, None), state)
 
 
 def _of_each_element(params: PyTree, given: Factors) -> PyTree:

@@ -1,6 +1,7 @@
 """What a rule is shown in one update, and how what it makes of that comes back."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from .._slots.rules import first_entries
 from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
-from ._scaled import ByParameter, Factors, read_by
+from ._scaled import ByParameter, Factors, told
 from ._state import steady
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -45,8 +46,8 @@ class Update:
 
     def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """The same of other gradients and parameters."""
-        with read_by(self.by_parameter):
-            return self.tx.update(gradients, before, params, **self.extra)
+        made, after = self.tx.update(gradients, told(before, self.by_parameter), params, **self.extra)
+        return made, told(after, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +101,18 @@ class Sight:
             values[slot] = value
         return values
 
-    def by_parameter(self, given: Factors) -> PyTree:
-        """What `{where: number}` gives each parameter, 1 by default, in arrays that broadcast against the form."""
-        numbers: list[Any] = [*given.values(), 1.0]
-        found = first_entries(self.parts.index, [*given], asked=())  # `init` has checked that each is of use
-        return self.form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(self.layout).positions])
+    @property
+    def by_parameter(self) -> ByParameter:
+        """From `{where: number}` to what it gives each parameter, 1 by default, in arrays that broadcast."""
+        return functools.partial(_spread, self.parts.index, self.layout, self.form)
 
     def model(self, shown: PyTree) -> Any:
         """The model with these parameters; what is not shown is as it was."""
         found = zip(self.read(shown), self.parts.slots, strict=True)
         return self.parts.model([own if new is None else new for new, own in found])
+
+
+def _spread(index: Index, layout: Layout, form: Form, given: Factors) -> PyTree:
+    numbers: list[Any] = [*given.values(), 1.0]
+    found = first_entries(index, [*given], asked=())  # `init` has checked that each is of use
+    return form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(layout).positions])

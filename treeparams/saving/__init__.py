@@ -5,11 +5,10 @@ from any arrays by name into a model, before you load anything; it takes states 
 ground up:
 
     _format     the safetensors format: a header, checked before anything is read
-    _patterns   names with stars in them
-    _rename     from names to names by patterns: routes
     _arrays     arrays as the format holds them, and back
     _contents   the arrays of a tree that are stored, each once; ties and histories in words
     _file       a file of arrays by name: written whole or not at all, read one array at a time
+    _rename     from names to names by globs: routes
     _names      names: arrays by name, whatever they come from
     _unlike     how a tree differs from a file, in words
     _elements   which element goes where, read from the program of a function

@@ -15,7 +15,7 @@ from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
-from .._tree.paths import join_path
+from .._tree.paths import join_path, quote, split_path
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec
 from .._tree.types import PyTree
@@ -116,9 +116,26 @@ def name_of(path: str) -> str:
     return '"__metadata__"' if path == "__metadata__" else path
 
 
+def split_name(name: str) -> tuple[str, ...]:
+    r"""The entries of a name: of a path, or else what stands between its dots, with quotes where a path has them.
+
+    >>> split_name('"a.b".w'), split_name('"a.w')
+    (('"a.b"', 'w'), ('"\\"a"', 'w'))
+    """
+    try:
+        return split_path(name)
+    except ValueError:  # an array in a file of another program
+        return tuple(map(quote, name.split(".")))
+
+
+def head_of(name: str) -> str:
+    """The first entry of a name: which of several things in a file it belongs to."""
+    return join_path(split_name(name)[:1])
+
+
 def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
     """The nodes below which all of these names are, as the model in a file of several things."""
-    heads = dict.fromkeys(name.partition(".")[0] for name in among)
+    heads = dict.fromkeys(map(head_of, among))
     return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
 
 

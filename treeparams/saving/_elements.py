@@ -19,7 +19,7 @@ from .._programs import bind, called
 from .._tree.dtypes import is_complex, is_inexact
 from .._tree.structure import Spec
 from ._names import Names
-from ._rename import Route
+from ._rename import Route, stack, unstack
 
 
 class Movers:
@@ -44,15 +44,15 @@ class Movers:
         An array of another shape than its parameter, as a count of its own, is taken if it is the same for all sources.
         """
         route, number = self._comes[path]
-        if route.is_plain:
+        if route.function is None:
             return arrays[0]
         specs = [self._specs[name] for name in route.sources]
         if not any(spec.parameter for spec in specs):
             return route(*arrays)[number]
         pairs = zip(arrays, specs, strict=True)
         if all(array.shape == spec.shape and is_inexact(array.dtype) for array, spec in pairs):
-            if route.function is None:
-                return jnp.stack(list(map(jnp.asarray, arrays))) if route.kind == "stack" else arrays[0][number]
+            if route.function in (stack, unstack):
+                return stack(*arrays) if route.function is stack else arrays[0][number]
             elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
             return jnp.reshape(elements[self._map(route, number)], shape)
         first = arrays[0]
@@ -72,12 +72,14 @@ class Movers:
 
     def is_plain(self, path: str) -> bool:
         """Whether one array comes to a path as it is."""
-        return self._comes[path][0].is_plain
+        return self._comes[path][0].function is None
 
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
         for route, number in self._comes.values():
-            if route.function is not None and any(self._specs[name].parameter for name in route.sources):
+            if route.function not in (None, stack, unstack) and any(
+                self._specs[name].parameter for name in route.sources
+            ):
                 self._map(route, number)
 
 

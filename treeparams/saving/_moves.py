@@ -94,7 +94,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
     """The results of a route, as shapes."""
-    if route.is_plain:
+    if route.function is None:
         return [specs[route.sources[0]]]
     made = jax.eval_shape(route, *(jax.ShapeDtypeStruct(*specs[name][:2]) for name in route.sources))
     return list(map(array_spec, made))
@@ -113,7 +113,7 @@ def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
 def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
     """Whether two routes take one array that the source has under two names."""
     first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
-    return one.is_plain and other.is_plain and first == second
+    return one.function is other.function is None and first == second
 
 
 def check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:

@@ -9,12 +9,12 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._slots.layout import Layout, index_of
-from .._tree.paths import nearest, split_path
+from .._tree.paths import nearest
 from .._tree.structure import Spec, is_array
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._arrays import array_spec, in_numpy
-from ._contents import Contents, name_of, state_in_words
+from ._contents import Contents, head_of, name_of, state_in_words
 from ._file import File
 from ._rename import Rename, Transforms, routes
 
@@ -64,7 +64,7 @@ class Names(Mapping[str, Any]):
         """The names below a node, without its path."""
         short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
         if not short:
-            heads = dict.fromkeys(".".join(split_path(name)[:1]) for name in self.specs)
+            heads = dict.fromkeys(map(head_of, self.specs))
             raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}

@@ -14,7 +14,7 @@ from .._tree.paths import nearest
 from .._tree.text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
 from ._arrays import as_in_jax, placed
-from ._contents import Contents, heads_of
+from ._contents import Contents, head_of, heads_of
 from ._elements import Movers
 from ._migration import carried_average, carried_state
 from ._moves import Fit, Move, check_same, fit
@@ -90,7 +90,7 @@ class Plan(Generic[M]):
         for moves in wanted.values():
             route = moves[0].route
             arrays = [given[name] for name in route.sources]
-            made = arrays if route.is_plain else route(*map(as_in_jax, route.sources, arrays))
+            made = arrays if route.function is None else route(*map(as_in_jax, route.sources, arrays))
             for move in moves:
                 if self._fit.comes.get(move.leaf) is move:
                     array = made[move.number]
@@ -156,7 +156,7 @@ class Plan(Generic[M]):
         """
         self._movers.check()
         names = names_of(source)
-        heads = {name.partition(".")[0] for name in names}
+        heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
             raise TypeError(
                 "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
@@ -250,11 +250,12 @@ def plan(
     Array(6., dtype=float32)
 
     **`rename={left: right}`** from names to paths. The first entry that matches a name takes it, and names that none
-    takes stay as they are. `*` stands for any text between two dots, `**` for any number of entries, also none, and
-    those of the right side stand for the same text as those of the left side, in order; `?` and `[...]` are as in
-    globs. `None` on the right drops on purpose, and under `None` on the left you write the paths that stay as they are
-    in the model, so that strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays to one, or one to
-    several, go through a function:
+    takes stay as they are. The left side is a glob over whole names, as over paths: `*` stands for an entry or a part
+    of one, `**` for any number of entries, also none, and those of the right side stand for the same text as those of
+    the left side, in order; `?` and `[...]` only match. An entry for which earlier ones leave no name is an error, but
+    for `**` at the end. `None` on the right drops on purpose, and under `None` on the left you write the paths that
+    stay as they are in the model, so that strictness stays on: `{"pooler.**": None, None: "head.**"}`. Several arrays
+    to one, or one to several, go through a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     >>> split = saving.plan(

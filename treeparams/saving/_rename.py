@@ -1,4 +1,4 @@
-"""From names to names by patterns: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
+"""From names to names by globs: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
 
 import dataclasses
 import functools
@@ -8,14 +8,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._tree.globs import Glob, Star
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, in_short
-from ._patterns import Pattern
+from ._contents import split_name
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
-"""`{left: right}`, a side a pattern or a tuple of them and the right one also `None`; or a function of a name."""
+"""`{left: right}`, a side a glob or a tuple of them and the right one also `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
+Stars = tuple[Star, ...]
+
+
+def stack(*arrays: Any) -> jax.Array:
+    """One array of several, as of layers."""
+    return jnp.stack([jnp.asarray(array) for array in arrays])
+
+
+def unstack(array: Any) -> list[Any]:
+    """The rows of an array."""
+    return [array[row] for row in range(len(array))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +36,6 @@ class Route:
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    kind: str = ""  # "stack" or "unstack"
     function: Callable[..., Any] | None = None
 
     @property
@@ -33,26 +44,14 @@ class Route:
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        return self.kind if function is None else getattr(function, "__name__", type(function).__name__)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether one array goes to one place as it is."""
-        return not self.kind and self.function is None
+        return "" if function is None else getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """One array for each target, from one for each source."""
-        if self.function is not None:
-            return self._made(self.function, arrays)
-        if self.kind == "stack":
-            return [jnp.stack([jnp.asarray(array) for array in arrays])]
-        if self.kind == "unstack":
-            return [arrays[0][row] for row in range(arrays[0].shape[0])]
-        return list(arrays)
-
-    def _made(self, function: Callable[..., Any], arrays: Sequence[Any]) -> list[Any]:
+        if self.function is None:
+            return list(arrays)
         try:
-            made = function(*arrays)
+            made = self.function(*arrays)
             made = list(made) if isinstance(made, (tuple, list)) else [made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
         except jax.errors.TracerArrayConversionError:
@@ -80,69 +79,69 @@ def routes(
 
     The targets say into how many an array is unstacked; where there are none, its leading axis does.
     """
-    functions = _checked(transform)
+    functions = dict(transform or {})
+    for key in (key for key, function in functions.items() if not callable(function)):
+        raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(functions[key])}")
     if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
         raise TypeError(f"rename is a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
-    if callable(rename):
-        renamed = {name: rename(name) for name in specs}
-        for name, new in renamed.items():
-            if not (new is None or isinstance(new, str)):
-                raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
-        found = [Route((name,), (new,)) for name, new in renamed.items() if new is not None]
-        return Routes(_with_functions(found, functions), {name for name, new in renamed.items() if new is None}, set())
-    kept = _kept(dict(rename or {}).pop(None, ()), targets or ())
-    entries = [_Entry(left, right) for left, right in (rename or {}).items() if left is not None]
-    rest = [name for name in specs if not any(entry.takes(name) for entry in entries)]
-    found, dropped = [Route((name,), (name,)) for name in rest], set[str]()
+    renamed = {name: rename(name) if callable(rename) else name for name in specs}
+    for name, new in renamed.items():
+        if not (new is None or isinstance(new, str)):
+            raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
+    sides = {} if rename is None or callable(rename) else dict(rename)
+    stays = _side(sides.pop(None), "right") if None in sides else ()
+    kept = {name for glob in stays for name in _matched(glob, targets or (), "rename, None", "path")}
+    entries = [_Entry(left, right) for left, right in sides.items()]
+    rest = _left_by(entries, specs)
+    found = [Route((name,), (new,)) for name in rest if (new := renamed[name]) is not None]
     for entry in entries:
-        entry.check(specs)
-        function = functions.pop(entry.left, None)
-        if entry.rights is None:
-            dropped |= {name for names in entry.found.values() for name in names.values()}
-        else:
-            found += entry.routes(specs, function, targets)
+        found += entry.routes(specs, functions.pop(entry.left, None), targets)
+    dropped = {name for entry in entries if not entry.rights for name in entry.taken}
+    dropped |= {name for name in rest if renamed[name] is None}
     return Routes(_with_functions(found, functions), dropped, kept)
 
 
-def _kept(side: object, targets: Collection[str]) -> set[str]:
-    """The targets that patterns under `None` name."""
-    kept = set[str]()
-    for pattern in _side(side, "right") if side != () else ():
-        found = {target for target in targets if pattern.match(target) is not None}
-        if not found:
-            raise ValueError(
-                f"rename, None: no array of the model is at {pattern.text!r}{nearest(pattern.text, targets)}"
-            )
-        kept |= found
-    return kept
+def _side(side: object, which: str) -> tuple[Glob, ...]:
+    texts = (side,) if isinstance(side, str) else side
+    if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        also = ", or None" if which == "right" else ""
+        raise TypeError(f"a {which} side of rename is a name, a glob or a tuple of these{also}, got {side!r}")
+    return tuple(map(Glob, texts))
 
 
-def _checked(transform: Transforms | None) -> dict[Any, Callable[..., Any]]:
-    functions = dict(transform or {})
-    for key, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(function)}")
-    return functions
+def _match(glob: Glob, name: str) -> Stars | None:
+    """The stars, if a glob matches a name. A name is also matched by its own text, whatever stands in it: `w[0]`."""
+    stars = glob.match(split_name(name))
+    return () if stars is None and not glob.stars and glob.text == name else stars
+
+
+def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hint: str = "") -> list[str]:
+    """The names that a glob of `rename` or `transform` matches; an error if there are none."""
+    found = [name for name in names if _match(glob, name) is not None]
+    if found:
+        return found
+    below = next((name for name in names if glob.selects(split_name(name))), None)
+    if below:
+        hint = f"; {glob.text}.** takes what is below it, as {below!r}"
+    raise ValueError(f"{of}: {glob.text!r} matches no {kind}{hint or nearest(glob.text, names)}")
 
 
 def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Route]:
-    """The routes with the functions of patterns over their sources."""
-    known = [name for route in found for name in route.sources]
+    """The routes with the functions of globs over their sources."""
     for key, function in functions.items():
         if not isinstance(key, str):
             raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
-        pattern = Pattern(key)
-        hits = [i for i, route in enumerate(found) if any(pattern.match(name) is not None for name in route.sources)]
-        if not hits:
-            at = [route.sources[0] for route in found if any(pattern.match(name) is not None for name in route.targets)]
-            hint = f"; it is where {at[0]!r} goes, so write that" if at else nearest(key, known)
-            raise ValueError(f"transform has {key!r}, which matches no name{hint}")
-        for i in hits:
-            route = found[i]
-            if route.kind or len(route.sources) + len(route.targets) > 2:
+        glob = Glob(key)
+        goes = [route.sources[0] for route in found if any(_match(glob, name) is not None for name in route.targets)]
+        hint = f"; it is where {goes[0]!r} goes, so write that" if goes else ""
+        names = _matched(glob, [name for route in found for name in route.sources], "transform", hint=hint)
+        for i, route in enumerate(found):
+            if set(route.sources).isdisjoint(names):
+                continue
+            if route.function in (stack, unstack) or len(route.sources) + len(route.targets) > 2:
                 raise ValueError(
                     f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others to "
-                    f"{route.targets[0]!r}; give the transform under the left side of rename that says so"
+                    f"{next(iter(route.targets), '')!r}; give the transform under the left side of rename that says so"
                 )
             if route.function is None:
                 found[i] = dataclasses.replace(route, function=function)
@@ -150,131 +149,120 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
 
 
 class _Entry:
-    """An entry of `rename`, and the names that it takes: by the text that their stars stand for, and by pattern."""
+    """An entry of `rename`, and the names that it takes: by which of its globs, and what the stars stand for."""
 
     def __init__(self, left: object, right: object) -> None:
         self.left = left
         self.lefts = _side(left, "left")
-        self.rights = None if right is None else _side(right, "right")
-        self.found: dict[tuple[Any, ...], dict[int, str]] = {}
-        if self.rights is None:
-            return
-        counts = [{pattern.stars for pattern in side} for side in (self.lefts, self.rights)]
+        self.rights: tuple[Glob, ...] = () if right is None else _side(right, "right")  # none: the names are dropped
+        self.taken: dict[str, tuple[int, Stars]] = {}
+        self._surplus = self._stars_more(right) if self.rights else 0
+
+    def _stars_more(self, right: object) -> int:
+        """The number of stars that the left side has more than the right one: 1 stacks, and -1 unstacks."""
+        counts = [{len(glob.stars) for glob in side} for side in (self.lefts, self.rights)]
         if max(map(len, counts)) > 1:
-            raise ValueError(f"rename, {left!r}: the patterns of one side have the same number of stars")
-        self.surplus = counts[0].pop() - counts[1].pop()
-        if abs(self.surplus) > 1 or (self.surplus and len(self.lefts) + len(self.rights) > 2):
+            raise ValueError(f"rename, {self.left!r}: the globs of one side have the same number of stars")
+        surplus = counts[0].pop() - counts[1].pop()
+        if abs(surplus) > 1 or (surplus and len(self.lefts) + len(self.rights) > 2):
             raise ValueError(
-                f"rename, {left!r}: the stars of the left side stand for those of the right one in order, and "
-                f"{right!r} has {-self.surplus:+} of them; one more on the left stacks one pattern of arrays, one more "
-                "on the right unstacks one array"
+                f"rename, {self.left!r}: the stars of the left side stand for those of the right one in order, and "
+                f"{right!r} has {-surplus:+} of them; one more on the left stacks the arrays of one glob, one more on "
+                "the right unstacks one array"
             )
-        # A star more on one side tells rows of a stack apart; so there is one pattern on each side.
-        self._right = self.rights[0]
-        longer = self.lefts[0] if self.surplus > 0 else self._right
-        if self.surplus and not longer.single:
-            raise ValueError(f"rename, {left!r}: the star that stacks or unstacks is a '*', and not '**'")
+        # A star more on one side tells rows of a stack apart; so there is one glob on each side.
+        if surplus and "*" not in (self.lefts if surplus > 0 else self.rights)[0].stars:
+            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks is a '*', and not '**'")
+        return surplus
 
-    def takes(self, name: str) -> bool:
-        """Whether the entry takes a name."""
-        for position, pattern in enumerate(self.lefts):
-            stars = pattern.match(name)
-            if stars is None:
-                continue
-            its = self.found.setdefault(stars, {})
-            if position in its and self.rights is not None:
-                raise ValueError(
-                    f"rename, {self.left!r}: it takes {its[position]!r} and {name!r}, which would go to one place; "
-                    "write a '*' for what tells them apart"
-                )
-            # Names to be dropped are only collected; others have the position of their pattern, that of an argument.
-            its[position if self.rights is not None else len(its)] = name
-            return True
-        return False
-
-    def check(self, names: Collection[str]) -> None:
-        """Checks that each pattern has taken a name."""
-        for position, pattern in enumerate(self.lefts):
-            if any(position in its for its in self.found.values()) or (self.rights is None and self.found):
-                continue
-            taken = [name for name in names if pattern.match(name) is not None]
-            if taken:
-                raise ValueError(f"rename has {pattern.text!r}, but entries before it take {taken[0]!r}; put it first")
-            below = next((name for name in names if Pattern(f"{pattern.text}.**").match(name) is not None), None)
-            hint = (
-                f"; {pattern.text}.** takes what is below it, as {below!r}" if below else nearest(pattern.text, names)
-            )
-            raise ValueError(f"rename has {pattern.text!r}, which matches no name{hint}")
+    def takes(self, name: str) -> Glob | None:
+        """The glob by which the entry takes a name."""
+        for number, glob in enumerate(self.lefts):
+            stars = _match(glob, name)
+            if stars is not None:
+                self.taken[name] = (number, stars)
+                return glob
+        return None
 
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
-        """The routes of the names that the entry has taken; of patterns that go together, where all are there."""
-        rights = [*(self.rights or ())]
-        if len(self.lefts) + len(rights) > 2 and function is None:
+        """The routes of the names that the entry has taken; of globs that go together, where all are there."""
+        if not self.rights:
+            return
+        if len(self.lefts) + len(self.rights) > 2 and function is None:
             verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
             raise ValueError(
-                f"rename, {self.left!r}: it {verb} arrays, and transform is to say how, by a function from one array "
-                f"for each source to one for each target, such as one that calls {example}: "
-                f"transform={{{self.left!r}: ...}}"
+                f"rename, {self.left!r}: it {verb} arrays, and transform is to say how, from one array for each source "
+                f"to one for each target, such as by {example}: transform={{{self.left!r}: ...}}"
             )
-        if self.surplus > 0:
-            yield from self._stacked(rights[0], function)
-            return
-        for stars, its in self.found.items():
+        row = self._star_of_rows() if self._surplus > 0 else None
+        together: dict[Stars, dict[int, str]] = {}
+        for name, (number, stars) in self.taken.items():
+            if row is not None:
+                number, stars = _number(stars[row]), stars[:row] + stars[row + 1 :]
+            other = together.setdefault(stars, {}).setdefault(number, name)
+            if other != name:
+                raise ValueError(
+                    f"rename, {self.left!r}: it takes {other!r} and {name!r}, which would go to one place; "
+                    "write a '*' for what tells them apart"
+                )
+        function = function or {1: stack, 0: None, -1: unstack}[self._surplus]
+        for stars, its in together.items():
             # Of `("*.q", "*.k")`, a layer that has `q` alone gives nothing: its name stays unused, which is reported.
-            if len(its) < len(self.lefts):
-                continue
-            sources = tuple(its[position] for position in range(len(self.lefts)))
-            if self.surplus == 0:
-                made = tuple(right.with_stars(stars) for right in rights)
-            elif targets is None:
-                made = self._numbered(stars, *specs[sources[0]].shape[:1])
-            else:
-                made = self._rows(stars, targets)
-            yield Route(sources, made, "unstack" if self.surplus else "", function)
+            if len(its) >= len(self.lefts):
+                sources = tuple(its[number] for number in sorted(its))
+                if self._surplus < 0:
+                    made = self._rows(stars, max(specs[sources[0]].shape[:1], default=1), targets)
+                else:
+                    made = tuple(right.filled(stars) for right in self.rights)
+                yield Route(sources, made, function)
 
-    def _stacked(self, right: Pattern, function: Callable[..., Any] | None) -> Iterator[Route]:
-        numbered = [i for i in self.lefts[0].single if all(stars[i].isdecimal() for stars in self.found)]
-        if not numbered:
-            raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
-        star = numbered[-1]
-        stacks: dict[tuple[Any, ...], dict[int, str]] = {}
-        for stars, its in self.found.items():
-            rows = stacks.setdefault(stars[:star] + stars[star + 1 :], {})
-            if int(stars[star]) in rows:
-                raise ValueError(f"rename, {self.left!r}: {rows[int(stars[star])]!r} and {its[0]!r} are one row")
-            rows[int(stars[star])] = its[0]
-        for stars, rows in stacks.items():
-            yield Route(tuple(rows[row] for row in sorted(rows)), (right.with_stars(stars),), "stack", function)
+    def _star_of_rows(self) -> int:
+        """The last star that stands for numbers alone."""
+        for at in reversed(range(len(self.lefts[0].stars))):
+            if all(_number(stars[at]) >= 0 for _, stars in self.taken.values()):
+                return at
+        raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
 
-    def _rows(self, stars: tuple[Any, ...], targets: Collection[str]) -> tuple[str, ...]:
-        """The paths of an array's rows among these, in numeric order."""
-        right = self._right
-        matched = [(target, found) for target in targets if (found := right.match(target)) is not None]
-        # The last star that stands for numbers is that of the rows; the others have what they have on the left.
-        for star in reversed(right.single):
+    def _rows(self, stars: Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
+        """The names of an array's rows: those among the targets, in numeric order, or else this many."""
+        right = self.rights[0]
+        if targets is None:
+            if right.stars.count("*") > 1:
+                raise ValueError(f"rename, {self.left!r}: write in {right.text!r} one '*' alone, that of the rows")
+            at = right.stars.index("*")
+            return tuple(right.filled((*stars[:at], str(row), *stars[at:])) for row in range(count))
+        matched = [(target, found) for target in targets if (found := _match(right, target)) is not None]
+        for at in reversed(range(len(right.stars))):  # the other stars have what they have on the left
             rows = {
-                int(found[star]): target
+                _number(found[at]): target
                 for target, found in matched
-                if found[star].isdecimal() and right.with_stars((*stars[:star], found[star], *stars[star:])) == target
+                if _number(found[at]) >= 0 and right.filled((*stars[:at], found[at], *stars[at:])) == target
             }
             if rows:
                 return tuple(rows[row] for row in sorted(rows))
         return ()
 
-    def _numbered(self, stars: tuple[Any, ...], count: int) -> tuple[str, ...]:
-        """Names of an array's rows, where no paths of a model tell them."""
-        right = self._right
-        if len(right.single) > 1:
-            raise ValueError(f"rename, {self.left!r}: write one '*' in {right.text!r}, that of the rows, and no other")
-        star = right.single[0]
-        return tuple(right.with_stars((*stars[:star], str(row), *stars[star:])) for row in range(count))
+
+def _number(star: Star) -> int:
+    """The number that a star stands for, or -1."""
+    return int(star) if isinstance(star, str) and star.isdecimal() else -1
 
 
-def _side(side: object, which: str) -> tuple[Pattern, ...]:
-    texts = (side,) if isinstance(side, str) else side
-    if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
-        also = ", or None" if which == "right" else ""
-        raise TypeError(f"a {which} side of rename is a name, a pattern or a tuple of these{also}, got {side!r}")
-    return tuple(map(Pattern, texts))
+def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
+    """Gives each name to the first entry that matches it, and returns those that none does."""
+    takers = {name: next(filter(None, (entry.takes(name) for entry in entries)), None) for name in names}
+    for entry in entries:
+        for number, glob in enumerate(entry.lefts):
+            if any(number == its for its, _ in entry.taken.values()):
+                continue
+            matched = _matched(glob, names, "rename")
+            is_default = glob.text == "**" and entry is entries[-1]
+            if not (is_default or (entry.taken and not entry.rights)):
+                earlier = dict.fromkeys(repr(taker.text) for name in matched if (taker := takers[name]))
+                raise ValueError(
+                    f"rename: {glob.text!r} comes too late: {', '.join(earlier)} before it took all that it matches; "
+                    "the first that matches a name has it"
+                )
+    return [name for name, taker in takers.items() if taker is None]

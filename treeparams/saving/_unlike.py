@@ -10,7 +10,7 @@ from .._slots.layout import index_of
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, quoted
-from ._contents import Contents, heads_of, histories_in, places_in_words, specs_in, state_in_words
+from ._contents import Contents, head_of, heads_of, histories_in, places_in_words, specs_in, state_in_words
 from ._file import File
 
 
@@ -26,12 +26,12 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         return
     for name in [name for name in leaves if name not in there]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    heads, others = set(map(_head, leaves)), dict[str, None]()
+    heads, others = set(map(head_of, leaves)), dict[str, None]()
     for name in [name for name in there if name not in leaves]:
-        if _head(name) in heads:
+        if head_of(name) in heads:
             yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
         else:
-            others[_head(name)] = None
+            others[head_of(name)] = None
     for other in others:
         yield (
             f"the file also holds {other!r}, which the tree has not; to take a part of a file, as 'model', write "
@@ -46,11 +46,6 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
         if here != there:
             yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
-
-
-def _head(name: str) -> str:
-    """The first entry of a name: which of several things in a file it belongs to."""
-    return name.partition(".")[0]
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
