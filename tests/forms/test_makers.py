@@ -153,7 +153,7 @@ def test_it_is_saved(tmp_path):
 
 def test_it_migrates_by_name():
     """To a model whose parameters lie in another order: what a rule has learned goes where its parameter does."""
-    tx, model, state = after_three_of_adam()
+    _, model, state = after_three_of_adam()
     other = {"net": model["layers"][::-1], "scale": model["scale"], "steps": model["steps"]}
     layout = tp.layout(other, freeze="scale")
     plan = saving.plan(LAYOUT, other, rename={f"layers.{i}.**": f"net.{34 - i}.**" for i in range(35)})

@@ -9,7 +9,18 @@ from jax.sharding import AxisType, PartitionSpec as P
 import treeparams as tp
 
 from ..zoo import ramp
-from .test_mesh import AUTO, EXPLICIT, assert_near, auto_within, axes, explicit_within, mesh_of, put, set_mesh, shard_map
+from .test_mesh import (
+    AUTO,
+    EXPLICIT,
+    assert_near,
+    auto_within,
+    axes,
+    explicit_within,
+    mesh_of,
+    put,
+    set_mesh,
+    shard_map,
+)
 
 LAYERS = {
     "layers": [{"b": ramp(4, start=k), "f": ramp(4, 2, start=k + 0.5), "w": ramp(4, 2, start=k)} for k in range(4)],

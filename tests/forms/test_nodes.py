@@ -144,7 +144,8 @@ NAMED = {  # the nodes, where they are not all that stand in `layers`
     "transposed from outside": lambda layers: layers["layers"],
     "slices of unlike sizes": lambda layers: layers["layers"],
 }
-TWICE = (  # differentiated twice; the derivative of a derivative cares for how rows are gathered, not for what nodes are
+# Differentiated twice: of a second derivative it matters how rows are gathered, not what the nodes are.
+TWICE = (
     "modules",
     "several of a shape, one frozen",
     "trained in one alone",
