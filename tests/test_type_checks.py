@@ -11,6 +11,7 @@ import pytest
 from . import type_checks
 
 CODE = """
+import dataclasses
 from jaxtyping import Array, Float
 
 def whole(x: "int | Later") -> str:
@@ -24,6 +25,11 @@ def square(x: Float[Array, "n n"]) -> int:
 class Later:
     def name(self, x: int) -> str:
         return str(x)
+
+@dataclasses.dataclass
+class Fields:
+    count: int
+    square: Float[Array, "n n"]
 """
 
 
@@ -54,6 +60,13 @@ def test_an_axis_of_one_name_has_one_length(module):
     assert module.square(jnp.ones((2, 2))) == 2
     with pytest.raises(jaxtyping.TypeCheckError, match="Float"):
         module.square(jnp.ones((2, 3)))
+
+
+def test_fields_are_checked(module):
+    assert module.Fields(1, jnp.ones((2, 2))).count == 1
+    for wrong in (("a", jnp.ones((2, 2))), (1, jnp.ones((2, 3)))):
+        with pytest.raises(jaxtyping.TypeCheckError, match="Fields"):
+            module.Fields(*wrong)
 
 
 def test_they_can_be_switched_off(module, without_type_checks):

@@ -5,6 +5,7 @@ function, it binds the arguments of every call and checks them twice. Few functi
 others.
 """
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -38,7 +39,12 @@ def _names_axes(hint: object) -> bool:
 
 
 def _checked(function: Any, typechecker: Any) -> Any:
-    if inspect.isclass(function) or any(map(_names_axes, function.__annotations__.values())):
+    if inspect.isclass(function):
+        made = getattr(function.__init__, "__globals__", {}).get("__name__")
+        if dataclasses.is_dataclass(function) and made not in (_names["__name__"], _of_jaxtyping.__module__):
+            function.__init__ = _checked(function.__init__, typechecker)
+        return function
+    if any(map(_names_axes, function.__annotations__.values())):
         return _of_jaxtyping(function, typechecker=typechecker)
     if not function.__annotations__:
         return function

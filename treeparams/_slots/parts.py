@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from .._tree.declare import registry
 from .._tree.lost_ties import keep_apart, note_ties
+from .._tree.messages import BEARTYPE
 from .._tree.recognise import structure_of
 from .._tree.static_keys import Values, contents, identical
 from .._tree.structure import Spec, Structure, flatten, same_treedef
@@ -236,8 +237,11 @@ def refuse_functions(rest: Rest[Any], slots: Sequence[Any], module: str) -> None
     # traced too, but it is the lambda that calls, and what it returns is fine.
     here: Any = inspect.currentframe()
     frame = here.f_back
-    while (caller := frame.f_globals.get("__name__", "")).startswith((module, "jaxtyping.", "beartype.")):
-        frame = frame.f_back  # the latter check calls at run time
+    while True:
+        caller, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+        if not (caller.startswith((module, "jaxtyping.", "beartype.")) or file.startswith(BEARTYPE)):
+            break  # before it were this module and the checks of annotations
+        frame = frame.f_back
     if caller.startswith("jax.") and caller.rpartition(".")[2] in _FLATTENING:
         raise TypeError(
             f"the model holds a {type(strange).__name__}, {strange!r:.80}, so it cannot be what jax.vmap or jax.jit "

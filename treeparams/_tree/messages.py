@@ -14,7 +14,8 @@ from .types import PyTree
 
 _warned_of: set[Hashable] = set()
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
-OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")
+BEARTYPE = "<@beartype(treeparams"  # the file of the functions that it makes
+OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), BEARTYPE)
 
 
 def warn(message: str, about: Hashable = None) -> None:
