@@ -20,6 +20,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import jaxtyping
 import pytest
 
+from . import type_checks
+
 _compiled: list[str] = []  # since the last time that they were forgotten
 
 
@@ -32,7 +34,7 @@ def pytest_configure(config):
     """Before any test is imported; the process that only hands tests to others starts them sooner without."""
     if config.getoption("dist", "no") != "no":
         return
-    jaxtyping.install_import_hook("treeparams", "beartype.beartype")
+    type_checks.install("treeparams")
 
     import jax
 

@@ -15,7 +15,11 @@ if shard_map is None:  # JAX 0.6
     from jax.experimental.shard_map import shard_map
 set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
 
-axes = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+axes = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+# Each law meets either kind of axes, and the mesh set and not; together the laws meet all four.
+explicit_within = pytest.mark.parametrize(("kind", "within"), [(AUTO, False), (EXPLICIT, True)])
+auto_within = pytest.mark.parametrize(("kind", "within"), [(AUTO, True), (EXPLICIT, False)])
 
 
 def mesh_of(kind, devices=4):
@@ -47,9 +51,16 @@ def want():
     return jax.value_and_grad(lambda v: loss(RESTRUCTURE(v), X))(VECTOR)
 
 
-@axes
-@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ()], ids=str)
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "spec", "within"),
+    [
+        (AUTO, ("x", None), False),
+        (AUTO, (None, "x"), True),
+        (EXPLICIT, ("x", None), True),
+        (EXPLICIT, (None, "x"), False),
+        (EXPLICIT, (), True),
+    ],
+)
 def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, want):
     mesh = mesh_of(kind, 2)
     model = put(MODEL, mesh) | {"w": put(MODEL["w"], mesh, *spec)}
@@ -76,8 +87,7 @@ def test_there_and_back_and_gradients_over_sharded_leaves(kind, spec, within, wa
     assert_near([whole, in_pieces, through], [want[1], want[1], 2 * MODEL["w"]])
 
 
-@axes
-@pytest.mark.parametrize("spec", [(), ("x",)], ids=str)
+@pytest.mark.parametrize(("kind", "spec"), [(AUTO, ()), (EXPLICIT, ("x",))])
 def test_a_padded_vector_lies_over_the_devices(kind, spec, want):
     mesh = mesh_of(kind)
     vector, restructure = tp.ravel(MODEL, LAYOUT, pad_to=4)
@@ -147,8 +157,7 @@ def test_accumulation_in_shard_map(kind, want):
     assert_near(jax.jit(inside)(VECTOR, RESTRUCTURE, put(X, mesh, "x")), [want] * 3)
 
 
-@axes
-@pytest.mark.parametrize("varying_first", [False, True])
+@pytest.mark.parametrize(("kind", "varying_first"), [(AUTO, False), (EXPLICIT, True)])
 def test_whole_and_varying_leaves_in_shard_map(kind, varying_first):
     mesh = mesh_of(kind)
     whole, apart = ramp(2, start=1), put(np.arange(8, dtype=np.float32), mesh, "x")

@@ -9,7 +9,18 @@ from jax.sharding import AxisType, PartitionSpec as P
 import treeparams as tp
 
 from ..zoo import ramp
-from .test_mesh import assert_near, axes, mesh_of, put, set_mesh, shard_map
+from .test_mesh import (
+    AUTO,
+    EXPLICIT,
+    assert_near,
+    auto_within,
+    axes,
+    explicit_within,
+    mesh_of,
+    put,
+    set_mesh,
+    shard_map,
+)
 
 LAYERS = {
     "layers": [{"b": ramp(4, start=k), "f": ramp(4, 2, start=k + 0.5), "w": ramp(4, 2, start=k)} for k in range(4)],
@@ -81,8 +92,7 @@ def spec_of(array):
     return (*spec, *[None] * (array.ndim - len(spec)))
 
 
-@axes
-@pytest.mark.parametrize("within", [False, True])
+@explicit_within
 def test_rows_of_stacks_lie_as_their_leaves(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh, {"b": ("x",), "f": ("x", None), "w": ("x", None), "head": ("x", None), "tail": ("x", None)})
@@ -107,8 +117,7 @@ def test_rows_of_stacks_lie_as_their_leaves(kind, within):
         np.testing.assert_allclose(tp.global_norm(stacks), tp.global_norm(STACKS), 1e-6)
 
 
-@axes
-@pytest.mark.parametrize("within", [False, True])
+@auto_within
 def test_views_of_stacks_over_devices(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh, {"b": ("x",), "w": ("x", None), "head": ("x", None), "tail": ("x", None)})
@@ -134,8 +143,7 @@ def test_views_of_stacks_over_devices(kind, within):
             assert jax.tree.map(spec_of, changed) == jax.tree.map(spec_of, stacks)
 
 
-@axes
-@pytest.mark.parametrize("rows", [False, True], ids=["axes of a row", "rows"])
+@pytest.mark.parametrize(("kind", "rows"), [(AUTO, True), (EXPLICIT, False), (EXPLICIT, True)])
 def test_gradients_in_stacks_over_devices(kind, rows):
     """Over the axes of each row, and over the rows: layers that lie on different devices."""
     mesh = mesh_of(kind, 2)
@@ -156,8 +164,7 @@ def test_gradients_in_stacks_over_devices(kind, rows):
         np.testing.assert_array_equal(restructure.view(stacks)["layers.3.w"], LAYERS["layers"][3]["w"])
 
 
-@axes
-@pytest.mark.parametrize("within", [False, True])
+@auto_within
 def test_leaves_of_one_shape_that_lie_differently(kind, within):
     mesh = mesh_of(kind, 2)
     model = over(mesh)  # `head` otherwise than the weights
@@ -190,8 +197,7 @@ def test_frozen_arrays_lie_as_they_did(kind):
     np.testing.assert_array_equal(node["t"], np.stack([ramp(4, 2, start=k) for k in range(4)]))
 
 
-@axes
-@pytest.mark.parametrize("within", [False, True])
+@explicit_within
 def test_many_rows_outside_of_a_trace(kind, within):
     mesh = mesh_of(kind, 2)
     model = [put(ramp(2, 2, start=k), mesh, "x", None) for k in range(130)]

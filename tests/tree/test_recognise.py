@@ -154,6 +154,15 @@ KEEPERS = {
 }
 
 
+@pytest.fixture
+def only_new_garbage():
+    """Collections look at what the test makes alone; to look at all that earlier tests have made takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("only_new_garbage")
 def test_no_array_is_kept_alive():
     def meet(keep: Any) -> weakref.ref[jax.Array]:
         array = jnp.ones(1000)
@@ -164,10 +173,11 @@ def test_no_array_is_kept_alive():
         return weakref.ref(array)
 
     held = {name: meet(keep) for name, keep in KEEPERS.items()}
-    gc.collect()  # takes seconds, so it is done once
+    gc.collect()
     assert {name: ref() for name, ref in held.items()} == dict.fromkeys(KEEPERS)
 
 
+@pytest.mark.usefixtures("only_new_garbage")
 def test_no_tracer_is_kept_alive():
     def f(x):
         model = Holder(jnp.ones(2) * x, lambda y: y + x)  # a static function that has captured a tracer
