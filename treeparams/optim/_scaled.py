@@ -75,10 +75,10 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
     layers, in a net that is `m` times as wide as the one that was tuned), or a slower encoder, `{"encoder": 0.1}`.
     Before a rule a factor scales the gradient, which Adam nearly undoes.
 
-    It is one rule with as many factors as you like. As a group of `optim.groups` for each factor, 48 rates take 13
-    times as long to trace. Groups are for other rules, and for schedules of their own. It stands anywhere within
-    `optim.trainable`, `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain
-    Optax it goes by the paths of the tree that it is given.
+    It is one rule with as many factors as you like: 48 groups over 769 leaves take five times as long to trace as 48
+    factors. Groups are for other rules, and for schedules of their own. It stands anywhere within `optim.trainable`,
+    `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain Optax it goes by the
+    paths of the tree that it is given.
 
     Args:
         factors: `{where: number}`, with any `where` of `tp.layout` that is hashable. A number may be a traced scalar,
