@@ -60,10 +60,12 @@ def test_an_alias_is_a_linear_function_of_its_source():
 
 def test_transforms_chain():
     model = {"a": leaf(2, 3), "b": leaf(3, 2), "c": leaf(3, 2)}
-    layout = tp.layout(model, ties={"c": ("b", jnp.negative), "b": ("a", jnp.transpose)})
+    ties = {"c": ("b", jnp.negative), "b": ("a", jnp.transpose)}
+    layout = tp.layout(model, ties=ties)
     np.testing.assert_array_equal(tp.combine(*tp.partition(model, layout))["c"], -model["a"].T)
+    assert layout.freeze("c") == layout.freeze("b") == layout.freeze("a")
     with pytest.raises(ValueError, match=r"'c' is negative of transpose of 'a', its source.*say it of the source 'a'"):
-        layout.freeze("c")
+        tp.layout(model, {"a": True, "b": True, "c": False}, ties=ties)
 
 
 def test_partials_are_equal_by_what_they_bind_and_its_type():

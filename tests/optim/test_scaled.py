@@ -110,12 +110,12 @@ def test_traced_factors_in_one_program_and_their_dtypes(form):
 
 @forms
 def test_no_constant_and_no_index_for_each_element(form):
-    model = {name: jnp.ones(2**10) for name in "abcd"}
+    model = {name: jnp.ones(2**13) for name in "abcd"}
     tx = form(optax.chain(optax.scale(-1.0), optim.scaled({"a": 0.5, "c": jnp.float32(2)})))
     lowered = jax.jit(tx.update).lower(model, tx.init(model), model)
     assert "gather" not in lowered.as_text()
     for text in (lowered.as_text(), lowered.compile().as_text()):
-        assert len(text) < 20_000  # constants would be written out
+        assert len(text) < 60_000  # of constants each element would be written out
 
 
 @forms

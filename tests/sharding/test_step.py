@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeparams as tp
 from treeparams import optim, sharding
+from treeparams._forms.makers import tree_of
 from treeparams.sharding._gradient import Gradient
 from treeparams.sharding._plan import placement_of
 from treeparams.sharding._update import Update
@@ -174,13 +175,31 @@ def test_the_update_by_itself():
     """Of a rule and an average, in JAX's convention of complex gradients."""
     params = {"a": jnp.array([1 + 2j], jnp.complex64), "b": jnp.ones(2)}
     gradients = {"a": jnp.array([3 + 4j], jnp.complex64), "b": jnp.full(2, 2.0)}
-    update = Update.of(optax.sgd(0.5), 0.75)
+    layout = tp.layout(params)
+    update = Update.of(optax.sgd(0.5), layout, tree_of(layout), 0.75)
     state, average = update.start(params)
     found, state, average = update.step(params, gradients, state, average, jnp.zeros(()))
     np.testing.assert_allclose(found["a"], [-0.5 + 4j])
     np.testing.assert_allclose(found["b"], [0, 0])
     np.testing.assert_allclose(average.average["b"], [0.75, 0.75])
-    assert Update.of(optax.sgd(0.5)).start(params)[1] is None
+    assert Update.of(optax.sgd(0.5), layout, tree_of(layout)).start(params)[1] is None
+
+
+@pytest.mark.parametrize("form", ["tree", "vector", "stacks"])
+def test_factors_by_name_in_every_form(form):
+    tx = optax.chain(optim.scaled({"layers.0": 0.25, "**.w": 2.0}), optax.sgd(0.1))
+    _, step, params, state = started(tx, {"**": "whole"}, form)
+    params, _, _ = step(params, state, *BATCH)
+    model, at_once = model_of(), optim.trainable(tx, LAYOUT)
+    want, _ = optim.step(at_once, tp.grad(loss, LAYOUT)(model, *BATCH), at_once.init(model), model)
+    plan = sharding.plan(LAYOUT, mesh_of(), {"**": "whole"}, form=form)
+    for got, wanted in zip(placement_of(plan).form.read(params), tp.trainables(want, LAYOUT).values(), strict=True):
+        np.testing.assert_allclose(got, wanted, 1e-5, 1e-6)
+    with pytest.raises(ValueError, match=r"'layer.0' selects nothing; nearest: 'layers"):
+        sharding.step(loss, optim.scaled({"layer.0": 0.25}), plan)
+    if form == "tree":
+        with pytest.raises(ValueError, match=r"'layer.0' selects nothing; nearest: 'layers"):
+            sharding.step(loss, optim.groups({"layer.0": optax.sgd(0.1)}, default=tx), plan)
 
 
 # -- Models ------------------------------------------------------------------------------------------------------------

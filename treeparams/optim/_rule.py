@@ -26,7 +26,7 @@ from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
 from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
-from ._scaled import check_scaled
+from ._scaled import ScaledState, check_scaled
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -37,6 +37,7 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
+    nodes_of,
     settled,
     steady,
 )
@@ -185,7 +186,12 @@ class Rule:
         """The update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
-        return Update(self.tx, shown, params, further, sight.by_parameter)
+        is_scaled = remembered(self, sight.layout, "scaled", functools.partial(self._is_scaled, sight.layout))
+        return Update(self.tx, shown, params, further, sight.by_parameter if is_scaled else None)
+
+    def _is_scaled(self, layout: Layout) -> bool:
+        """Whether `optim.scaled` is in the rule."""
+        return bool(nodes_of(ScaledState, self.like(layout).state))
 
     def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
         """Of each history that moves its number, the step of each slot as it has it, and its next state."""

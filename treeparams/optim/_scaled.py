@@ -13,7 +13,9 @@ import optax
 from jax.typing import ArrayLike
 
 from .._forms.block import Block
+from .._forms.form import Form
 from .._slots.index import Index
+from .._slots.layout import Layout, index_of
 from .._slots.rules import first_entries
 from .._slots.where import Where, name_of
 from .._tree.dtypes import common_dtype
@@ -54,6 +56,16 @@ def told(state: PyTree, by_parameter: ByParameter | None) -> PyTree:
     is_scaled = lambda node: isinstance(node, ScaledState)
     tell = lambda node: ScaledState(Keys(node.keys.wheres, by_parameter)) if is_scaled(node) else node
     return jax.tree.map(tell, state, is_leaf=is_scaled) if nodes_of(ScaledState, state) else state
+
+
+def spread(index: Index, layout: Layout, form: Form, given: Factors) -> PyTree:
+    """What `{where: number}` gives each parameter of a layout, 1 by default, in arrays that broadcast against a form.
+
+    The index is of the whole model.
+    """
+    numbers: list[Any] = [*given.values(), 1.0]
+    found = first_entries(index, [*given], asked=())  # `init` has checked that each is of use
+    return form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(layout).positions])
 
 
 def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:

@@ -12,11 +12,10 @@ from .._forms.owners import Division, Init
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Parts
-from .._slots.rules import first_entries
 from .._tree.types import PyTree
 from ._apart import Value, run_apart
 from ._history import History
-from ._scaled import ByParameter, Factors, told
+from ._scaled import ByParameter, spread, told
 from ._state import steady
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
@@ -38,7 +37,7 @@ class Update:
     gradients: PyTree
     params: PyTree
     extra: dict[str, Any]
-    by_parameter: ByParameter
+    by_parameter: ByParameter | None  # where `optim.scaled` is in the rule
 
     def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
         """What the rule makes of the gradients, and its next state."""
@@ -46,6 +45,8 @@ class Update:
 
     def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """The same of other gradients and parameters."""
+        if self.by_parameter is None:
+            return self.tx.update(gradients, before, params, **self.extra)
         made, after = self.tx.update(gradients, told(before, self.by_parameter), params, **self.extra)
         return made, told(after, None)
 
@@ -104,15 +105,9 @@ class Sight:
     @property
     def by_parameter(self) -> ByParameter:
         """From `{where: number}` to what it gives each parameter, 1 by default, in arrays that broadcast."""
-        return functools.partial(_spread, self.parts.index, self.layout, self.form)
+        return functools.partial(spread, self.parts.index, self.layout, self.form)
 
     def model(self, shown: PyTree) -> Any:
         """The model with these parameters; what is not shown is as it was."""
         found = zip(self.read(shown), self.parts.slots, strict=True)
         return self.parts.model([own if new is None else new for new, own in found])
-
-
-def _spread(index: Index, layout: Layout, form: Form, given: Factors) -> PyTree:
-    numbers: list[Any] = [*given.values(), 1.0]
-    found = first_entries(index, [*given], asked=())  # `init` has checked that each is of use
-    return form.spread([numbers[found.get(leaf, -1)] for leaf in index_of(layout).positions])

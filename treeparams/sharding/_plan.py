@@ -86,7 +86,7 @@ class Plan:
             ValueError: `tx` is `optim.trainable` or the like, which takes models; or does not keep its state parameter
                 by parameter, so that it cannot be told which array belongs to which.
         """
-        return sharding_of(self._placement.made(Update.of(tx).start))[0]
+        return sharding_of(self._placement.made(Update.of(tx, self._placement.layout, self._placement.form).start))[0]
 
     def average(self, average: Average) -> PyTree:
         """The `NamedSharding` of each array in an average of the parameters, a tree like that `tp.Ema`.

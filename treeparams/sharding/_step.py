@@ -10,9 +10,12 @@ import jax.tree_util as jtu
 
 from .._forms.mesh import automatic, lay
 from .._forms.restructure import Restructure
+from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
+from ..optim._groups import check_groups
+from ..optim._scaled import check_scaled
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement, described
@@ -112,10 +115,13 @@ def step(
         TypeError: `plan` is no plan, `average` makes no `tp.Ema`; `step`: the loss returns no real number.
     """
     _check_options(plan, split, loss_takes)
-    placement, update = placement_of(plan), Update.of(tx, average)
+    placement = placement_of(plan)
+    update = Update.of(tx, placement.layout, placement.form, average)
     pieces = count_of("microbatches", microbatches, "pieces")
     check_over_form(placement, update.rule)
     kept = placement.made(update.start)
+    check_groups(kept[0], index_of(placement.layout))
+    check_scaled(kept[0], index_of(placement.layout))
     check_moves(placement, update, kept)
     whole = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
     return whole.init, jax.jit(whole.step, donate_argnums=(0, 1))

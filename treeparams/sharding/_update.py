@@ -1,6 +1,7 @@
 """The update of a step: of parameters by gradients, with the state of a rule and an average."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._average import Ema
+from .._forms.form import Form
+from .._slots.layout import Layout, index_of
 from .._tree.text import describe
 from .._tree.types import PyTree
+from ..optim._scaled import ByParameter, spread, told
 from ..optim._state import ModelTransformation, extended, settled, steady
 from ..optim._step import added
 
@@ -24,17 +28,19 @@ class Update:
     """One step of a rule, and of an average if there is one."""
 
     rule: Any  # plain Optax that takes extra arguments
+    by_parameter: ByParameter
     make_average: Callable[[PyTree], Ema[Any]] | None = None
 
     @classmethod
-    def of(cls, tx: Any, average: Average | None = None) -> "Update":
-        """Of a rule, and of the user's words on the average."""
+    def of(cls, tx: Any, layout: Layout, form: Form, average: Average | None = None) -> "Update":
+        """Of a rule over a form of a model, and of the user's words on the average."""
         if isinstance(tx, ModelTransformation):
             raise ValueError(
                 "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
                 "form how it rests: pass what is within it, such as optax.adam(1e-3)"
             )
-        return cls(extended(tx), None if average is None else ema_maker(average))
+        by_parameter = functools.partial(spread, index_of(layout), layout, form)
+        return cls(extended(tx), by_parameter, None if average is None else ema_maker(average))
 
     def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
         """The state of the rule, and the average."""
@@ -45,11 +51,12 @@ class Update:
         self, params: PyTree, gradients: PyTree, state: PyTree, average: Ema[Any] | None, value: jax.Array
     ) -> tuple[PyTree, PyTree, Ema[Any] | None]:
         """The next parameters, state and average, of gradients in JAX's convention."""
-        updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), state, params, value=value)
+        before = told(state, self.by_parameter)
+        updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
         leaves, treedef = jtu.tree_flatten(params)
         leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
         params = treedef.unflatten(leaves)
-        return params, steady(after, state), None if average is None else average.update(params)
+        return params, steady(told(after, None), state), None if average is None else average.update(params)
 
 
 def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
