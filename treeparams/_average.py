@@ -99,7 +99,7 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
         decay: the weight of `average`, a number in [0, 1] or a traced scalar, which never promotes a dtype.
         buffers: the policy for integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
             own; `"keep"` leaves the average's; `"average"` averages the floating ones and copies the others. Or
-            `{where: policy}`; a later entry wins, and arrays that no entry selects are copied.
+            `{where: policy}`: the first entry that selects an array gives its policy, and the others are copied.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
@@ -107,7 +107,8 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
 
     Raises:
         ValueError: `decay` is not in [0, 1]; the model lacks an array of the average, or has another shape there;
-            `buffers` is no policy, or selects nothing; as `tp.layout`.
+            `buffers` is no policy, or an entry of it selects nothing, or nothing that earlier ones left; as
+            `tp.layout`.
         TypeError: the model is complex where the average is real; `tau` in place of `decay`.
     """
     parts, step = take_apart(average, trainable), step_size(decay)

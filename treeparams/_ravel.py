@@ -101,7 +101,7 @@ def stack(
         model: any pytree.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         groups: `{name: where}`. Each group has stacks of its own, so that labels, masks and shardings apply to it as a
-            subtree; the first that selects a parameter has it. A tie goes where its own path goes.
+            subtree; the first that selects a parameter has it. A tie goes where its source goes.
 
     Returns:
         `{key: array}`, or `{group: {key: array}}`: for each shape and dtype among the slots, `"float32[4,4]"`, an array
@@ -111,8 +111,8 @@ def stack(
         And the `Restructure`. Nothing trained: `{}`.
 
     Raises:
-        ValueError: a group selects nothing or only aliases, or a parameter is in none (one that earlier groups left
-            empty is `{}`); as `tp.layout`.
+        ValueError: a group selects nothing, or nothing that earlier groups left, or a further place alone of an array;
+            a parameter is in none. (A group of frozen parameters alone is `{}`.) As `tp.layout`.
         TypeError: `groups` is no dictionary; as `tp.layout`.
     """
     parts = take_apart(model, trainable)

@@ -208,7 +208,7 @@ class Restructure(Generic[M]):
             where nodes hold functions write `eqx.filter_vmap` for `jax.vmap`.
 
         Raises:
-            ValueError: `where` matches no node, or a list of nodes in place of those in it; the nodes differ in
+            ValueError: `where` selects nothing, or a list of nodes in place of those in it; the nodes differ in
                 structure, shape, dtype, static fields or in a leaf that is no array, with paths; as for calling.
             TypeError: as for calling.
         """

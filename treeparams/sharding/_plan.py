@@ -216,7 +216,8 @@ def plan(
     Args:
         model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
         mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`.
-        rules: `{where: rule}`; the first that matches a parameter says how it lies:
+        rules: `{where: rule}`; the first that selects a parameter says how it lies, and one that earlier rules left
+            nothing is an error:
 
             - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
               in equal parts (it is padded);
