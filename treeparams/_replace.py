@@ -87,6 +87,8 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
 def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
     """The aliases with a transform that a `where` names, and not their sources, by the source."""
+    if not any(alias.transforms for alias in index.ties):
+        return {}
     selected = [match.leaves() for match in read(index.structure, where)[0]]
     others = frozenset[int]().union(*[leaves for leaves in selected if not leaves <= index.follows.keys()])
     named = frozenset[int]().union(*selected) - others

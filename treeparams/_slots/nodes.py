@@ -29,8 +29,6 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
     every = range(len(structure.specs))
     for match in (*chosen, *away):
         found_in(structure, match, every, "leaf")
-    if not chosen:
-        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
     taken = frozenset[int]().union(*[match.leaves() for match in away])
     # From the largest to the smallest, so that a node is met before all that is below it: the outermost is found.
     found, covered = list[Span](), set[int]()

@@ -29,7 +29,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
     if mask is not None:
         return {i: mask[i] for i in structure.parameters}
     every = frozenset(structure.parameters).difference(follows)
-    chosen, away = ([], []) if trainable is None else read(structure, trainable)
+    chosen, away = ([], []) if trainable is None else read(structure, trainable, may_only_take=True)
     selected = frozenset[int]() if chosen else every
     for match in chosen:
         found = found_in(structure, match, structure.parameters)

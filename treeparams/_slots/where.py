@@ -79,7 +79,7 @@ class Match(NamedTuple):
         return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
 
 
-def read(structure: Structure, where: object) -> tuple[list[Match], list[Match]]:
+def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[Match], list[Match]]:
     """What a `where` selects and what it takes away, for each single one in it."""
     chosen: list[Match] = []
     away: list[Match] = []
@@ -101,6 +101,8 @@ def read(structure: Structure, where: object) -> tuple[list[Match], list[Match]]
                 "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable "
                 f"from the model to nodes of it, or a sequence of these), got {describe(each)}: {each!r:.80}"
             )
+    if not (chosen or may_only_take):
+        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
     return chosen, away
 
 
@@ -196,22 +198,28 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
     if type(found) not in (list, tuple):  # as in eqx.tree_at, where a list is several nodes
         return [Match(where, tuple(_nodes_in(structure, number, found)))]
     nodes = [tuple(_nodes_in(structure, number, each)) for each in found]
-    if len(list(_nodes_in(structure, number, found))) == 1:  # a list that the model holds is named as a whole
+    if _node(structure, number, found) is not None:  # a list that the model holds is named as a whole
         nodes = [tuple(itertools.chain(*nodes))]
     return [Match(where, spans, is_listed=True) for spans in nodes]
 
 
 def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) -> Iterator[Span]:
     """The nodes of the model in a tree that is one, or is made of some."""
+    node = _node(structure, number, found)
+    if node is not None:
+        yield node
+    elif jtu.tree_leaves(found):
+        for child in jtu.tree_leaves(found, is_leaf=lambda each: each is not found):
+            yield from _nodes_in(structure, number, child)
+
+
+def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Span | None:
+    """The node of the model that a tree is; `None` if it is none."""
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    match = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
-    if match is not None and numbers == list(range(match.start, match.stop)):
-        yield match
-    elif numbers:
-        for child in jtu.tree_leaves(found, is_leaf=lambda node: node is not found):
-            yield from _nodes_in(structure, number, child)
+    node = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
+    return node if node is not None and numbers == list(range(node.start, node.stop)) else None
 
 
 def _by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
@@ -259,8 +267,6 @@ def select(
     """
     among = structure.parameters if among is None else among
     chosen, away = read(structure, where)
-    if not chosen:
-        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
     find = functools.partial(found_in, structure, among=among, kind=kind, may_be_empty=may_be_empty)
     sides = [frozenset[int]().union(*[whole(find(each), follows) for each in side]) for side in (chosen, away)]
     if sides[0] <= sides[1] and not may_be_empty:

@@ -24,9 +24,8 @@ from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
-from ._groups import check_groups
 from ._history import History, asked, regrouped, remembered
-from ._scaled import ScaledState, check_scaled
+from ._scaled import ScaledState, check_names
 from ._separability import Kinds, check_form
 from ._sight import Run, Sight, Update, slots_of
 from ._state import (
@@ -92,8 +91,7 @@ class Rule:
             warn(nothing_trained(parts.index))
             return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
         run = self.fresh(parts)
-        check_groups(run, parts.index)
-        check_scaled(run, parts.index)
+        check_names(run, parts.index)
         divisions = (self.like(parts.layout, run).division,)
         roles = Roles(parts.layout, (positions,), (), (0,), divisions)
         state = TrainableState((run,), (), (jnp.zeros((), jnp.int32),), roles)

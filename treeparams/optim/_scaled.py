@@ -24,7 +24,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._entries import Keys, entries_of
-from ._groups import are_stacks
+from ._groups import are_stacks, check_groups
 from ._state import nodes_of
 
 Factors = Mapping[Where, ArrayLike]
@@ -184,8 +184,9 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     ])
 
 
-def check_scaled(state: PyTree, index: Index) -> None:
-    """Checks the keys of factors in the whole model: in groups, and over vectors and stacks, not all is there."""
+def check_names(state: PyTree, index: Index) -> None:
+    """Checks the keys of groups and factors in the whole model, of which a rule is shown the trained parameters."""
+    check_groups(state, index)
     for node in nodes_of(ScaledState, state):
         first_entries(index, node.keys.wheres)
 

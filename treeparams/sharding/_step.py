@@ -14,8 +14,7 @@ from .._slots.layout import index_of
 from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
-from ..optim._groups import check_groups
-from ..optim._scaled import check_scaled
+from ..optim._scaled import check_names
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement, described
@@ -120,8 +119,7 @@ def step(
     pieces = count_of("microbatches", microbatches, "pieces")
     check_over_form(placement, update.rule)
     kept = placement.made(update.start)
-    check_groups(kept[0], index_of(placement.layout))
-    check_scaled(kept[0], index_of(placement.layout))
+    check_names(kept[0], index_of(placement.layout))
     check_moves(placement, update, kept)
     whole = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
     return whole.init, jax.jit(whole.step, donate_argnums=(0, 1))
