@@ -3,7 +3,7 @@
 A *layout* says once, statically, which leaves train and which of them are one; everything else is a walk over it. The
 folders and files, from the ground up - each imports only from those above it:
 
-    _tree         any pytree: what is static about it, paths, dtypes, declarations, messages
+    _tree         any pytree: what is static about it, paths, dtypes, declarations, messages; copy
     _programs     programs as JAX traces them, and what their results depend on
     _slots        from a model to its slots: layouts, ties, a model taken apart; layout, project, partition, combine
     _forms        where slots lie: the canonical tree, one vector, stacks; what a rule keeps; Restructure, View
@@ -12,7 +12,8 @@ folders and files, from the ground up - each imports only from those above it:
     _walk         maptrainable, biwalk, mapreduce, trainables
     _reached      reached: what a function has derivatives in
     _grad         grad, value_and_grad, accumulate
-    _average      copy, ema, Ema
+    _mixing       one step of an average, and the policies of `buffers`
+    _average      ema, Ema
     _tie          tie, untie
     _replace      replace: other values of some parameters
     _ravel        ravel, stack
@@ -26,7 +27,7 @@ folders and files, from the ground up - each imports only from those above it:
     plot          pictures of layouts; a module of its own, imported by name
 """
 
-from ._average import Ema as Ema, copy as copy, ema as ema
+from ._average import Ema as Ema, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
 from ._forms.view import View as View
@@ -44,6 +45,7 @@ from ._slots.trainable import layout as layout
 from ._slots.where import leaves as leaves
 from ._summary import Summary as Summary, summary as summary
 from ._tie import tie as tie, untie as untie
+from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
 from ._tree.difference import Diff as Diff
 from ._walk import (

@@ -7,7 +7,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from ._average import copy_leaf
+from ._tree.copying import copy_leaf
 from ._slots.layout import Layout
 from ._slots.said import declaring_nodes
 from ._slots.ties import Alias, checked, find_ties, parameter_at

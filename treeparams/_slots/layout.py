@@ -92,8 +92,8 @@ class Layout:
     def mask(self) -> PyTree:
         """A tree of the model's structure: `True` at each trained parameter, aliases included.
 
-        As it is for `eqx.partition(model, mask)`; for Optax write `optax.masked(tx, lambda _: mask)`, since it *calls*
-        a mask that is callable, as a Module may be.
+        `eqx.partition(model, mask)` and `optax.adamw(1e-3, mask=mask)` take it as it is, also where the model is
+        callable: Optax looks at the leaves of a mask.
         """
         return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
 

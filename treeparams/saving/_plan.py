@@ -8,8 +8,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import jax.tree_util as jtu
 import numpy as np
 
-from .._average import Ema, copy_leaf
+from .._average import Ema
 from .._slots.layout import Trainable
+from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.text import describe, first_few, in_columns, quoted
 from ..optim import TrainableState
