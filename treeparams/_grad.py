@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
-from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
+from ._slots.untrained import warn_of_nothing
 from ._tree.dtypes import widened
-from ._tree.messages import name_deleted, warn
+from ._tree.messages import name_deleted
 from ._tree.text import count_of, describe, quoted
 from ._tree.types import PyTree
 
@@ -82,7 +82,7 @@ def value_and_grad(
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         parts = take_apart(model, trainable)
         if not parts.slots:
-            warn(nothing_trained(parts.index))
+            warn_of_nothing(parts.index)
             return call(model, *args, **kwargs), parts.canonical(())
         hit = [True] * len(parts.slots) if unreached == "zeros" else reaches(call, parts, args, kwargs, has_aux)
         if unreached == "error" and not all(hit):
@@ -163,14 +163,6 @@ def grad(
     return gradient
 
 
-def nothing_trained(index: Index) -> str:
-    """The message that nothing is trained, and why."""
-    frozen = [index.structure.paths[i] for i in index.structure.parameters]
-    if not frozen:
-        return "nothing is trained: the model has no floating or complex arrays"
-    return f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)"
-
-
 # -- In pieces ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +213,7 @@ def accumulate(
         parts, examples = take_apart(model, trainable), _count_examples(batch)
         devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
         if not parts.slots:
-            warn(nothing_trained(parts.index))
+            warn_of_nothing(parts.index)
 
         def of_piece(slots: Sequence[jax.Array], start: ArrayLike, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)

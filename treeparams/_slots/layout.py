@@ -23,6 +23,7 @@ from .._tree.types import PyTree
 from .index import Index, Slot
 from .said import Said, change
 from .ties import Alias, settle
+from .untrained import no_arrays
 from .where import Where, select
 
 
@@ -248,7 +249,8 @@ class Layout:
         lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
         total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
         held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
-        return "\n".join([*lines, total + held])
+        others = no_arrays(self._index.structure)
+        return "\n".join([*lines, total + held, *([f"not trained: {others}"] if others else [])])
 
 
 Layout.__module__ = "treeparams"

@@ -26,6 +26,15 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
+def kind_of(value: object) -> str:
+    """What a leaf is that is no array.
+
+    >>> kind_of(0.5), kind_of(len)
+    ('float', 'function')
+    """
+    return "function" if callable(value) else type(value).__name__
+
+
 def in_text(value: object) -> str:
     """A value and its type; of an array dtype and shape, of a function or class the name.
 
