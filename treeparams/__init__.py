@@ -27,6 +27,10 @@ folders and files, from the ground up - each imports only from those above it:
     plot          pictures of layouts; a module of its own, imported by name
 """
 
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._average import Ema as Ema, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
@@ -55,4 +59,27 @@ from ._walk import (
     trainables as trainables,
 )
 
+if _TYPE_CHECKING:
+    from . import (
+        matrices as matrices,
+        nested as nested,
+        optim as optim,
+        plot as plot,
+        saving as saving,
+        sharding as sharding,
+    )
+
 __version__ = "0.1.0"
+
+_MODULES = ("matrices", "nested", "optim", "plot", "saving", "sharding")
+
+
+def __getattr__(name: str) -> _ModuleType:
+    # `optim` is the name of a variable in most programs: write `tp.optim`, and it is imported when you do.
+    if name in _MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

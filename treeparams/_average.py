@@ -48,8 +48,8 @@ def ema(
     stops moving once a step is below half the spacing between neighbouring numbers: a `UserWarning`, once for each kind
     of model, says so and points to `tp.Ema`, which keeps float32.
 
-    For the soft update of a target network you may give `tau`, which is `1 - decay`. It is rounded as the literature and
-    `optax.incremental_update` write it, `tau * model + (1 - tau) * average`: within `jit` to the last bit, so that a
+    For the soft update of a target network you may give `tau`, which is `1 - decay`. It is rounded as
+    `optax.incremental_update` rounds it, `tau * model + (1 - tau) * average`: within `jit` to the last bit, so that a
     program that you port keeps its numbers. With `decay` the average is closer to one in float64, since the two weights
     of the other formula do not add up to one. After 10^6 float32 steps towards a noisy model the relative errors were
     2e-7 and 9e-7 at `tau=0.005`, 6e-7 and 1e-5 at 0.001, 2e-6 and 2e-4 at 0.0001; in bfloat16 they are equal. Where

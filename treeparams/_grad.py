@@ -7,7 +7,7 @@ differentiates with respect to whole arguments, and prunes nothing that it was a
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, get_args, overload
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,25 @@ Aux = TypeVar("Aux")
 Unreached = Literal["zeros", "none", "error"]
 
 
+@overload
 def value_and_grad(
     f: Callable[P, R], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
-) -> Callable[P, tuple[R, PyTree]]:
+) -> Callable[P, tuple[R, PyTree]]: ...
+
+
+@overload
+def value_and_grad(
+    *, trainable: Trainable = None, has_aux: bool = False, unreached: Unreached = "zeros"
+) -> Callable[[Callable[P, R]], Callable[P, tuple[R, PyTree]]]: ...
+
+
+def value_and_grad(
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
+) -> Callable[..., Any]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -42,6 +58,8 @@ def value_and_grad(
     (True, Array([1.], dtype=float32))
 
     Frozen arrays cost no backward work, and in the program around they stay arguments of the `jit`, not constants.
+    As a decorator it takes options alone: `@tp.value_and_grad(has_aux=True)`.
+
     Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX: the gradient is
     the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
 
@@ -74,9 +92,11 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    call = cast(Callable[..., Any], f)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
+    if f is None:
+        return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
+    call = _checked(f, "value_and_grad")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -102,7 +122,16 @@ def value_and_grad(
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
-    return cast(Any, value_and_gradient)
+    return value_and_gradient
+
+
+def _checked(f: Any, verb: str) -> Callable[..., Any]:
+    """The function to differentiate; options that stand in its place are refused."""
+    if not callable(f):
+        raise TypeError(
+            f"expected a function of the model, got {describe(f)}; name the options: tp.{verb}(trainable=...)"
+        )
+    return f
 
 
 @overload
@@ -121,8 +150,18 @@ def grad(
 ) -> Callable[P, PyTree]: ...
 
 
+@overload
 def grad(
-    f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+    *, trainable: Trainable = None, has_aux: bool = False, unreached: Unreached = "zeros"
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+
+
+def grad(
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
@@ -153,7 +192,9 @@ def grad(
     Warns:
         UserWarning: nothing is trained.
     """
-    with_value = value_and_grad(f, trainable, has_aux, unreached=unreached)
+    if f is None:
+        return functools.partial(grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
+    with_value = value_and_grad(_checked(f, "grad"), trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -166,9 +207,21 @@ def grad(
 # -- In pieces ---------------------------------------------------------------------------------------------------------
 
 
+@overload
 def accumulate(
     f: Callable[P, Any], trainable: Trainable = None, *, pieces: SupportsIndex
-) -> Callable[P, tuple[jax.Array, PyTree]]:
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+
+
+@overload
+def accumulate(
+    *, trainable: Trainable = None, pieces: SupportsIndex
+) -> Callable[[Callable[P, Any]], Callable[P, tuple[jax.Array, PyTree]]]: ...
+
+
+def accumulate(
+    f: Callable[..., Any] | None = None, trainable: Trainable = None, *, pieces: SupportsIndex
+) -> Callable[..., Any]:
     """Value and gradient of a mean loss over a batch that is taken in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -206,7 +259,10 @@ def accumulate(
     Warns:
         UserWarning: nothing is trained.
     """
-    pieces, call = count_of("pieces", pieces, "pieces"), cast(Callable[..., Any], f)
+    pieces = count_of("pieces", pieces, "pieces")
+    if f is None:
+        return functools.partial(accumulate, trainable=trainable, pieces=pieces)
+    call = _checked(f, "accumulate")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
@@ -223,7 +279,7 @@ def accumulate(
         value, grads = _summed(of_piece, slots, examples, size=devices * -(-examples // (devices * pieces)))
         return value, parts.canonical(grads)
 
-    return cast(Any, value_and_gradient)
+    return value_and_gradient
 
 
 def _summed(

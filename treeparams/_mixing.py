@@ -34,19 +34,23 @@ class Weights(NamedTuple):
 
 def weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> Weights:
     """The weights that one of `decay` and `tau` says; a Python number is subtracted in double precision."""
-    if (decay is None) == (tau is None):
-        raise TypeError(
-            "give one of decay, the weight of the average, and tau = 1 - decay, the weight of the model; got "
-            + ("neither" if tau is None else "both")
-        )
-    name, value = ("decay", decay) if tau is None else ("tau", tau)
+    if decay is None and tau is not None:
+        _check_weight("tau", tau)
+        return Weights(tau, None if isinstance(tau, (int, float)) and tau == 1 else 1 - tau)
+    if decay is not None and tau is None:
+        _check_weight("decay", decay)
+        return Weights(1 - decay, None)
+    raise TypeError(
+        "give one of decay, the weight of the average, and tau = 1 - decay, the weight of the model; got "
+        + ("neither" if tau is None else "both")
+    )
+
+
+def _check_weight(name: str, value: ArrayLike) -> None:
     if jnp.ndim(value) != 0:
         raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
     if isinstance(value, (int, float)) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
-    if tau is None:
-        return Weights(1 - decay, None)
-    return Weights(tau, None if isinstance(tau, (int, float)) and tau == 1 else 1 - tau)
 
 
 @jax.jit
