@@ -1,4 +1,4 @@
-"""Tables, and values in words, for messages and prints."""
+"""Columns of text, and values in words, for messages and prints."""
 
 import contextlib
 import importlib
