@@ -283,3 +283,10 @@ def test_optax_takes_a_mask_of_a_callable_model_as_it_is():
     tx = optax.add_decayed_weights(0.5, mask=tp.layout(model).mask)
     updates, _ = tx.update(Callable(np.zeros(2, np.float32)), tx.init(model), model)
     np.testing.assert_allclose(updates.w, 0.5 * model.w, 1e-6)
+
+
+def test_paths_are_completed_in_a_notebook():
+    shared = ramp(2)
+    vector, restructure = tp.ravel({"a": shared, "b": shared, "c": {"d": ramp(1)}})
+    assert restructure.layout._ipython_key_completions_() == ["a", "b", "c.d"]
+    assert restructure.view(vector)["c"]._ipython_key_completions_() == ["c.d"]

@@ -102,6 +102,9 @@ class Layout:
         """The slot at a path; an alias finds its slot."""
         return self.slots[slot_at(self, path)]
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [path for slot in self.slots for path in (slot.path, *slot.aliases)]
+
     # -- Positions in the vector
 
     def slice(self, path: str) -> slice:
