@@ -116,7 +116,6 @@ def _or_zero(leaf: Any, step: Any) -> Any:
     if is_array(leaf):
         # There is no sum with a PRNG key, so that no update is right for code that adds one to each leaf.
         is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
-        zero = complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0
-        return jnp.full_like(leaf, zero) if is_number else None
+        return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
     # Numbers too: a plain `jax.jit` makes arrays of them.
-    return -type(leaf)(0) if isinstance(leaf, (bool, int, float, complex, np.number)) else None
+    return type(leaf)(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None
