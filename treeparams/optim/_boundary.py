@@ -118,4 +118,5 @@ def _or_zero(leaf: Any, step: Any) -> Any:
         is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
         return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
     # Numbers too: a plain `jax.jit` makes arrays of them.
-    return type(leaf)(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None
+    kind: Any = type(leaf)
+    return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None

@@ -130,7 +130,9 @@ def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.
     >>> from treeparams import optim
     >>> model = {"w": jnp.array([1.0, 2.0]), "steps": 3, "activation": jnp.tanh}
     >>> loss = lambda model: jnp.sum(model["w"] ** 2)
-    >>> tx = optim.trainable(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True)))
+    >>> tx = optim.trainable(
+    ...     optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
+    ... )
     >>> state, value_and_grad = tx.init(model), optim.value_and_grad_from_state(loss)
     >>> for _ in range(2):
     ...     value, grads = value_and_grad(model, state=state)
