@@ -50,7 +50,7 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
 
     The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters. What it
     has learned about frozen parameters, and about integers, is dropped. For a tie it has an array at each of its
-    places: they must be equal.
+    places: they must be equal. Of complex parameters it must have been given the conjugates of JAX's gradients.
 
     Args:
         tx: an `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` around the rule that made the state.
@@ -105,22 +105,23 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
         found.append(_one_of(index, given, here) if has_value else None)
     shapes = list(tree.copies.arrays.items())
     missing = [join_path(entries) for (entries, _), array in zip(shapes, found, strict=True) if array is None]
+    rest = [name for name in given if name not in taken]
     if missing:
         raise ValueError(
-            f"the state has nothing at {first_few(missing)}, where the transformation keeps an array: it was made by "
-            "another one, or over another tree. Its paths are those of tx.init(eqx.filter(model, eqx.is_array)), such "
-            f"as {first_few([join_path(each) for each in given if each not in taken]) or 'none'}"
+            f"the state has nothing at {first_few(missing)}, where the transformation keeps an array, but has "
+            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another one, or over a tree of "
+            "other paths than eqx.filter(model, eqx.is_array)"
         )
     for (entries, want), array in zip(shapes, found, strict=True):
         _check_kind(entries, want, array)
     places = {owners.place for _, owners in owned if owners is not None}
-    _check_rest(index, places, [name for name in given if name not in taken])
+    _check_rest(index, places, rest)
     return found
 
 
 def _places_of(index: Index, leaf: int) -> list[Alias]:
-    """The source of a tie and its aliases; of an untied parameter itself."""
-    return [Alias(leaf, leaf, ()), *index.aliases.get(leaf, ())]
+    """The source of a tie and its aliases, those with a transform last; of an untied parameter itself."""
+    return [Alias(leaf, leaf, ()), *sorted(index.aliases.get(leaf, ()), key=lambda alias: bool(alias.transforms))]
 
 
 def _at(place: Place, index: Index, leaf: int) -> Entries:
@@ -158,7 +159,8 @@ def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> No
     """Refuses arrays that are of no frozen array of the model."""
     entries = index.structure.entries
     known = {_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf}
-    lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, name)]
+    leaf_at = {own: leaf for leaf, own in enumerate(entries)}
+    lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
     if lost:
         raise ValueError(
             f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another one, "
@@ -166,12 +168,11 @@ def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> No
         )
 
 
-def _is_of_untrained(index: Index, name: Entries) -> bool:
+def _is_of_untrained(index: Index, leaf_at: Mapping[Entries, int], name: Entries) -> bool:
     """Whether an array is of a leaf that is not trained, at a place that no trained one has, as in a group of its own.
 
     Of a list, positions of a chain may be paths of parameters, too. So the longest path in it counts, and the last.
     """
-    leaf_at = {own: leaf for leaf, own in enumerate(index.structure.entries)}
     spans = [(stop - start, start) for start in range(len(name)) for stop in range(start + 1, len(name) + 1)]
     size, start = max([span for span in spans if name[span[1] : sum(span)] in leaf_at], default=(0, 0))
     return size > 0 and leaf_at[name[start : start + size]] not in index.by_leaf and name[-1:] not in _COUNTS
@@ -226,25 +227,25 @@ def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
             f"parameters have not taken their steps together ({'; '.join(steps)}), and plain Optax has one count for "
             "all of them; begin with its own init"
         )
-    _check_params(params, ours.layout)
+    known = _known_in(params, ours.layout)
     fresh = settled(rule.tx.init(params))
     found = dict(entries_of(fresh))
-    for history in [*held, *running]:
-        is_running = history is running[-1]
-        for entries, array in _as_plain(history, is_running=is_running):
-            if entries not in found and is_running:
-                raise ValueError(
-                    f"the state has {join_path(entries)!r}, and plain Optax over params has no place for it"
-                )
-            if entries in found:
-                like = found[entries]
-                array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
-                _check_kind(entries, like, array)
-                found[entries] = array
+    shared = [(entries, history.copies.shared(entries)) for history in running for entries in history.copies.common]
+    trained = [each for history in running for each in _as_plain(history, known)]
+    lost = [join_path(entries) for entries, _ in [*shared, *trained] if entries not in found]
+    if lost:
+        raise ValueError(f"the state has {first_few(lost)}, for which plain Optax over params has no place")
+    for entries, array in [*(each for history in held for each in _as_plain(history, known)), *shared, *trained]:
+        if entries in found:
+            like = found[entries]
+            array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+            _check_kind(entries, like, array)
+            found[entries] = array
     return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()), jax.tree.leaves(params))
 
 
-def _check_params(params: PyTree, layout: Layout) -> None:
+def _known_in(params: PyTree, layout: Layout) -> Set[str]:
+    """The paths of a tree that plain Optax takes, which has all that is trained."""
     structure = structure_of(params)[2]
     for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
@@ -256,16 +257,17 @@ def _check_params(params: PyTree, layout: Layout) -> None:
         spec = structure.specs[structure.index[slot.path]] if slot.path in structure.index else None
         if spec is None or spec.shape != slot.shape:
             raise ValueError(f"expected {describe(slot)} at {slot.path!r} of params, got {spec and describe(spec)}")
+    return structure.index.keys()
 
 
-def _as_plain(history: History, *, is_running: bool) -> Iterator[tuple[Entries, Any]]:
-    """The arrays of a history by their paths in a state of plain Optax over a whole tree."""
+def _as_plain(history: History, known: Set[str]) -> Iterator[tuple[Entries, Any]]:
+    """The arrays of parameters in a history, by their paths in a state of plain Optax over a tree of known paths."""
     index, copies = index_of(history.layout), history.copies
+    there = {leaf for leaf, path in enumerate(index.structure.paths) if path in known}
     leaf_at = dict(zip(history.layout.paths, index.positions, strict=True))
     for place, path in copies.at:
         spec = index.structure.spec(leaf_at[path])
         array = copies.piece(place, path).alone(spec.shape)
         for alias in _places_of(index, leaf_at[path]):
-            yield _at(place, index, alias.leaf), alias.value_from(array, spec)
-    if is_running:
-        yield from ((entries, copies.shared(entries)) for entries in copies.common)
+            if alias.leaf in there:
+                yield _at(place, index, alias.leaf), alias.value_from(array, spec)
