@@ -38,7 +38,9 @@ def test_each_public_name_shows_an_example_that_runs(package):
     assert len(public(package)) > 10
     for name, value in public(package).items():
         assert value.__doc__, name
-        if inspect.isfunction(value) or issubclass(value, matrices.AbstractMatrix | matrices.AbstractConstrained):
+        if not inspect.isclass(value) and not inspect.isfunction(value):
+            assert value is tp.Trainable  # for annotations
+        elif inspect.isfunction(value) or issubclass(value, matrices.AbstractMatrix | matrices.AbstractConstrained):
             assert ">>>" in value.__doc__, name
         if package in (optim, matrices) and inspect.isclass(value):  # under which it pickles
             assert (value.__module__, value.__qualname__) == (package.__name__, name)

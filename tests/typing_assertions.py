@@ -219,6 +219,11 @@ def steps() -> None:
     assert_type(optim.report(tx, model, state), optim.Report)
     tx = optim.flat(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
     assert_type(tx.init(model), optim.TrainableState)
+    plain = optim.to_optax(tx, tx.init(model), eqx.filter(model, eqx.is_inexact_array))
+    assert_type(optim.from_optax(tx, plain, model), optim.TrainableState)
+    assert_type(optim.eval_params(lambda _, params: params, tx.init(model), model), Codec)
+    chosen: tp.Trainable = "encoder"
+    assert_type(optim.trainable(optax.sgd(0.1), chosen, frozen="zeros"), optim.ModelTransformation)
     if TYPE_CHECKING:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
 

@@ -42,7 +42,7 @@ from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
-from ._slots.layout import Layout as Layout
+from ._slots.layout import Layout as Layout, Trainable as Trainable
 from ._slots.match import project as project
 from ._slots.parts import Rest as Rest, combine as combine, partition as partition
 from ._slots.trainable import layout as layout

@@ -258,7 +258,10 @@ class Layout:
 
 Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
-"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
+"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`.
+
+Annotate with it what you pass on: `def train(model, trainable: tp.Trainable = None)`.
+"""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 

@@ -18,26 +18,31 @@ ground up:
     _separability  whether a rule is the same over joined leaves
     _apart         one update of parameters that have taken different numbers of steps
     _sight         what a rule is shown in one update
-    _boundary      what is refused at the boundary between models and Optax
+    _boundary      what is refused at the boundary between models and Optax; updates without `None`
     _rule          a rule over the parameters of models
-    _trainable     trainable: the boundary between models and Optax
-    _flat          flat: the same over one vector
+    _trainable     trainable, flat: the boundary between models and Optax, over the tree and over one vector
     _stacked       stacked: the same over stacks; rows that wait
-    _step          step, apply_updates
+    _step          step, apply_updates; value_and_grad_from_state, eval_params
     _set_trainable set_trainable: what trains, and what begins anew
     _adjust        adjust: hyperparameters that change between steps
+    _plain         from_optax, to_optax: states of plain Optax
 
 This is the only part of the library that imports optax.
 """
 
 from ._adjust import adjust as adjust
 from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global_norm, clip_state as clip_state
-from ._flat import flat as flat
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
+from ._plain import from_optax as from_optax, to_optax as to_optax
 from ._scaled import ScaledState as ScaledState, scaled as scaled
 from ._set_trainable import set_trainable as set_trainable
 from ._stacked import stacked as stacked
 from ._state import ModelTransformation as ModelTransformation, TrainableState as TrainableState
-from ._step import apply_updates as apply_updates, step as step
-from ._trainable import trainable as trainable
+from ._step import (
+    apply_updates as apply_updates,
+    eval_params as eval_params,
+    step as step,
+    value_and_grad_from_state as value_and_grad_from_state,
+)
+from ._trainable import flat as flat, trainable as trainable
