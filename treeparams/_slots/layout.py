@@ -44,6 +44,7 @@ class Layout:
     """
 
     _index: Index  # where everything lies in the models that it was made from; for the other files of this library
+    _notes: tuple[str, ...] = ()  # lines that are printed below the table, and no part of the value
 
     def __init__(self, index: Index) -> None:
         """For this library's own use; users write `tp.layout(model)`."""
@@ -248,7 +249,7 @@ class Layout:
         lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
         total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
         held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
-        return "\n".join([*lines, total + held])
+        return "\n".join([*lines, total + held, *self._notes])
 
 
 Layout.__module__ = "treeparams"
@@ -335,6 +336,13 @@ def relaid(layout: Layout, said: Said) -> Layout:
     index = index_of(layout)
     trained = settle(index.structure, index.ties, said)
     return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
+
+
+def noted(layout: Layout, notes: Sequence[str]) -> Layout:
+    """An equal layout that prints these lines too."""
+    made = Layout(index_of(layout))
+    vars(made)["_notes"] = tuple(notes)
+    return made
 
 
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:

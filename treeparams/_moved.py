@@ -1,0 +1,280 @@
+"""The parameters that a training step can change: read from its program, never run."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, cast
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ._programs import (
+    Marks,
+    Run,
+    carry,
+    is_floating,
+    is_followed,
+    makes_zeros,
+    numbers_in,
+    scan_carries,
+    through,
+    traced,
+)
+from ._reached import reached
+from ._slots.index import Index
+from ._slots.layout import Layout, index_of, noted, trained_at
+from ._slots.parts import Parts, arrays_in, as_rest, index_in, put_together, take_apart, with_kept_arrays
+from ._tree.lost_ties import keep_apart
+from ._tree.structure import flatten, same_treedef
+from ._tree.text import describe, first_lines
+from ._tree.types import PyTree
+
+P = ParamSpec("P")
+
+# A mark is a set, in bits, of what a value may be: zeros, finite numbers other than zero, anything, or an array of the
+# model as it was given, with a bit for each from `_FIRST` on. Where it has one bit, the value is that.
+_ZERO, _FINITE, _ANY, _FIRST = 1, 2, 4, 8
+
+
+def moved(
+    step: Callable[P, Any], *, loss: Callable[..., Any] | None = None, layout: Layout | None = None
+) -> Callable[P, Layout]:
+    """The parameters that a training step can change: `step(model, *args, **kwargs)`, anybody's.
+
+    >>> import jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> model = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+    >>> loss = lambda model: jnp.sum(jax.lax.stop_gradient(model["encoder"]) * model["head"])
+    >>> tx = optax.adamw(1e-3)
+    >>> @jax.jit
+    ... def step(model, state):
+    ...     updates, state = tx.update(jax.grad(loss)(model), state, model)
+    ...     return optax.apply_updates(model, updates), state
+    >>> print(tp.moved(step, loss=loss)(model, tx.init(model)))
+    path     key         row  offset  size  tied to
+    encoder  float32[2]    0       0     2
+    head     float32[2]    1       2     2
+    2 slots, 4 elements, 16 bytes
+    encoder: moved, and the loss does not reach it (weight decay?)
+    head: moved, and the loss reaches it
+
+    In a test, with the layout that is to train: `assert tp.moved(step)(model, state, x) == state.layout`.
+
+    The step is traced and never run, so nothing is donated either. Arrays among its arguments stand for any values;
+    Python numbers among them, and what it closes over, for themselves. A parameter is unmoved where the model that the
+    step returns has the very array that it was given, through `jax.jit`, loops, branches, `jax.shard_map` and functions
+    with derivative rules of their own; and where zeros are added to it, or products of zeros and of finite numbers
+    that stand in the program. (`-0.0 + 0.0` is `0.0`, which is no move.) In doubt a parameter counts as moved: under
+    zero gradients and a rule with momentum, since a momentum may be left from before; under zeros times a computed
+    rate, which may be infinite. A tie moves if it does at any of its paths. Integers and keys are not told.
+
+    Args:
+        step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's
+            leaves. It returns the new model, or a tuple whose first item is the new model.
+        loss: a function of the model, to print beside each path whether the loss reaches it, as told by `tp.reached`.
+            Other arguments go into it beforehand: `lambda model: loss(model, x, y)`.
+        layout: a layout of such models, for ties that only it knows. Which parameters it trains does not matter.
+
+    Returns:
+        A function of the same arguments as `step`. It returns the layout of the model in which the parameters that the
+        step can change are trained, and no others, whatever is declared. What it prints for `loss` is no part of its
+        value: it is equal to the layout without these lines.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: the step returns no model; it is controlled by values, as under `jax.jit`.
+    """
+
+    def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
+        parts = take_apart(model, layout)
+        known, index = parts.layout, parts.index
+        moves = {index.sources.get(i, i) for i in _changed(step, parts, model, args, kwargs)}
+        found = trained_at(known, sorted(moves))
+        if loss is None:
+            return found
+        hit = reached(loss, trained_at(known, index.distinct))(model)
+        return noted(found, _notes(index, moves, set(index_of(hit).positions)))
+
+    return cast(Any, layout_of)
+
+
+def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
+    """Of each parameter whether it moves, and whether the loss reaches it; first where these differ."""
+    words = {
+        (True, False): "moved, and the loss does not reach it (weight decay?)",
+        (False, True): "not moved, but the loss reaches it (frozen?)",
+        (True, True): "moved, and the loss reaches it",
+        (False, False): "not moved, and the loss does not reach it",
+    }
+    paths = index.structure.paths
+    rows = [
+        f"{paths[i]}: {said}" for key, said in words.items() for i in index.distinct if (i in moves, i in hit) == key
+    ]
+    return first_lines(rows, 40).splitlines()
+
+
+def _changed(
+    step: Callable[..., Any], parts: Parts[Any], model: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[int]:
+    """The leaves of the parameters that may not be in the new model as they were given."""
+    # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
+    halves = as_rest(model), as_rest((args, kwargs))
+    structure = parts.index.structure
+
+    def after(*arrays: Sequence[Any]) -> list[Any]:
+        keep_apart([each for its in arrays for each in its])
+        given = [put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True)]
+        leaves = _model_in(step(given[0], *given[1][0], **given[1][1]), parts)
+        return [leaves[i] for i in structure.parameters]
+
+    arrays = [arrays_in(half) for half in halves]
+    program = traced(after, *arrays)
+    # The places of a tie by identity hold one array, which is one argument of the program.
+    order = index_in(halves[0]).gathers.order
+    of_leaf = {i: _FIRST << order[i] for i in structure.parameters}
+    dtypes = {mark: structure.spec(i).dtype for i, mark in of_leaf.items()}
+    marks = [_FIRST << k if _FIRST << k in dtypes else _ANY for k in range(len(arrays[0]))]
+    found = carry(program, [*marks, *[_ANY] * len(arrays[1])], _Same(dtypes), _mark_of)
+    news = zip(structure.parameters, found, program.out_avals, strict=True)
+    return [i for i, mark, aval in news if mark != of_leaf[i] or aval.dtype != structure.spec(i).dtype]
+
+
+def _model_in(out: object, parts: Parts[Any]) -> list[Any]:
+    """The leaves of the new model among what a step returned."""
+    items = list(out) if isinstance(out, (tuple, list)) else []
+    found = [_leaves_of_model(each, parts) for each in [out, *items]]
+    for leaves in found[:2]:
+        if leaves is not None:
+            return leaves
+    got = f"a tuple of {', '.join(map(describe, items))}" if items else describe(out)
+    at = next((k for k, leaves in enumerate(found[1:]) if leaves is not None), None)
+    raise TypeError(
+        f"expected a step that returns the new model, or a tuple whose first item is the new model, got {got}; "
+        + (
+            f"write tp.moved(lambda model, *args: step(model, *args)[{at}])(model, ...)"
+            if at is not None
+            else "write def step(model, ...) with return model; what a loss reaches tells tp.reached(loss)(model)"
+        )
+    )
+
+
+def _leaves_of_model(tree: PyTree, parts: Parts[Any]) -> list[Any] | None:
+    """The leaves of a tree if it has the model's structure, and its parameters their shapes; else `None`."""
+    leaves, treedef = flatten(tree)
+    structure = parts.index.structure
+    fits = same_treedef(treedef, parts.treedef) and all(
+        getattr(leaves[i], "shape", None) == structure.spec(i).shape for i in structure.parameters
+    )
+    return leaves if fits else None
+
+
+# -- What passes through one operation ---------------------------------------------------------------------------------
+
+
+def _mark_of(constant: Any) -> int:
+    numbers = numbers_in(constant)
+    if numbers is None or not np.isfinite(numbers).all():
+        return _ANY
+    return _ZERO * (numbers.size == 0 or not numbers.all()) | _FINITE * bool(numbers.any())
+
+
+# Their results are their operands, laid otherwise in memory or over devices at most.
+_KEEPS = frozenset((
+    "copy",
+    "copy_p",
+    "device_put",
+    "layout_constraint",
+    "mesh_cast",
+    "name",
+    "optimization_barrier",
+    "pbroadcast",
+)) | {"pvary", "reshard", "sharding_constraint", "stop_gradient"}
+# Their results have the elements of their operand.
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+# They may give other numbers than their operands have: an index beyond the end, a maximum of nothing.
+_MAY_FILL = frozenset({"gather", "reduce_max", "reduce_min"})
+
+
+class _Same:
+    """What the results of one operation may be: sets, which are joined where either may come."""
+
+    def __init__(self, dtypes: dict[int, Any]) -> None:
+        self._dtypes = dtypes  # of each array of the model, by its mark
+
+    def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+        name = eqn.primitive.name
+        if name == "scan":
+            return _through_scan(eqn, marks, run)
+        if name == "shard_map":
+            return _through_shard_map(eqn, marks, run)
+        if name == "cond":  # which branch is taken does not matter where all give the same
+            marks = [0, *marks[1:]]
+        if name == "while":  # nor does it how often the body runs
+            run = functools.partial(_of_body, eqn.params["cond_jaxpr"], run)
+        if is_followed(eqn):
+            return through(eqn, marks, run)
+        return marks if name in _KEEPS else [self._result(eqn, marks)] * len(eqn.outvars)
+
+    def _result(self, eqn: JaxprEqn, marks: Marks) -> int:
+        name = eqn.primitive.name
+        if name == "select_n":
+            return functools.reduce(operator.or_, marks[1:])
+        if name in ("add", "add_any", "sub") and marks[1] == _ZERO and _is_as_large(eqn, 0):
+            return marks[0]
+        if name in ("add", "add_any") and marks[0] == _ZERO and _is_as_large(eqn, 1):
+            return marks[1]
+        if name == "convert_element_type" and self._holds(eqn, marks[0]):
+            return marks[0]
+        if name in _MOVES and _is_known(marks[0]):
+            return marks[0]
+        return _ZERO if _is_zero(eqn, marks) else _ANY
+
+    def _holds(self, eqn: JaxprEqn, mark: int) -> bool:
+        """Whether the new dtype has all numbers of the old one, or of the array of the model that was widened."""
+        aval: Any = eqn.invars[0].aval
+        have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
+        return have == want or np.can_cast(have, want, "safe")
+
+
+def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
+    """Whether the result is zeros; zero times infinity is not."""
+    name = eqn.primitive.name
+    if name == "div":
+        return marks == [_ZERO, _FINITE]
+    finite = [_is_known(mark) or not is_floating(atom.aval) for atom, mark in zip(eqn.invars, marks, strict=True)]
+    return name not in _MAY_FILL and all(finite) and makes_zeros(name, [mark == _ZERO for mark in marks])
+
+
+def _is_known(mark: int) -> bool:
+    """Whether a value is of zeros and finite numbers that stand in the program."""
+    return not mark & ~(_ZERO | _FINITE)
+
+
+def _is_as_large(eqn: JaxprEqn, operand: int) -> bool:
+    before, after = eqn.invars[operand].aval, eqn.outvars[0].aval
+    return getattr(before, "shape", None) == getattr(after, "shape", ())
+
+
+def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # A slice is another value than its array, so it has a mark of its own, above all others. What the body gives back
+    # in each round is put together to the array that was scanned over.
+    start, end = scan_carries(eqn)
+    free = max(map(int.bit_length, marks), default=0)
+    slices = {1 << free + k: mark for k, mark in enumerate(marks[end:]) if mark >= _FIRST}
+    own = [1 << free + k if mark >= _FIRST else mark for k, mark in enumerate(marks[end:])]
+    found = through(eqn, [*marks[:end], *own], run)
+    stacked = [slices.get(mark, mark if _is_known(mark) else _ANY) for mark in found[end - start :]]
+    return [*found[: end - start], *stacked]
+
+
+def _through_shard_map(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # An array that is put together in another way than it was divided is another array.
+    ins, outs = (eqn.params.get(f"{way}_specs") or eqn.params[f"{way}_names"] for way in ("in", "out"))
+    found = through(eqn, marks, run)
+    return [
+        mark if all(own == way for own, each in zip(ins, marks, strict=True) if each & mark >= _FIRST) else _ANY
+        for mark, way in zip(found, outs, strict=True)
+    ]
+
+
+def _of_body(condition: Any, run: Run, program: Any, marks: Sequence[int]) -> Marks:
+    return [0] if program is condition else run(program, marks)
