@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -24,6 +25,7 @@ from ._reached import reached
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, noted, trained_at
 from ._slots.parts import Parts, arrays_in, as_rest, index_in, put_together, take_apart, with_kept_arrays
+from ._tree.dtypes import is_inexact
 from ._tree.lost_ties import keep_apart
 from ._tree.structure import flatten, same_treedef
 from ._tree.text import describe, first_lines
@@ -64,8 +66,8 @@ def moved(
     step returns has the very array that it was given, through `jax.jit`, loops, branches, `jax.shard_map` and functions
     with derivative rules of their own; and where zeros are added to it, or products of zeros and of finite numbers
     that stand in the program. (`-0.0 + 0.0` is `0.0`, which is no move.) In doubt a parameter counts as moved: under
-    zero gradients and a rule with momentum, since a momentum may be left from before; under zeros times a computed
-    rate, which may be infinite. A tie moves if it does at any of its paths. Integers and keys are not told.
+    zero gradients and a rule with momentum, which may be left from before; under zeros times a computed rate, which may
+    be infinite. A tie moves if it does at any of its paths. Integers and keys are not told.
 
     Args:
         step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's
@@ -128,14 +130,17 @@ def _changed(
 
     arrays = [arrays_in(half) for half in halves]
     program = traced(after, *arrays)
-    # The places of a tie by identity hold one array, which is one argument of the program.
-    order = index_in(halves[0]).gathers.order
-    of_leaf = {i: _FIRST << order[i] for i in structure.parameters}
-    dtypes = {mark: structure.spec(i).dtype for i, mark in of_leaf.items()}
-    marks = [_FIRST << k if _FIRST << k in dtypes else _ANY for k in range(len(arrays[0]))]
-    found = carry(program, [*marks, *[_ANY] * len(arrays[1])], _Same(dtypes), _mark_of)
-    news = zip(structure.parameters, found, program.out_avals, strict=True)
-    return [i for i, mark, aval in news if mark != of_leaf[i] or aval.dtype != structure.spec(i).dtype]
+    # The arrays of a tie are one, also where they came apart on the way here.
+    order, tied = (
+        index_in(halves[0]).gathers.order,
+        {each.leaf: each.source for each in parts.index.ties if not each.transforms},
+    )
+    own = {i: _FIRST << tied.get(i, i) for i in structure.parameters}
+    given = {order[i]: mark for i, mark in own.items()}
+    marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
+    dtypes = {mark: structure.spec(i).dtype for i, mark in own.items()}
+    found = zip(own.items(), carry(program, marks, _Same(dtypes), _mark_of), program.out_avals, strict=True)
+    return [i for (i, mark), new, aval in found if new != mark or aval.dtype != dtypes[mark]]
 
 
 def _model_in(out: object, parts: Parts[Any]) -> list[Any]:
@@ -222,17 +227,19 @@ class _Same:
             return marks[0]
         if name in ("add", "add_any") and marks[0] == _ZERO and _is_as_large(eqn, 1):
             return marks[1]
-        if name == "convert_element_type" and self._holds(eqn, marks[0]):
-            return marks[0]
+        if name == "convert_element_type" and marks[0] != _ZERO:
+            return self._converted(eqn, marks[0])
         if name in _MOVES and _is_known(marks[0]):
             return marks[0]
         return _ZERO if _is_zero(eqn, marks) else _ANY
 
-    def _holds(self, eqn: JaxprEqn, mark: int) -> bool:
-        """Whether the new dtype has all numbers of the old one, or of the array of the model that was widened."""
+    def _converted(self, eqn: JaxprEqn, mark: int) -> int:
+        """The mark after a cast: what was widened is itself again, and integers and bools become finite numbers."""
         aval: Any = eqn.invars[0].aval
         have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
-        return have == want or np.can_cast(have, want, "safe")
+        if is_inexact(want) and not is_inexact(have):
+            return _ZERO | _FINITE if have == np.bool_ or jnp.iinfo(have).max <= jnp.finfo(want).max else _ANY
+        return mark if have == want or np.can_cast(have, want, "safe") else _ANY
 
 
 def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
