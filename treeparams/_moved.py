@@ -24,12 +24,14 @@ from ._programs import (
 from ._reached import reached
 from ._slots.index import Index
 from ._slots.layout import Layout, index_of, noted, trained_at
-from ._slots.parts import Parts, arrays_in, as_rest, index_in, put_together, take_apart, with_kept_arrays
+from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
+from ._slots.trainable import look_up
 from ._tree.dtypes import is_inexact
 from ._tree.lost_ties import keep_apart
-from ._tree.structure import flatten, same_treedef
+from ._tree.recognise import structure_of
+from ._tree.structure import Structure, flatten, same_treedef
 from ._tree.text import describe, first_lines
-from ._tree.types import PyTree
+from ._tree.types import PyTree, TreeDef
 
 P = ParamSpec("P")
 
@@ -85,11 +87,16 @@ def moved(
         ValueError: as `tp.layout`.
         TypeError: the step returns no model; it is controlled by values, as under `jax.jit`.
     """
+    call = cast(Callable[..., Any], step)
 
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
-        parts = take_apart(model, layout)
-        known, index = parts.layout, parts.index
-        moves = {index.sources.get(i, i) for i in _changed(step, parts, model, args, kwargs)}
+        leaves, treedef, structure = structure_of(model)
+        known, index = look_up(structure, layout, leaves)
+
+        def after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+            return _parameters_in(call(model, *args, **kwargs), treedef, structure)
+
+        moves = {index.sources.get(i, i) for i in _changed(after, index, model, (args, kwargs))}
         found = trained_at(known, sorted(moves))
         if loss is None:
             return found
@@ -114,62 +121,54 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
     return first_lines(rows, 40).splitlines()
 
 
-def _changed(
-    step: Callable[..., Any], parts: Parts[Any], model: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[int]:
+def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
     """The leaves of the parameters that may not be in the new model as they were given."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
-    halves = as_rest(model), as_rest((args, kwargs))
-    structure = parts.index.structure
+    halves = as_rest(model), as_rest(rest)
 
-    def after(*arrays: Sequence[Any]) -> list[Any]:
+    def of_arrays(*arrays: Sequence[Any]) -> list[Any]:
         keep_apart([each for its in arrays for each in its])
-        given = [put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True)]
-        leaves = _model_in(step(given[0], *given[1][0], **given[1][1]), parts)
-        return [leaves[i] for i in structure.parameters]
+        model, rest = (put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True))
+        return after(model, *rest)
 
     arrays = [arrays_in(half) for half in halves]
-    program = traced(after, *arrays)
+    program = traced(of_arrays, *arrays)
     # The arrays of a tie are one, also where they came apart on the way here.
-    order, tied = (
-        index_in(halves[0]).gathers.order,
-        {each.leaf: each.source for each in parts.index.ties if not each.transforms},
-    )
-    own = {i: _FIRST << tied.get(i, i) for i in structure.parameters}
+    tied = {each.leaf: each.source for each in index.ties if not each.transforms}
+    own = {i: _FIRST << tied.get(i, i) for i in index.structure.parameters}
+    dtypes = {mark: index.structure.spec(i).dtype for i, mark in own.items()}
+    order = index_in(halves[0]).gathers.order
     given = {order[i]: mark for i, mark in own.items()}
     marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
-    dtypes = {mark: structure.spec(i).dtype for i, mark in own.items()}
     found = zip(own.items(), carry(program, marks, _Same(dtypes), _mark_of), program.out_avals, strict=True)
-    return [i for (i, mark), new, aval in found if new != mark or aval.dtype != dtypes[mark]]
+    return [i for (i, mark), new, aval in found if new != mark or getattr(aval, "dtype", None) != dtypes[mark]]
 
 
-def _model_in(out: object, parts: Parts[Any]) -> list[Any]:
-    """The leaves of the new model among what a step returned."""
+def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
+    """The parameters of the new model, in what a step returned."""
     items = list(out) if isinstance(out, (tuple, list)) else []
-    found = [_leaves_of_model(each, parts) for each in [out, *items]]
-    for leaves in found[:2]:
-        if leaves is not None:
-            return leaves
-    got = f"a tuple of {', '.join(map(describe, items))}" if items else describe(out)
-    at = next((k for k, leaves in enumerate(found[1:]) if leaves is not None), None)
+    found = [_parameters(each, treedef, structure) for each in [out, *items]]
+    new = next((each for each in found[:2] if each is not None), None)
+    if new is not None:
+        return new
+    instead = "write def step(model, ...) with return model; what a loss reaches tells tp.reached(loss)(model)"
+    for k, each in enumerate(found[1:]):
+        if each is not None:
+            instead = f"write tp.moved(lambda model, *args: step(model, *args)[{k}])(model, ...)"
     raise TypeError(
-        f"expected a step that returns the new model, or a tuple whose first item is the new model, got {got}; "
-        + (
-            f"write tp.moved(lambda model, *args: step(model, *args)[{at}])(model, ...)"
-            if at is not None
-            else "write def step(model, ...) with return model; what a loss reaches tells tp.reached(loss)(model)"
-        )
+        "expected a step that returns the new model, or a tuple whose first item is the new model, got "
+        f"{', '.join(map(describe, items or [out]))}; {instead}"
     )
 
 
-def _leaves_of_model(tree: PyTree, parts: Parts[Any]) -> list[Any] | None:
-    """The leaves of a tree if it has the model's structure, and its parameters their shapes; else `None`."""
-    leaves, treedef = flatten(tree)
-    structure = parts.index.structure
-    fits = same_treedef(treedef, parts.treedef) and all(
-        getattr(leaves[i], "shape", None) == structure.spec(i).shape for i in structure.parameters
-    )
-    return leaves if fits else None
+def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[Any] | None:
+    """The parameters of a tree that has the structure of the model; `None` if it has another."""
+    leaves, got = flatten(tree)
+    if not same_treedef(got, treedef):
+        return None
+    found = [leaves[i] for i in structure.parameters]
+    shapes = [structure.spec(i).shape for i in structure.parameters]
+    return found if [getattr(leaf, "shape", None) for leaf in found] == shapes else None
 
 
 # -- What passes through one operation ---------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ class _Same:
         aval: Any = eqn.invars[0].aval
         have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
         if is_inexact(want) and not is_inexact(have):
-            return _ZERO | _FINITE if have == np.bool_ or jnp.iinfo(have).max <= jnp.finfo(want).max else _ANY
+            return _ZERO | _FINITE if have == np.bool_ or jnp.iinfo(have).max <= float(jnp.finfo(want).max) else _ANY
         return mark if have == want or np.can_cast(have, want, "safe") else _ANY
 
 
