@@ -261,7 +261,8 @@ def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
 
 def _through_shard_map(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     # An array that is put together in another way than it was divided is another array.
-    ins, outs = (eqn.params.get(f"{way}_specs") or eqn.params[f"{way}_names"] for way in ("in", "out"))
+    kind = "specs" if "in_specs" in eqn.params else "names"  # before JAX 0.7
+    ins, outs = eqn.params[f"in_{kind}"], eqn.params[f"out_{kind}"]
     found = through(eqn, marks, run)
     return [
         mark if all(own == way for own, each in zip(ins, marks, strict=True) if each & mark >= _FIRST) else _ANY
