@@ -170,7 +170,7 @@ def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
 
 
 def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The program of a user's function, which is told apart from one that runs on values."""
+    """The program of a user's function; where that asks for values, the error says why it has none."""
     try:
         return jax.make_jaxpr(f)(*args)
     except _NEEDS_VALUES as error:
@@ -184,7 +184,7 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_TRACED = "its program is read, so it is traced, as by jax.jit, so what it does must not depend on values of the model"
+_TRACED = "its program is read: it is traced, as by jax.jit, so what it does must not depend on values of the model"
 
 
 def numbers_in(constant: Any) -> np.ndarray | None:
