@@ -11,6 +11,7 @@ folders and files, from the ground up - each imports only from those above it:
     _norm         global_norm
     _walk         maptrainable, biwalk, mapreduce, trainables
     _reached      reached: what a function has derivatives in
+    _moved        moved: what a training step can change
     _grad         grad, value_and_grad, accumulate
     _mixing       one step of an average, and the policies of `buffers`
     _average      ema, Ema
@@ -37,6 +38,7 @@ from ._forms.restructure import Restructure as Restructure
 from ._forms.view import View as View
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit
+from ._moved import moved as moved
 from ._norm import global_norm as global_norm
 from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
