@@ -221,6 +221,8 @@ def steps() -> None:
     assert_type(tx.init(model), optim.TrainableState)
     if TYPE_CHECKING:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
+        optim.step(optax.adam(1e-2), grads, state, model)  # pyright: ignore
+        optim.step(tx, grads, model, state)  # type: ignore
 
 
 PARTS = (declarations, layouts, saved, models, forms, functions, derivatives, steps)

@@ -23,7 +23,8 @@ from ._tree.dtypes import is_inexact, widened
 from ._tree.lost_ties import keep_apart
 from ._tree.messages import name_deleted, warn
 from ._tree.recognise import structure_of
-from ._tree.structure import flatten
+from ._tree.structure import flatten, is_array
+from ._tree.text import describe
 from ._tree.types import PyTree
 
 M = TypeVar("M")
@@ -134,9 +135,11 @@ def ema(average: M, model: PyTree, *, decay: ArrayLike, buffers: Buffers = "copy
 
 def step_size(decay: ArrayLike) -> ArrayLike:
     """`1 - decay`, in double precision where the decay is a Python number."""
+    if not (isinstance(decay, (int, float)) or is_array(decay) or isinstance(decay, np.generic)):
+        raise TypeError(f"decay must be a number in [0, 1], got {describe(decay)}")
     if jnp.ndim(decay) != 0:
         raise ValueError(f"decay must be a scalar, got shape {jnp.shape(decay)}")
-    if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
+    if isinstance(decay, (int, float, np.generic)) and not 0 <= decay <= 1:
         raise ValueError(f"decay must be between 0 and 1, got {decay}")
     return 1 - decay
 
@@ -190,7 +193,7 @@ def _next_array(policy: str, old: Any, new: Any, step: ArrayLike) -> Any:
 
 def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
     """The policy for the array at each path."""
-    rules = {"**": buffers} if isinstance(buffers, str) else buffers
+    rules = buffers if isinstance(buffers, Mapping) else {"**": buffers}
     for policy in rules.values():
         if policy not in ("copy", "keep", "average"):
             raise ValueError(
@@ -270,6 +273,8 @@ class Ema(eqx.Module, Generic[M]):
             buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
+        if isinstance(model, (int, float)):
+            raise TypeError(f"expected a model, got {model!r}; the model comes first: tp.Ema(model, decay)")
         if isinstance(decay, Tracer):
             raise TypeError("the decay of an Ema is static; pass a function of the count, or use tp.ema")
         if not callable(decay):

@@ -75,6 +75,7 @@ def value_and_grad(
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
     call = cast(Callable[..., Any], f)
+    _check_options(f, trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
 
@@ -97,12 +98,46 @@ def value_and_grad(
 
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+        except TypeError as error:
+            _check_result(of_slots, parts.slots, has_aux, error)
+            raise
         except (RuntimeError, ValueError) as error:
             name_deleted(error, model)
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
     return cast(Any, value_and_gradient)
+
+
+def _check_options(f: object, trainable: object, has_aux: object) -> None:
+    """Refuses values, and arguments of the loss, in place of the loss and of options."""
+    if not callable(f):
+        raise TypeError(f"expected a function of the model, got {describe(f)}; write tp.grad(loss)(model, x)")
+    if isinstance(trainable, int) and not isinstance(trainable, bool):
+        raise TypeError(f"the gradient is in the model, the first argument of the loss; got {trainable} for trainable=")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")
+
+
+def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: bool, error: TypeError) -> None:
+    """Raises an error that says what a loss returns, where that is the reason why it has no gradient."""
+    try:
+        result = jax.eval_shape(of_slots, slots)
+    except Exception:
+        return
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"with has_aux=True the loss is to return (value, aux), got {got}; leave it out") from error
+    value = result[0] if has_aux else result
+    if isinstance(value, tuple):
+        remedy = "; where the rest of it is auxiliary, write has_aux=True"
+    elif getattr(value, "shape", ()) != ():
+        remedy = "; write jnp.mean(...) or jnp.sum(...) of it"
+    else:
+        remedy = ""
+    if remedy or value is None or not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
+        got = got if value is result else describe(value)
+        raise TypeError(f"expected the loss to return a real scalar, got {got}{remedy}") from error
 
 
 @overload

@@ -46,22 +46,22 @@ def test_two_in_a_chain_are_refused():
             update(model, tx.init(model), model)
     apart = optax.chain(one, optax.scale(1.0), one)
     with pytest.raises(ValueError, match=r"expected the state of one transformation over models, .* got 2"):
-        optim.step(apart, model, apart.init(model), model)
+        optim.step(apart, tp.copy(model), apart.init(model), model)
 
 
 def test_updates_may_be_gradients_where_nothing_could_go_wrong():
     # An outer optimiser over the steps of an inner one; nothing is tied, nothing complex.
     model, tx = two(), optim.trainable(optax.sgd(0.5))
     state = tx.init(model)
-    again, _ = tx.update(tx.update(model, state, model)[0], state, model)
+    again, _ = tx.update(tx.update(tp.copy(model), state, model)[0], state, model)
     np.testing.assert_array_equal(again["a"], 0.25)
     tied = {"a": model["a"], "b": model["a"]}
     hands_on = optim.trainable(optax.identity())
     chain = optax.chain(hands_on, tx)
     with pytest.raises(ValueError, match=r"updates of another transformation over models"):
-        chain.update(tied, chain.init(tied), tied)
+        chain.update(tp.copy(tied), chain.init(tied), tied)
     for _ in range(2):  # gradients that a rule hands on are no updates of another
-        assert hands_on.update(model, hands_on.init(model), model)[0]["a"] is model["a"]
+        assert hands_on.update(dict(model), hands_on.init(model), model)[0]["a"] is model["a"]
 
 
 def test_what_trains_is_what_the_state_says():
@@ -178,7 +178,7 @@ def test_errors_of_update(without_type_checks):
             tx.update(*arguments)
     match = r"expected the state of one transformation over models, .* got 0; .* stands outermost"
     with pytest.raises(ValueError, match=match):
-        optim.step(plain, model, plain.init(model), model)
+        optim.step(plain, tp.copy(model), plain.init(model), model)
     with pytest.raises(ValueError, match=match):  # Optax itself fails at the `None` of what is frozen
         optim.step(plain, {"w": model["w"], "b": None}, plain.init(model), model)
     with pytest.raises(TypeError, match=r"expected an Optax transformation.*call it with its arguments"):
@@ -189,7 +189,7 @@ def test_errors_of_update(without_type_checks):
         optim.apply_updates(model, {"x": jnp.ones(2)})
     search, by = optim.trainable(optax.lbfgs()), {"w": jnp.zeros(2, jnp.complex64)}
     with pytest.raises(TypeError, match="'w' is complex64; keep its real and imaginary parts as two real parameters"):
-        search.update(by, search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
+        search.update(tp.copy(by), search.init(by), by, value=0.0, grad=by, value_fn=lambda model: 0.0)
 
 
 def test_rules_of_another_kind_are_refused_by_name():
@@ -207,7 +207,7 @@ def test_a_rule_that_changes_its_state_is_refused():
         rule = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda u, s, p=None, c=change: (u, c(s)))
         tx = optim.trainable(rule)
         with pytest.raises(ValueError, match=match):
-            tx.update(model, tx.init(model), model)
+            tx.update(tp.copy(model), tx.init(model), model)
 
 
 @forms
@@ -231,7 +231,7 @@ def test_apply_updates_keeps_what_has_no_update(specimen: Specimen):
 def test_injected_hyperparameters_around_and_copies():
     model, plain = two(), optim.trainable(optax.sgd(0.1))
     tx = optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)), hyperparam_dtype=jnp.float32)(0.1)
-    want = optim.step(plain, model, plain.init(model), model)[0]
+    want = optim.step(plain, tp.copy(model), plain.init(model), model)[0]
     for each in (tx, *(copy.deepcopy(form(optax.sgd(0.1))) for form in (optim.trainable, optim.flat, optim.stacked))):
-        assert_same(optim.step(each, model, each.init(model), model)[0], want)
+        assert_same(optim.step(each, tp.copy(model), each.init(model), model)[0], want)
     assert tx.init(model).inner_state.layout == tp.layout(model)

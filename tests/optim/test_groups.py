@@ -58,8 +58,8 @@ def test_equals_optax_partition_wherever_it_stands():
     def run(model):
         results = []
         for tx in (*map(optim.trainable, (plain, *around)), *map(optim.stacked, around)):
-            _, state = tx.update(model, tx.init(model), model)
-            results.append(tx.update(model, state, model)[0])
+            _, state = tx.update(tp.copy(model), tx.init(model), model)
+            results.append(tx.update(tp.copy(model), state, model)[0])
         return results
 
     want, *others = run(model)
@@ -176,8 +176,8 @@ def test_muon_for_matrices_of_a_language_model_with_a_tied_head():
 
     @jax.jit
     def run():
-        updates, _ = tx.update(model, tx.init(model), model)
-        alone = [rule.update(x, rule.init(x), x)[0] for rule, x in ((muon, ramp(8, 8)), (adam, ramp(8)))]
+        updates, _ = tx.update(tp.copy(model), tx.init(model), model)
+        alone = [rule.update(tp.copy(x), rule.init(x), x)[0] for rule, x in ((muon, ramp(8, 8)), (adam, ramp(8)))]
         return [updates["body"][0]["w"], updates["body"][0]["b"]], alone
 
     assert_close(*run(), 1e-3)
@@ -245,7 +245,7 @@ def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
     for rate in (0.1, 1, np.float64(0.2), jnp.float32(0.3), jnp.bfloat16(0.3)):
         _, state = step(model, optim.adjust(state, learning_rate=rate), model)
     assert step._cache_size() == 1
-    traced = jax.jit(lambda rate: tx.update(model, optim.adjust(state, learning_rate=rate), model)[0]["w"])
+    traced = jax.jit(lambda rate: tx.update(tp.copy(model), optim.adjust(state, learning_rate=rate), model)[0]["w"])
     np.testing.assert_allclose(traced(0.5).astype(jnp.float32), -0.5)
     plain = jax.jit(lambda rate: sgd(0.1).update(model, optim.adjust(sgd(0.1).init(model), learning_rate=rate))[0]["w"])
     np.testing.assert_allclose(plain(0.5).astype(jnp.float32), -0.5)
@@ -254,7 +254,7 @@ def test_adjust_does_not_retrace_and_takes_traced_numbers(dtype):
 def test_adjust_reaches_what_is_held_and_no_parameter_of_that_name():
     model = {"hyperparams": {"learning_rate": jnp.ones(1)}, "w": jnp.ones(1)}
     tx = optim.trainable(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.5))
-    _, state = tx.update(model, tx.init(model), model)
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
     waits = optim.set_trainable(tx, state, model, "w")
     adjusted = optim.adjust(waits, learning_rate=0.5)
     for after, before in zip((*adjusted.runs, *adjusted.held), (*waits.runs, *waits.held), strict=True):
@@ -311,14 +311,14 @@ def test_over_stacks_by_the_names_of_their_groups():
     with pytest.raises(ValueError, match="among embed, matrix, default, got 'embed', 'matrices', 'rest'; write"):
         misnamed.init(stacks)
     with_default, tx = optim.groups(rules, default=of["rest"]), optim.groups(rules | {"rest": of["rest"]})
-    assert_same(*(rule.update(stacks, rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
+    assert_same(*(rule.update(tp.copy(stacks), rule.init(stacks), stacks)[0] for rule in (with_default, tx)))
 
     @jax.jit
     def run(stacks):
         state, both = tx.init(stacks), plain.init(model)
         for _ in range(2):
-            updates, state = tx.update(stacks, state, stacks)
-            want, both = plain.update(model, both, model)
+            updates, state = tx.update(tp.copy(stacks), state, stacks)
+            want, both = plain.update(tp.copy(model), both, model)
         return restructure(updates), want
 
     assert_close(*run(stacks), 1e-6)

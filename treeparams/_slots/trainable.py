@@ -11,7 +11,7 @@ from .._tree.lost_ties import given_to, likeness, note_given, warn_of_lost_ties
 from .._tree.messages import warn
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
-from .._tree.text import first_few, first_lines
+from .._tree.text import describe, first_few, first_lines
 from .._tree.types import PyTree
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
@@ -86,6 +86,7 @@ def layout(
         UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
     """
     leaves, _, structure = structure_of(model)
+    check_is_model(leaves, structure)
     if freeze is None and thaw is None and ties is None:
         return look_up(structure, trainable, leaves)[0]
     if isinstance(trainable, Layout):
@@ -98,6 +99,14 @@ def layout(
     if structure.is_traced:
         warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
     return made
+
+
+def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
+    """Refuses what is no pytree, but a class, a path or a layout, where a model is expected."""
+    if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
+        got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
+        remedy = "; make one of it first" if isinstance(leaves[0], type) else ""
+        raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
 
 
 def warn_of_forgotten_ties(index: Index) -> None:
@@ -179,6 +188,17 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     return trainable
 
 
+class MisfitError(ValueError):
+    """A model does not fit a layout; `differences` are the first few, in words."""
+
+    def __init__(self, differences: str) -> None:
+        super().__init__(
+            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
+            f"model, tp.layout(model):\n{differences}"
+        )
+        self.differences = differences
+
+
 def _index_for(structure: Structure, layout: Layout) -> Index:
     """The `Index` of models of a structure that may differ from the layout's in which arrays are one."""
     index = index_of(layout)
@@ -191,10 +211,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
             return [] if want.specs[i] is None else spec_rows(want, structure, i, j)
 
         lines = [row.in_words() for row in compare(want, structure, at_leaves)]
-        raise ValueError(
-            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
-            f"model, tp.layout(model):\n{first_lines(lines)}"
-        )
+        raise MisfitError(first_lines(lines))
     # A model may have fewer ties than the layout, as a traced one has, but not one that the layout does not know.
     for i in structure.parameters:
         first = structure.first[i]

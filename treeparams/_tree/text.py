@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import inspect
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -41,6 +43,24 @@ def in_text(value: object) -> str:
         return name or f"a {kind.__qualname__}"
     text = name or (str(value) if isinstance(value, np.generic) else repr(value))
     return f"{text} ({kind.__name__})"
+
+
+def function_name(function: object, *, with_line: bool = True) -> str:
+    """The name of a function or class, of a lambda the line that it stands in; of any other value what it is.
+
+    >>> function_name(len), function_name(dict.get), function_name(0.5)
+    ('len', 'dict.get', 'float')
+    >>> function_name(lambda x: x, with_line=False)
+    '<lambda>'
+    """
+    name = getattr(function, "__qualname__", None)
+    if not isinstance(name, str):
+        return describe(function)
+    name = name.rpartition("<locals>.")[2]
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if with_line and name == "<lambda>" and code is not None:
+        return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return name
 
 
 def both_in_text(here: object, there: object) -> tuple[str, str]:

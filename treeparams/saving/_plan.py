@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -314,6 +315,8 @@ def plan(
             are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
     contents = Contents(model, trainable)
     known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
     made = Plan(contents, known, fit(contents, known, rename, transform))
