@@ -14,6 +14,8 @@ import pytest
 import treeparams as tp
 from treeparams import optim, sharding
 
+NEAREST = "selects nothing; nearest: 'layers"
+
 
 class Tied(eqx.Module):
     embed: jax.Array

@@ -6,6 +6,9 @@ out: Python names these.
 
 import operator
 import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,7 +19,7 @@ import pytest
 import treeparams as tp
 from treeparams import matrices, nested, saving, sharding
 
-from .mistakes import Row, Tied, check, loss, value
+from .mistakes import NEAREST, Row, Tied, check, loss, value
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 
@@ -35,7 +38,6 @@ def select(name: str, where: object, words: str, error: type[Exception] = ValueE
     return name, lambda t: tp.layout(t.model, where), error, words
 
 
-NEAREST = "selects nothing; nearest: 'layers"
 NODES = r"must return nodes of the model it is given.*write tp.leaves\(lambda path, leaf: \.\.\.\)"
 ITSELF = "expected a mask or a `where`.* got {} itself: write its path, {}"
 WHERES: list[Row] = [
@@ -179,7 +181,24 @@ FORMS: list[Row] = [
     ("stacks of a vector", lambda t: tp.stack(t.model)[1](t.vector), TypeError, "stacks as of tp.stack, a dictionary,"),
 ]
 
+
+def serialised(path: str, t: Any) -> None:
+    eqx.tree_serialise_leaves(path, t.dict)
+
+
+def savez(path: str, t: Any) -> None:
+    np.savez(path, w=t.x)
+
+
+def read_back(write: Callable[[str, Any], object], t: Any) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/a.npz", t)
+        return saving.plan(f"{folder}/a.npz", t.dict)
+
+
 MODULES: list[Row] = [
+    ("a file of Equinox", lambda t: read_back(serialised, t), ValueError, r"eqx.tree_deserialise_leaves\(path, like\)"),
+    ("a file of NumPy", lambda t: read_back(savez, t), ValueError, r"np.savez: write arrays = dict\(np.load\(path\)\)"),
     ("save(model, path)", lambda t: saving.save(t.model, "a.safetensors"), TypeError, r"first: saving.save\(path, mod"),
     ("load(model, path)", lambda t: saving.load(t.model, "a.safetensors"), TypeError, r"saving.load\(path, like\)"),
     ("save(path, tx)", lambda t: saving.save("a.safetensors", t.tx), ValueError, "no array to save.*got ModelTransf"),

@@ -43,9 +43,9 @@ def test_two_in_a_chain_are_refused():
     tx = optax.chain(optim.clip_by_global_norm(1.0), one, optim.trainable(optax.sgd(0.1)))
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=r"updates of another transformation over models.*write one"):
-            update(model, tx.init(model), model)
+            update(tp.copy(model), tx.init(model), model)
     apart = optax.chain(one, optax.scale(1.0), one)
-    with pytest.raises(ValueError, match=r"expected the state of one transformation over models, .* got 2"):
+    with pytest.raises(ValueError, match=r"the state is of 2 transformations over models; .*write one"):
         optim.step(apart, tp.copy(model), apart.init(model), model)
 
 
@@ -67,7 +67,7 @@ def test_updates_may_be_gradients_where_nothing_could_go_wrong():
 def test_what_trains_is_what_the_state_says():
     model, state = two(), optim.trainable(optax.sgd(1.0), "a").init(two())
     assert state.layout.paths == ("a",)
-    updates, _ = optim.trainable(optax.sgd(1.0), "b").update(model, state, model)
+    updates, _ = optim.trainable(optax.sgd(1.0), "b").update(tp.copy(model), state, model)
     assert updates["b"] is None
     np.testing.assert_array_equal(updates["a"], -1)
 
@@ -170,7 +170,7 @@ def test_errors_of_update(without_type_checks):
         ((model, state), ValueError, r"expected the model as the third argument.*tx.update\(grads, state, model\)"),
         (({"ww": jnp.ones(2)}, state, model), ValueError, r"entry at 'ww', where the model has no leaf.*'w'"),
         (({"w": jnp.ones(3)}, state, model), ValueError, r"at 'w', got float32\["),
-        ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "the model does not fit the layout"),
+        ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "made from another tree .* than this model"),
         ((model, plain.init(model), model), TypeError, "expected the state that init or the last update returned, got"),
         *(((bad, state, model), TypeError, r"expected a tree of gradients as of tp\.grad") for bad in (None, True, 3)),
     ):

@@ -139,7 +139,7 @@ def test_an_entry_that_gives_nothing_is_an_error(form):
         ({re.compile("encodr"): one}, r"'encodr' selects nothing"),
         ({eqx.nn.Linear: one}, r"'Linear' selects nothing"),
         ({tp.leaves(lambda path, leaf: leaf.ndim > 3): one}, r"tp.leaves\(.*\) selects nothing"),
-        ({lambda m: None: one}, r"<lambda>' selects nothing"),
+        ({lambda m: None: one}, r"lambda at test_groups.py:\d+ selects nothing"),
     ):
         with pytest.raises(ValueError, match=match):
             groups(rules, one, "!frozen", form).init(model)
@@ -195,7 +195,7 @@ def test_errors_of_groups(form, without_type_checks):
         ({("a", "nope"): one}, one, ValueError, "'nope' selects nothing"),
         ({lambda m: m["a"]: one, lambda m: m["b"]: one}, None, ValueError, "two groups read alike"),
         ({"default": one}, one, ValueError, "two groups read alike"),
-        ({"**": 0.1}, None, TypeError, "expected an Optax transformation, got"),
+        ({"**": 0.1}, None, TypeError, r"expected an Optax transformation for '\*\*', such as .*, got float"),
         ([one], None, TypeError, r"expected a dictionary \{where: transformation\}, got"),
     ):
         for use in (lambda tx: tx.init(_model()), lambda tx: optim.report(tx, _model())):
@@ -327,3 +327,11 @@ def test_over_stacks_by_the_names_of_their_groups():
         match = rf"embed, matrices, rest, got {given}; write tp.stack\(model, groups=.*optim.stacked\(optim.groups"
         with pytest.raises(ValueError, match=match):
             tx.init(wrong)
+
+
+def test_positions_count_from_the_end_where_the_last_is_frozen():
+    # A rule within the optimiser sees `None` in its place.
+    model = [jnp.ones(2), jnp.ones(3), jnp.ones(4)]
+    tx = optim.trainable(optim.groups({"-2": optax.sgd(0.1)}, optax.sgd(1.0)), "!-1")
+    tx.init(model)
+    assert optim.report(tx, model).groups == {"0": "default", "1": "-2"}

@@ -13,8 +13,7 @@ import pytest
 import treeparams as tp
 from treeparams import optim
 
-from ..mistakes import Row, check
-from ..test_mistakes import NEAREST
+from ..mistakes import NEAREST, Row, check
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
 

@@ -110,7 +110,7 @@ def test_refuses_wrong_arguments():
     for at_once in (0, 1.5, True):
         with pytest.raises(ValueError, match="at_once must be a whole number of rows, at least 1, got"):
             optim.per_leaf(optax.sgd(0.1), at_once=at_once)
-    with pytest.raises(TypeError, match="expected an Optax transformation, got function; call it"):
+    with pytest.raises(TypeError, match="expected an Optax transformation, got sgd; call it"):
         optim.per_leaf(optax.sgd)
     tx = optim.per_leaf(optax.sgd(0.1, momentum=0.9))
     with pytest.raises(TypeError, match="expected the state that init or the last update returned, got tuple"):

@@ -380,7 +380,7 @@ def test_errors():
             r"plain Optax, which knows no model.*; of a wrapper around",
         ),
         ((state, model, "a"), TypeError, r"expected optim.trainable.*the transformation is first"),
-        ((tx, plain.init(model), model, "a"), ValueError, "made by another transformation: expected TrainableState"),
+        ((tx, plain.init(model), model, "a"), ValueError, "expected the state of this transformation, .*got tuple"),
         ((tx, momentum, model, "a"), ValueError, "made by another transformation than this one"),
         ((tx, state, model, True), TypeError, "trainable=True names no leaves; write None"),
         ((tx, state, model, False), TypeError, "trainable=False names no leaves; write None"),

@@ -289,3 +289,17 @@ def test_leaves_by_shape_and_path():
     assert tp.layout(net(), rule).paths == WEIGHTS
     threshold[0] = 0  # a rule may close over what changes: it is asked anew each time
     assert tp.layout(net(), rule).paths == (*BODY, *HEAD)
+
+
+def test_positions_in_a_list_count_from_the_end():
+    net = {"blocks": [{"w": jnp.ones(2)}, {"w": jnp.ones(2)}, (jnp.ones(2), jnp.ones(3))], "-1": jnp.ones(4)}
+    for where, paths in (
+        ("blocks.-1", ("blocks.2.0", "blocks.2.1")),
+        ("blocks.-1.-2", ("blocks.2.0",)),
+        ("**.-3.w", ("blocks.0.w",)),
+        (["blocks", "!blocks.-1"], ("blocks.0.w", "blocks.1.w")),
+        ("-1", ("-1",)),
+    ):
+        assert tp.layout(net, where).paths == paths
+    with pytest.raises(ValueError, match=r"'blocks.-4' selects nothing; nearest"):
+        tp.layout(net, "blocks.-4")

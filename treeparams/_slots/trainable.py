@@ -68,11 +68,12 @@ def layout(
             function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
             frozen its aliases stay as the model has them.
 
-    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`; one that matches a node selects all below it, one
-    that starts with `!` takes away), a compiled regex that matches a whole path, a class, `tp.leaves(predicate)`, a
-    callable from the model to nodes of it, or a sequence of these. It selects a tie that a class declares, or that you
-    pass, by its source or by an alias alone. A `where` that selects the alias beside other leaves, as `"decoder"` does
-    where the decoder has a bias too, says nothing of the tie. Of one array at several paths it must name all of them.
+    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`, `"layers.-1"`; one that matches a node selects all
+    below it, one that starts with `!` takes away), a compiled regex that matches a whole path, a class,
+    `tp.leaves(predicate)`, a callable from the model to nodes of it, or a sequence of these. It selects a tie that a
+    class declares, or that you pass, by its source or by an alias alone. A `where` that selects the alias beside other
+    leaves, as `"decoder"` does where the decoder has a bias too, says nothing of the tie. Of one array at several paths
+    it must name all of them.
 
     Returns:
         The layout.

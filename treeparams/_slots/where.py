@@ -12,10 +12,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.globs import Glob
-from .._tree.paths import join_path, nearest
+from .._tree.paths import nearest
 from .._tree.structure import Structure, flatten, is_array, same_treedef
 from .._tree.text import describe, function_name, in_short, quoted
-from .._tree.types import PyTree, TreeDef
+from .._tree.types import PyTree
+from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtreedefs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +55,6 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
 # -- Nodes and leaves --------------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """A node, or a leaf, by the leaves in it."""
-
-    start: int
-    stop: int
-    entries: tuple[str, ...]
-    number: int | None  # of the node; none of a leaf
-
-    @property
-    def path(self) -> str:
-        return join_path(self.entries)
-
-
 class Match(NamedTuple):
     """A single `where`, without its exclamation mark, and the outermost nodes and leaves that it matches."""
 
@@ -89,9 +77,9 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
         elif isinstance(each, str):
             chosen.append(Match(each, tuple(_by_glob(structure, each))))
         elif isinstance(each, re.Pattern):
-            chosen.append(Match(each, _outermost(structure, lambda span, each=each: bool(each.fullmatch(span.path)))))
+            chosen.append(Match(each, outermost(structure, lambda span, each=each: bool(each.fullmatch(span.path)))))
         elif isinstance(each, type):
-            chosen.append(Match(each, _outermost(structure, lambda span, each=each: _is_of(structure, span, each))))
+            chosen.append(Match(each, outermost(structure, lambda span, each=each: _is_of(structure, span, each))))
         elif isinstance(each, Leaves):
             chosen.append(Match(each, tuple(_by_predicate(structure, each))))
         elif callable(each) and not any(map(is_array, jtu.tree_leaves(each))):
@@ -144,60 +132,24 @@ def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
             "'layers.0.weight'"
         )
     # From the root down, so that a glob is followed only where it can still match.
-    glob, below = Glob(text), _below(structure)
+    glob, children = Glob(text), below(structure)
     from_the_end = _FROM_THE_END.search(text) is not None
-    waiting = [(span, glob.start) for span in below.get(None, ())]
+    waiting = [(span, glob.start) for span in children.get(None, ())]
     while waiting:
         span, states = waiting.pop()
         if glob.end(states) is not None:
             yield span
             continue
-        for child in below.get(span.entries, ()):
+        for child in children.get(span.entries, ()):
             after = glob.step(states, child.entries[-1])
-            if from_the_end and _is_sequence(structure, span):
-                after |= glob.step(states, str(int(child.entries[-1]) - _length(structure, span)))
+            count = items_in(structure, span) if from_the_end else 0
+            if count:  # -1 is the last
+                after |= glob.step(states, str(int(child.entries[-1]) - count))
             if after:
                 waiting.append((child, after))
 
 
 _FROM_THE_END = re.compile(r"(^|\.)-\d")
-
-
-def _is_sequence(structure: Structure, span: Span) -> bool:
-    return span.number is not None and structure.nodes[span.number].cls in (list, tuple)
-
-
-def _length(structure: Structure, span: Span) -> int:
-    """How many items a list has, also those that are `None`, as where a parameter is frozen."""
-    return len(subtreedefs(structure)[span.number].children())
-
-
-def spans_of(structure: Structure) -> list[Span]:
-    """All nodes, in preorder, and then all leaves."""
-    nodes = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
-    return nodes + [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
-
-
-def _below(structure: Structure) -> Mapping[Any, list[Span]]:
-    """The children of each node, by its entries; under `None` the root."""
-
-    def find() -> dict[Any, list[Span]]:
-        found: dict[Any, list[Span]] = {}
-        for span in spans_of(structure):
-            found.setdefault(span.entries[:-1] if span.entries else None, []).append(span)
-        return found
-
-    return structure.remember("below", find)
-
-
-def _outermost(structure: Structure, matches: Callable[[Span], bool]) -> tuple[Span, ...]:
-    found: list[Span] = []
-    inside = set[int]()  # leaves; a node stands before those in it, and all leaves stand last
-    for span in spans_of(structure):
-        if not (span.start in inside and span.stop > span.start) and matches(span):
-            found.append(span)
-            inside.update(range(span.start, span.stop))
-    return tuple(found)
 
 
 def _is_of(structure: Structure, span: Span, cls: type) -> bool:
@@ -261,32 +213,8 @@ def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Spa
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    node = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
+    node = by_treedef(structure).get((numbers[0], treedef)) if numbers else None
     return node if node is not None and numbers == list(range(node.start, node.stop)) else None
-
-
-def _by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
-    """The nodes by their first leaf and their treedef."""
-    treedefs = subtreedefs(structure)
-    make = lambda: {(span.start, treedefs[span.number]): span for span in spans_of(structure)}
-    return structure.remember("by treedef", make)
-
-
-def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """The treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
 
 
 # -- Leaves ------------------------------------------------------------------------------------------------------------

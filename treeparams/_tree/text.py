@@ -50,17 +50,21 @@ def function_name(function: object, *, with_line: bool = True) -> str:
 
     >>> function_name(len), function_name(dict.get), function_name(0.5)
     ('len', 'dict.get', 'float')
+
+    Without the line it is the name that stays when somebody edits the file above.
+
     >>> function_name(lambda x: x, with_line=False)
     '<lambda>'
     """
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):
         return describe(function)
-    name = name.rpartition("<locals>.")[2]
+    if not with_line:
+        return name
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    if with_line and name == "<lambda>" and code is not None:
+    if name.endswith("<lambda>") and code is not None:
         return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-    return name
+    return name.rpartition("<locals>.")[2]
 
 
 def both_in_text(here: object, there: object) -> tuple[str, str]:
