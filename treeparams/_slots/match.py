@@ -95,8 +95,8 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     unknown = [path for path in paths if path not in model.index]
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
-        # Functions and numbers are in a model, and not in what is made of one.
-        is_model = all(structure.specs[paths.index(path)] is None for path in unknown)
+        # Functions are in a model, and not in what is made of one.
+        is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
         remedy = "; the model comes first, then what is made of it" if is_model else nearest(unknown[0], model.paths)
         raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
     pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
@@ -187,7 +187,8 @@ def slot_gradients(
 ) -> list[Any]:
     """The projected gradient of each slot, real where the slot is; or a tangent, a value (`tied="first"`) that must be.
 
-    Each has its slot's dtype, or the one given; `wide` keeps at least single precision of a gradient in another.
+    Each has its slot's dtype, or the one given; `wide`, for a step, keeps at least single precision of a gradient in
+    another dtype, and refuses integers.
     """
     found = per_slot(index, grads, tied, exact_shapes=True)
     try:  # the usual case: arrays of JAX, all as they should be
@@ -201,7 +202,7 @@ def slot_gradients(
             found[i] = jnp.zeros(index.shapes[i], to) if missing else None
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
             array = jnp.asarray(value)
-            if not is_inexact(array.dtype) and tied == "sum":
+            if wide and not is_inexact(array.dtype):
                 raise TypeError(
                     f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; where it is one, "
                     "write gradient.astype(float)"

@@ -275,7 +275,7 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
         remedy = "params, rest = tp.partition(model); the two trees of eqx.partition go into eqx.combine"
         if isinstance(params, Rest):
             remedy = "the parameters come first: tp.combine(params, rest)"
-        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}: {remedy}")
+        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}; {remedy}")
     leaves, treedef = flatten(params)
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):

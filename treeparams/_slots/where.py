@@ -178,18 +178,17 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
     # own leaves may be one object at several paths.
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
-    expected = (
-        f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at (it is given shapes in place "
-        "of arrays); to ask each parameter write tp.leaves(lambda path, leaf: ...)"
-    )
+    expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
+    to_ask = "To ask each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
         found: Any = where(tree)
     except Exception as error:
-        raise ValueError(f"{expected}; it failed with {in_short(error)}") from error
+        reason = f"it failed with {in_short(error)}"
+        raise ValueError(f"{expected} (it is given shapes in place of arrays); {reason}. {to_ask}") from error
     number = {id(each): i for i, each in enumerate(objects)}
     for leaf in jtu.tree_leaves(found):
         if id(leaf) not in number:
-            raise ValueError(f"{expected}; got {describe(leaf)}")
+            raise ValueError(f"{expected}; got {describe(leaf)}. {to_ask}")
     if type(found) not in (list, tuple) or not found:  # as in eqx.tree_at, where a list is several nodes
         return [Match(where, tuple(_nodes_in(structure, number, found)))]
     nodes = [tuple(_nodes_in(structure, number, each)) for each in found]

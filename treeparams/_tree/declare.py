@@ -217,7 +217,7 @@ def _is_flax(cls: type, *names: str) -> bool:
 
 def _check_bool(value: object, where: str) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{where}: trainable=False freezes, trainable=True promises a parameter, got {value!r}")
+        raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}; trainable=False freezes")
 
 
 def read_ties(ties: object) -> dict[str, Any]:
@@ -234,6 +234,13 @@ def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | N
     """The source of a tie: its path, and the function of a tie that has one."""
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
-        got = ", ".join(map(function_name, source)) if isinstance(source, tuple) else function_name(source)
-        raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {got}")
+        raise TypeError(
+            f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
+        )
     return path, transform
+
+
+def _in_short(source: object) -> str:
+    if isinstance(source, tuple):
+        return f"({', '.join(map(_in_short, source))})"
+    return function_name(source) if callable(source) else f"{source!r:.80}"

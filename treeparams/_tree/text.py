@@ -39,6 +39,7 @@ def in_text(value: object) -> str:
     if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
         return describe(value)
     name, kind = getattr(value, "__qualname__", None), type(value)
+    name = function_name(value) if isinstance(name, str) and name.endswith("<lambda>") else name
     if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
         return name or f"a {kind.__qualname__}"
     text = name or (str(value) if isinstance(value, np.generic) else repr(value))

@@ -69,7 +69,7 @@ class File:
                 f"{self.path!r} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
                 "eqx.tree_deserialise_leaves(path, like), and save that"
             ) from None
-        if start == b"PK\3\4" and any(name.endswith(".npy") for name in zipfile.ZipFile(self.path).namelist()):
+        if zipfile.is_zipfile(self.path) and zipfile.ZipFile(self.path).namelist()[0].endswith(".npy"):
             raise ValueError(
                 f"{self.path!r} is written by np.savez: write arrays = dict(np.load(path)), saving.plan(arrays, model)"
             ) from None

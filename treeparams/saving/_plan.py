@@ -259,17 +259,21 @@ def plan(
     to one, or one to several, go through a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    >>> def thirds(qkv):
+    ...     return jnp.split(qkv, 3)
+    >>> def joined(*both):
+    ...     return jnp.concatenate(both)
     >>> split = saving.plan(
     ...     {"qkv": row(6, 2)},
     ...     {"q": jnp.zeros((2, 2)), "k": jnp.zeros((2, 2)), "v": jnp.zeros((2, 2))},
     ...     rename={"qkv": ("q", "k", "v")},
-    ...     transform={"qkv": lambda qkv: jnp.split(qkv, 3)},
+    ...     transform={"qkv": thirds},
     ... )
     >>> merge = saving.plan(
     ...     {"q": row(2, 2), "k": row(2, 2)},
     ...     {"qk": jnp.zeros((4, 2))},
     ...     rename={("q", "k"): "qk"},
-    ...     transform={("q", "k"): lambda *both: jnp.concatenate(both)},
+    ...     transform={("q", "k"): joined},
     ... )
 
     One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart. If there are
@@ -281,8 +285,8 @@ def plan(
     >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.**": "layers.*.**"})
     >>> for each in (split, merge, stack, unstack):
     ...     print(*(f"{row.path}: {', '.join(row.names)} ({row.how})" for row in each.rows[:2]), sep="; ")
-    k: qkv (<lambda>, 2 of 3); q: qkv (<lambda>, 1 of 3)
-    qk: q, k (<lambda>)
+    k: qkv (thirds, 2 of 3); q: qkv (thirds, 1 of 3)
+    qk: q, k (joined)
     layers.w: layers.0.w, layers.1.w, layers.2.w (stack)
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 

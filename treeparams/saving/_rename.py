@@ -44,7 +44,7 @@ class Route:
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        return "" if function is None else getattr(function, "__name__", type(function).__name__)
+        return "" if function is None else function_name(function)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """One array for each target, from one for each source."""

@@ -7,8 +7,9 @@ import jax.tree_util as jtu
 
 from .._slots.ties import Alias
 from .._tree.messages import name_deleted
-from .._tree.text import describe, first_lines
+from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
+from ..optim import ModelTransformation
 from ._arrays import placed
 from ._contents import Contents, histories_in, places_in_words, state_in_words
 from ._file import PREFIX, File, write
@@ -58,9 +59,9 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
     as_text(path)
+    if isinstance(model, (type, ModelTransformation)):
+        raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
-    if contents.leaves and not contents.stored:
-        raise ValueError(f"there is no array to save in this tree, got {describe(model)}; pass a model, or a state")
     for at, leaf in zip(contents.structure.paths, contents.leaves, strict=True):
         if isinstance(leaf, Mapping):
             raise TypeError(f"{at!r} is a mapping and no pytree, so none of its arrays would be saved; write dict(...)")
