@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -81,6 +82,12 @@ OPTIM: list[Row] = [
     ("twice", lambda t: optim.trainable(t.tx), ValueError, ONE),
     ("two in a chain", lambda t: plain_step_of_two(t), ValueError, f"state is of 2 transformations.*{ONE}"),
     ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, ONE),
+    (
+        "partition in a trace",
+        lambda t: jax.jit(lambda: around(apart, t))(),
+        ValueError,
+        f"optax.partition, stands .*{ONE}",
+    ),
     ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, stands around.*{ONE}"),
     ("groups of ours", lambda t: optim.trainable(optim.groups({"a": t.tx}, t.sgd)).init({"a": t.x}), ValueError, ONE),
     ("per_leaf around", lambda t: optim.per_leaf(t.tx), ValueError, ONE),
@@ -131,10 +138,10 @@ def test_a_mistake_is_answered(row):
 THEIRS: list[Row] = [
     # `zeros_like` of all leaves comes first; it stands within, optim.trainable(optax.MultiSteps(tx, 2)).
     ("MultiSteps around", lambda t: optax.MultiSteps(t.tx, 2).init(t.model), TypeError, "zeros_like"),
-    # The dtype of all leaves comes first; within, or with hyperparam_dtype=jnp.float32.
-    ("inject_hyperparams around", lambda t: inject(t).init(t.model), (TypeError, AttributeError), "."),
+    # The dtype of all leaves comes first (Optax 0.2.5 asks one leaf alone); within, or with hyperparam_dtype=jnp.float32.
+    ("inject_hyperparams around", lambda t: inject(t).init(t.model), TypeError, "dtype"),
     # It maps over both trees, and a `Rest` is of another type; tp.combine(params, rest).
-    ("eqx.combine(params, rest)", lambda t: eqx.combine(t.params, t.rest), ValueError, "pytree structure error"),
+    ("eqx.combine(params, rest)", lambda t: eqx.combine(t.params, t.rest), ValueError, "structure error|type mismatch"),
 ]
 
 
@@ -143,5 +150,6 @@ def inject(t: Any) -> optax.GradientTransformation:
 
 
 @pytest.mark.parametrize("row", THEIRS, ids=operator.itemgetter(0))
+@pytest.mark.skipif(not hasattr(optax.tree, "allclose"), reason="of a newer Optax")
 def test_three_are_answered_by_others(row):
     check(row)

@@ -384,7 +384,7 @@ def test_errors():
         ((tx, momentum, model, "a"), ValueError, "made by another transformation than this one"),
         ((tx, state, model, True), TypeError, "trainable=True names no leaves; write None"),
         ((tx, state, model, False), TypeError, "trainable=False names no leaves; write None"),
-        ((tx, state, {"a": jnp.ones(3)}, "a"), ValueError, "the model does not fit the layout"),
+        ((tx, state, {"a": jnp.ones(3)}, "a"), ValueError, "made from another tree .* than this model"),
         ((tx, state, model, "x"), ValueError, "'x' selects nothing"),
     ):
         with pytest.raises(error, match=match):

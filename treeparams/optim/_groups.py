@@ -79,7 +79,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     Raises:
         ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a key selects
             nothing, or nothing that earlier keys left, or one place alone of an array that is at several.
-        TypeError: not a dictionary of transformations.
+        TypeError: not a dictionary of transformations; `init`: a leaf is no array, as in a model.
     """
     if not isinstance(transformations, Mapping):
         raise TypeError(f"expected a dictionary {{where: transformation}}, got {describe(transformations)}")

@@ -65,9 +65,10 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     except Exception:
         _check_arguments(tx, grads, state, model)  # plain Optax fails in many ways at a model, none names the reason
         raise
-    if len(nodes_of(TrainableState, after)) != 1:
-        _check_arguments(tx, grads, state, model)
-    return _moved(model, updates, nodes_of(TrainableState, after)[0].layout), after
+    states = nodes_of(TrainableState, after)
+    if len(states) != 1:
+        _check_arguments(tx, grads, after, model)
+    return _moved(model, updates, states[0].layout), after
 
 
 _ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
