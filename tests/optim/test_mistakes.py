@@ -138,7 +138,7 @@ def test_a_mistake_is_answered(row):
 THEIRS: list[Row] = [
     # `zeros_like` of all leaves comes first; it stands within, optim.trainable(optax.MultiSteps(tx, 2)).
     ("MultiSteps around", lambda t: optax.MultiSteps(t.tx, 2).init(t.model), TypeError, "zeros_like"),
-    # The dtype of all leaves comes first (Optax 0.2.5 asks one leaf alone); within, or with hyperparam_dtype=jnp.float32.
+    # The dtype of all leaves comes first (Optax 0.2.5: of one); within, or with hyperparam_dtype=jnp.float32.
     ("inject_hyperparams around", lambda t: inject(t).init(t.model), TypeError, "dtype"),
     # It maps over both trees, and a `Rest` is of another type; tp.combine(params, rest).
     ("eqx.combine(params, rest)", lambda t: eqx.combine(t.params, t.rest), ValueError, "structure error|type mismatch"),

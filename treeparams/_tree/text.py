@@ -57,7 +57,7 @@ def function_name(function: object, *, with_line: bool = True) -> str:
     >>> function_name(lambda x: x, with_line=False)
     '<lambda>'
     """
-    name = getattr(function, "__qualname__", None)
+    name = getattr(function, "__qualname__", getattr(function, "__name__", None))  # ufuncs have the latter alone
     if not isinstance(name, str):
         return describe(function)
     if not with_line:

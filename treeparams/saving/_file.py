@@ -69,7 +69,7 @@ class File:
                 f"{self.path!r} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
                 "eqx.tree_deserialise_leaves(path, like), and save that"
             ) from None
-        if zipfile.is_zipfile(self.path) and zipfile.ZipFile(self.path).namelist()[0].endswith(".npy"):
+        if _is_of_savez(self.path):
             raise ValueError(
                 f"{self.path!r} is written by np.savez: write arrays = dict(np.load(path)), saving.plan(arrays, model)"
             ) from None
@@ -102,6 +102,13 @@ class File:
             value = zlib.crc32(self._file.read(min(PIECE, stored.stop - start)), value)
         if f"{value:08x}" != self.words["checksums"][name]:
             raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+
+
+def _is_of_savez(path: str) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith(".npy") for name in archive.namelist())
 
 
 def _words(path: str, header: Header) -> dict[str, Any]:
