@@ -171,7 +171,7 @@ def test_errors_of_update(without_type_checks):
         (({"ww": jnp.ones(2)}, state, model), ValueError, r"entry at 'ww', where the model has no leaf.*'w'"),
         (({"w": jnp.ones(3)}, state, model), ValueError, r"at 'w', got float32\["),
         ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "made from another tree .* than this model"),
-        ((model, plain.init(model), model), TypeError, "expected the state that init or the last update returned, got"),
+        ((model, plain.init(model), model), TypeError, "expected the state that tx.init.model. or the last update returned, got tuple"),
         *(((bad, state, model), TypeError, r"expected a tree of gradients as of tp\.grad") for bad in (None, True, 3)),
     ):
         with pytest.raises(error, match=match):
