@@ -17,6 +17,7 @@ from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
 from .ties import Alias, find_ties, followers, settle
+from .untrained import warn_of_floats
 from .where import Where
 
 
@@ -84,10 +85,13 @@ def layout(
         TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
-        UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
+        UserWarning: once for each kind of model. The model is traced, and one of its structure was met before with ties
+            that it no longer has. Or a dict, list or tuple holds a Python float beside parameters; it does not train.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
+    if not isinstance(trainable, Layout):
+        warn_of_floats(structure)
     if freeze is None and thaw is None and ties is None:
         return look_up(structure, trainable, leaves)[0]
     if isinstance(trainable, Layout):
