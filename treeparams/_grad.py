@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
+from ._loss import check_options, check_result, checked_loss
 from ._reached import reaches
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
@@ -92,12 +93,12 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    _check_options(trainable, has_aux)
+    check_options(trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
     if f is None:
         return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    call = _checked(f, "value_and_grad")
+    call = checked_loss(f, "value_and_grad")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -119,7 +120,7 @@ def value_and_grad(
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
         except TypeError as error:
-            _check_result(of_slots, parts.slots, has_aux, error)
+            check_result(of_slots, parts.slots, has_aux, error)
             raise
         except (RuntimeError, ValueError) as error:
             name_deleted(error, model)
@@ -127,45 +128,6 @@ def value_and_grad(
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
     return value_and_gradient
-
-
-def _checked(f: Any, verb: str) -> Callable[..., Any]:
-    """The function to differentiate; options that stand in its place are refused."""
-    if not callable(f):
-        raise TypeError(
-            f"expected a function of the model, got {describe(f)}; name the options: "
-            f"tp.{verb}(trainable=...), and write tp.{verb}(loss)(model, x)"
-        )
-    return f
-
-
-def _check_options(trainable: object, has_aux: object) -> None:
-    """Refuses arguments of the loss, and of `jax.grad`, in place of options."""
-    if isinstance(trainable, int) and not isinstance(trainable, bool):
-        raise TypeError(f"the gradient is in the model, the first argument of the loss; got {trainable} for trainable=")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"has_aux must be True or False, got {describe(has_aux)}; write tp.grad(loss)(model, x)")
-
-
-def _check_result(of_slots: Callable[..., Any], slots: Sequence[Any], has_aux: bool, error: TypeError) -> None:
-    """Raises an error that says what a loss returns, where that is the reason why it has no gradient."""
-    try:
-        result = jax.eval_shape(of_slots, slots)
-    except Exception:
-        return
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"with has_aux=True the loss is to return (value, aux), got {got}; leave it out") from error
-    value = result[0] if has_aux else result
-    if isinstance(value, tuple):
-        remedy = "; where the rest of it is auxiliary, write has_aux=True"
-    elif getattr(value, "shape", ()) != ():
-        remedy = "; write jnp.mean(...) or jnp.sum(...) of it"
-    else:
-        remedy = ""
-    if remedy or value is None or not jnp.issubdtype(getattr(value, "dtype", object), jnp.floating):
-        got = got if value is result else describe(value)
-        raise TypeError(f"expected the loss to return a real scalar, got {got}{remedy}") from error
 
 
 @overload
@@ -228,7 +190,7 @@ def grad(
     """
     if f is None:
         return functools.partial(grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    with_value = value_and_grad(_checked(f, "grad"), trainable, has_aux, unreached=unreached)
+    with_value = value_and_grad(checked_loss(f, "grad"), trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +258,7 @@ def accumulate(
     pieces = count_of("pieces", pieces, "pieces")
     if f is None:
         return functools.partial(accumulate, trainable=trainable, pieces=pieces)
-    call = _checked(f, "accumulate")
+    call = checked_loss(f, "accumulate")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
