@@ -103,7 +103,7 @@ def test_the_arrays_of_a_module_that_is_compiled_are_no_constants():
     ("options", "message"),
     [
         ({"donate": "some"}, r"donate must be 'all', .* got 'some'"),
-        ({"static_argnums": 0}, "cannot have 'static_argnums'; see `donate`, or use jax.jit"),
+        ({"static_argnums": 0}, "has no 'static_argnums': leave it out, all that is no array is static already"),
     ],
 )
 def test_options_that_cannot_be(options, message):

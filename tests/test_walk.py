@@ -139,7 +139,7 @@ biwalk_turned = functools.partial(tp.biwalk, TURNED, trainable=TURNED_LAYOUT)
         ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
         ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
         ({"norm.scale": 1.0, "norm": {"scale": 1.0}}, r"""entry at '"norm.scale"', where the model has no leaf"""),
-        (np.ones(3), "entry at '', where the model has a node"),
+        (np.ones(3), r"arrays at paths of the model, got float64\[3\]; a vector becomes one by restructure"),
     ],
 )
 @pytest.mark.parametrize("walk", [tp.biwalk, tp.project, functools.partial(tp.maptrainable, SGD)])

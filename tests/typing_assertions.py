@@ -231,6 +231,8 @@ def steps() -> None:
     assert_type(optim.trainable(optax.sgd(0.1), chosen, frozen="zeros"), optim.ModelTransformation)
     if TYPE_CHECKING:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
+        optim.step(optax.adam(1e-2), grads, state, model)  # pyright: ignore
+        optim.step(tx, grads, model, state)  # type: ignore
 
 
 PARTS = (declarations, layouts, saved, models, forms, functions, derivatives, steps)

@@ -157,6 +157,8 @@ class Ema(eqx.Module, Generic[M]):
                 are.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         """
+        if isinstance(model, (int, float)):
+            raise TypeError(f"expected a model, got {model!r}; the model comes first: tp.Ema(model, decay)")
         if isinstance(decay, Tracer) or isinstance(tau, Tracer):
             raise TypeError("decay and tau of an Ema are static; pass a function of the count, or use tp.ema")
         # A function is asked at each step; here it stands for any number.

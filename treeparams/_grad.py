@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
+from ._loss import check_options, check_result, checked_loss
 from ._reached import reaches
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
@@ -92,11 +93,12 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
+    check_options(trainable, has_aux)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
     if f is None:
         return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    call = _checked(f, "value_and_grad")
+    call = checked_loss(f, "value_and_grad")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
@@ -117,21 +119,15 @@ def value_and_grad(
 
         try:
             value, grads = jax.value_and_grad(of_slots, has_aux=has_aux)(parts.slots)
+        except TypeError as error:
+            check_result(of_slots, parts.slots, has_aux, error)
+            raise
         except (RuntimeError, ValueError) as error:
             name_deleted(error, model)
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
     return value_and_gradient
-
-
-def _checked(f: Any, verb: str) -> Callable[..., Any]:
-    """The function to differentiate; options that stand in its place are refused."""
-    if not callable(f):
-        raise TypeError(
-            f"expected a function of the model, got {describe(f)}; name the options: tp.{verb}(trainable=...)"
-        )
-    return f
 
 
 @overload
@@ -194,7 +190,7 @@ def grad(
     """
     if f is None:
         return functools.partial(grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
-    with_value = value_and_grad(_checked(f, "grad"), trainable, has_aux, unreached=unreached)
+    with_value = value_and_grad(checked_loss(f, "grad"), trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +258,7 @@ def accumulate(
     pieces = count_of("pieces", pieces, "pieces")
     if f is None:
         return functools.partial(accumulate, trainable=trainable, pieces=pieces)
-    call = _checked(f, "accumulate")
+    call = checked_loss(f, "accumulate")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:

@@ -14,7 +14,7 @@ from ._tree.difference import Difference, compare, groups_of, tie_rows
 from ._tree.lost_ties import keep_apart
 from ._tree.static_keys import static_key
 from ._tree.structure import getter
-from ._tree.text import both_in_text, first_lines
+from ._tree.text import both_in_text, describe, first_lines
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -62,16 +62,26 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
         ValueError: `donate` is none of the five; an option that speaks of single arguments (`static_argnums`,
             `donate_argnums`, `in_shardings`, ...), which are taken apart here.
     """
-    refused = [name for name in jit_kwargs if name.startswith(("static_arg", "donate_arg", "in_"))]
+    refused = [name for name in jit_kwargs if name.startswith(tuple(_REFUSED))]
     if refused:
-        raise ValueError(f"tp.jit takes arguments apart and cannot have {refused[0]!r}; see `donate`, or use jax.jit")
+        remedy = next(text for start, text in _REFUSED.items() if refused[0].startswith(start))
+        raise ValueError(f"tp.jit takes arguments apart and has no {refused[0]!r}: {remedy}")
     if donate not in ("all", "all-except-first", "warn", "warn-except-first", "none"):
         raise ValueError(
             f"donate must be 'all', 'all-except-first', 'warn', 'warn-except-first' or 'none', got {donate!r}"
         )
+    if not (fun is None or callable(fun)):
+        raise TypeError(f"expected a function, got {describe(fun)}; write tp.jit(f)(model, x)")
     if fun is None:
         return functools.partial(jit, donate=donate, **jit_kwargs)
     return Jitted(fun, donate, jit_kwargs)
+
+
+_REFUSED = {
+    "static_arg": "leave it out, all that is no array is static already",
+    "donate_arg": "write donate='all', or donate='all-except-first' for all but the first argument",
+    "in_": "put the arrays where they are to be before, by jax.device_put",
+}
 
 
 class Jitted(Generic[P, R]):

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -47,9 +48,11 @@ def weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> Weights:
 
 
 def _check_weight(name: str, value: ArrayLike) -> None:
+    if not (isinstance(value, (int, float, np.generic)) or is_array(value)):
+        raise TypeError(f"{name} must be a number in [0, 1], got {describe(value)}")
     if jnp.ndim(value) != 0:
         raise ValueError(f"{name} must be a scalar, got shape {jnp.shape(value)}")
-    if isinstance(value, (int, float)) and not 0 <= value <= 1:
+    if isinstance(value, (int, float, np.generic)) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
@@ -147,7 +150,7 @@ def _is_number(leaf: Any) -> bool:
 
 def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
     """The policy for the array at each path."""
-    rules = {"**": buffers} if isinstance(buffers, str) else buffers
+    rules = buffers if isinstance(buffers, Mapping) else {"**": buffers}
     for policy in rules.values():
         if policy not in ("copy", "keep", "average"):
             raise ValueError(

@@ -20,7 +20,7 @@ from ._slots.where import name_of, read
 from ._tree.lost_ties import note_ties
 from ._tree.recognise import structure_of
 from ._tree.structure import Spec, Structure, is_array
-from ._tree.text import describe
+from ._tree.text import describe, in_short
 
 M = TypeVar("M")
 Value = ArrayLike | Callable[[Any], Any]
@@ -100,7 +100,7 @@ def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
 def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
     """The new array at a leaf, in its shape and dtype."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
-    made: Any = value(leaves[leaf]) if callable(value) and not is_array(value) else value
+    made = _called(where, value, path, leaves[leaf])
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
     if isinstance(made, (int, float, complex)):
         return jnp.full(shape, made, dtype)
@@ -112,6 +112,21 @@ def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves:
         raise ValueError(f"expected {describe(structure.spec(leaf))} at {path!r}, {by} {describe(made)}{hint}")
     are_numpy = isinstance(made, np.ndarray) and isinstance(leaves[leaf], np.ndarray)
     return made if are_numpy else jnp.asarray(made)
+
+
+def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
+    """The value, or what it returns where it is a function."""
+    if not callable(value) or is_array(value):
+        return value
+    if any(map(is_array, jtu.tree_leaves(value))):
+        raise TypeError(f"expected an array, a number or a function for {path!r}, got {describe(value)}, a node")
+    try:
+        return value(at_hand)
+    except TypeError as error:
+        raise TypeError(
+            f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; of an "
+            f"initializer write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
+        ) from error
 
 
 def _inverted(structure: Structure, alias: Alias, value: Any) -> Any:

@@ -82,8 +82,7 @@ def maptrainable(
         TypeError: `f` is no function; as `tp.layout`.
     """
     parts = take_apart(model, trainable)
-    if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
-        raise TypeError(f"the function comes first: tp.maptrainable(f, model); got {describe(f)} in its place")
+    _check_function(f, model, parts)
     try:
         results = list(map(f, *_arguments(parts, rest, tied, with_path)))
     except (RuntimeError, ValueError) as error:
@@ -95,6 +94,13 @@ def maptrainable(
             if isinstance(result, np.generic):
                 results[i] = np.asarray(result) if isinstance(leaf, np.ndarray) else jnp.asarray(result)
     return parts.model(results)
+
+
+def _check_function(f: object, model: PyTree, parts: Parts) -> None:
+    """Refuses a model, which may be callable, in the place of the function."""
+    if not callable(f) or (callable(model) and not parts.slots and any(map(is_array, jax.tree.leaves(f)))):
+        orders = "tp.maptrainable(f, model), tp.mapreduce(f, op, model, init=0)"
+        raise TypeError(f"the function comes first: {orders}; got {describe(f)} in its place")
 
 
 def _arguments(
@@ -179,6 +185,7 @@ def mapreduce(
         TypeError: as `tp.layout`.
     """
     parts = take_apart(model, trainable)
+    _check_function(f, model, parts)
     accumulated = init
     for result in map(f, *_arguments(parts, rest, tied, with_path)):
         accumulated = op(accumulated, result)

@@ -154,12 +154,12 @@ def test_errors_of_active(without_type_checks):
         ("layers.1", TypeError, r"active is a dictionary \{where: flag\}, got "),
     ):
         with pytest.raises(error, match=match):
-            CLIPPED.update(net, state, net, active=active)
+            CLIPPED.update(tp.copy(net), state, net, active=active)
     for form in (optim.trainable, optim.flat):
         tx = form(optax.sgd(0.1))
         for active in ({"layers.1": False}, {}, None):
             with pytest.raises(TypeError, match=r"write optim.stacked\(tx\)"):
-                optim.step(tx, net, tx.init(net), net, active=active)
+                optim.step(tx, tp.copy(net), tx.init(net), net, active=active)
 
 
 KEPT = {  # state that is not kept row by row, by what the error calls it
@@ -250,7 +250,7 @@ def test_a_first_step_without_any_gradient_is_warned_of_and_one_that_is_told_to_
     net, tx = _net(), optim.stacked(rows(RULE))
     state = tx.init(net)
     for flag in (False, jnp.array(False)):
-        _, after = tx.update(net, state, net, active={"**": flag})
+        _, after = tx.update(tp.copy(net), state, net, active={"**": flag})
         assert_same(after, state)
     with pytest.warns(UserWarning, match="layers.0.w.* trains, and no gradient has come for it since"):
         tx.update({}, state, net)
@@ -338,7 +338,7 @@ def test_more_layers_take_no_more_masks():
         net = {"layers": [{"w": ramp(2, 2), "b": ramp(2)} for _ in range(layers)]}
 
         def one(net, state, flags):
-            return tx.update(net, state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
+            return tx.update(tp.copy(net), state, net, active={f"layers.{i}": flags[i] for i in range(layers)})
 
         text = jax.jit(one).lower(net, tx.init(net), np.ones(layers, bool)).as_text()
         return text.count("stablehlo.select") + text.count("call @_where")

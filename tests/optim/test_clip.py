@@ -131,7 +131,7 @@ def test_across_devices(spread):
     tx = optim.clip_by_global_norm(1.0, axis_name="data")
 
     def local(grads):
-        clipped, state = tx.update(grads, tx.init(grads), grads)
+        clipped, state = tx.update(tp.copy(grads), tx.init(grads), grads)
         return clipped, state.norm
 
     spec = PartitionSpec("data")
@@ -142,7 +142,7 @@ def test_across_devices(spread):
 
 def test_the_state_of_several_histories_and_of_none():
     model, tx = {"a": jnp.ones(1), "b": jnp.ones(1)}, optim.trainable(optim.clip_by_global_norm(0.5), "a")
-    _, state = tx.update(model, tx.init(model), model)
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
     state = optim.set_trainable(tx, state, model)
     _, state = jax.jit(tx.update)(model, state, model)
     clip = optim.clip_state(state)
@@ -151,7 +151,7 @@ def test_the_state_of_several_histories_and_of_none():
     for choice, steps in (("a", 3), ("b", 1), (None, 1)):
         state = optim.set_trainable(tx, state, model, choice)
         for _ in range(steps):
-            _, state = tx.update(model, state, model)
+            _, state = tx.update(tp.copy(model), state, model)
     assert int(optim.clip_state(state).clipped) == 4
     with pytest.raises(ValueError, match=r"there is no optim.clip_by_global_norm in this state"):
         optim.clip_state(optax.adam(0.1).init(model))

@@ -77,7 +77,7 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
     tx = optim.flat(rule, trial={"temperature": 2.0})
     state = tx.init(model)
     tried = len(calls)
-    np.testing.assert_array_equal(tx.update(model, state, model, temperature=3.0)[0]["a"], 3.0)
+    np.testing.assert_array_equal(tx.update(tp.copy(model), state, model, temperature=3.0)[0]["a"], 3.0)
     tx.init(model)
     assert len(calls) == tried + 1
 
@@ -85,7 +85,7 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
 def test_none_counts_as_zero():
     model = {"a": jnp.ones(2), "b": jnp.ones(2)}
     tx = optim.flat(optax.sgd(1.0, momentum=0.5))
-    _, state = tx.update(model, tx.init(model), model)
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
     updates, state = tx.update({"a": jnp.zeros(2), "b": None}, state, model)
     np.testing.assert_array_equal(state.runs[0][0].trace, 0.5)
     np.testing.assert_array_equal(updates["b"], updates["a"])
@@ -97,10 +97,10 @@ def test_the_state_is_one_vector_of_the_layout_and_outlives_a_freeze():
     tx, plain = optim.flat(rule, layout), optim.trainable(rule)
     state, other = jax.jit(tx.init)(model), plain.init(model)  # the trial is done within a trace, too
     assert (state.runs[0][0].trace.shape, state.runs[0][0].trace.dtype) == ((layout.size,), layout.dtype)
-    _, state = tx.update(model, state, model)
-    _, other = plain.update(model, other, model)
+    _, state = tx.update(tp.copy(model), state, model)
+    _, other = plain.update(tp.copy(model), other, model)
     state = optim.set_trainable(tx, optim.set_trainable(tx, state, model, "b"), model)
-    got, want = tx.update(model, state, model)[0], plain.update(model, other, model)[0]
+    got, want = tx.update(tp.copy(model), state, model)[0], plain.update(tp.copy(model), other, model)[0]
     assert_close(got, want, 1e-2)
     assert_close((got["a"], got["c"]), (want["a"], want["c"]), 1e-6)
 
@@ -112,7 +112,7 @@ def test_under_a_traced_rate(transform):
 
     def after(rate):
         tx = optim.flat(optax.sgd(rate, momentum=0.9))
-        return jnp.sum(optim.step(tx, model, tx.init(model), model)[0]["a"])
+        return jnp.sum(optim.step(tx, tp.copy(model), tx.init(model), model)[0]["a"])
 
     rates = np.float32(0.5) if transform in (jax.grad, jax.jit) else np.float32([0.5, 0.25])
     np.testing.assert_allclose(transform(after)(rates), -2.0 if transform is jax.grad else 2 - 2 * rates)

@@ -87,7 +87,7 @@ def test_a_tie_is_reset_whole():
         assert [[int(count) for count in after.counts], *map(len, after.roles.running)] == [[1, 0], 1, 1]
     shared = jnp.ones(2)
     model = {"a": shared, "b": shared, "c": jnp.ones(1)}
-    _, state = tx.update(model, tx.init(model), model)
+    _, state = tx.update(tp.copy(model), tx.init(model), model)
     for where in ("a", ("a", "b")):
         assert len(optim.set_trainable(tx, state, model, reset=where).runs) == 2
     with pytest.raises(ValueError, match=r"'b' names 'b', but 'a' and 'b' are one array.* or write 'a'"):

@@ -100,7 +100,7 @@ def test_traced_factors_in_one_program_and_their_dtypes(form):
     @jax.vmap
     def updates(slow):
         tx = rule(slow)
-        return tx.update(model, tx.init(model), model)[0]
+        return tx.update(tp.copy(model), tx.init(model), model)[0]
 
     got = updates(jnp.float32([1, 1 / 3]))
     assert {name: leaf.dtype for name, leaf in got.items()} == {name: leaf.dtype for name, leaf in model.items()}
@@ -125,7 +125,7 @@ def test_histories_go_on_with_their_factors(form):
     state = tx.init(model)
     assert not jax.tree.leaves(state.runs[0])
     assert pickle.loads(pickle.dumps(state)).roles.layout == state.layout
-    _, state = tx.update(model, state, model)
+    _, state = tx.update(tp.copy(model), state, model)
     both = optim.set_trainable(tx, state, model)
     updates, after = jax.jit(tx.update)(model, both, model)
     assert_same(updates, {"a": jnp.float32([-0.5]), "b": jnp.float32([-0.25])}, identity=False)
@@ -149,7 +149,7 @@ def test_plain_optax_goes_by_path():
     want = {"a": jnp.ones(2), "b": {"w": jnp.full(2, 0.5), "none": None}}
     assert_same(tx.update(params, tx.init(params))[0], want, identity=False)
     masked = optax.masked(tx, {"a": True, "b": False})
-    assert_same(masked.update(params, masked.init(params), params)[0], params)
+    assert_same(masked.update(tp.copy(params), masked.init(params), params)[0], params)
     for tree, match in (
         (tp.stack(params)[0], "the stacks of tp.stack do not have"),
         ({"a": jnp.ones(1)}, "'b.w' selects noth"),
@@ -158,7 +158,7 @@ def test_plain_optax_goes_by_path():
             tx.update(tree, tx.init(tree))
     flat = optim.trainable(optax.flatten(optax.chain(tx)))
     with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), where the parameters are PyTree"):
-        flat.update(params, flat.init(params), params)
+        flat.update(tp.copy(params), flat.init(params), params)
 
 
 @forms

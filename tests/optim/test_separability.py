@@ -132,7 +132,7 @@ def test_refuses_what_looks_at_leaves_whatever_the_numbers(name, form):
 def test_refuses_norms_of_leaves_under_a_traced_rate(form):
     def after(rate):
         tx = form(optax.lamb(rate))
-        return optim.step(tx, MODEL, tx.init(MODEL), MODEL)[0]
+        return optim.step(tx, tp.copy(MODEL), tx.init(MODEL), MODEL)[0]
 
     for transform in (jax.vmap, jax.jit):
         with pytest.raises(ValueError, match=SHAPES):

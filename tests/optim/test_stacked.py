@@ -172,4 +172,4 @@ def test_an_example_of_further_arguments_for_the_trial():
     with pytest.raises(ValueError, match=r"it fails there.*heat.*give examples of them \(trial="):
         optim.stacked(rule).init(net)
     tx = optim.stacked(rule, trial={"heat": 2.0})
-    assert_same(tx.update(net, tx.init(net), net, heat=3.0)[0]["out"], np.float32(3) * np.asarray(net["out"]))
+    assert_same(tx.update(tp.copy(net), tx.init(net), net, heat=3.0)[0]["out"], np.float32(3) * np.asarray(net["out"]))

@@ -198,7 +198,7 @@ def test_a_parameter_that_begins_is_as_one_that_is_thawed(tmp_path):
     saving.save(tmp_path / "run.safetensors", {"state": found[0][1]})
     for like in (made, thawed):  # that of the calls in an error, too
         loaded = saving.load(tmp_path / "run.safetensors", {"state": like})["state"]
-        assert_same(tx.update(new, loaded, new)[0], tx.update(new, found[0][1], new)[0])
+        assert_same(tx.update(tp.copy(new), loaded, new)[0], tx.update(tp.copy(new), found[0][1], new)[0])
 
 
 # -- Wrong before ------------------------------------------------------------------------------------------------------

@@ -290,10 +290,10 @@ def test_errors_of_names():
         saving.names({"net": [row(2)]}, "nett")
     with pytest.raises(ValueError, match="'b' and another array both get the name 'x'"):
         saving.names(arrays, rename={"a": "x", "b": "x"})
-    with pytest.raises(ValueError, match=r"<lambda> gives 1 arrays, and the names are x, y"):
+    with pytest.raises(ValueError, match=r"lambda at test_plan_sources.py:\d+ gives 1 arrays, and the names are x, y"):
         saving.names(arrays, rename={"a": ("x", "y")}, transform={"a": lambda a: a})
     for function in (lambda a: a @ np.ones((3, 3)), lambda a: {"a": a}):
-        with pytest.raises(ValueError, match=r"<lambda> of 'a' \(float32\[2\]\) fails"):
+        with pytest.raises(ValueError, match=r"lambda at test_plan_sources.py:\d+ of 'a' \(float32\[2\]\) fails"):
             saving.names(arrays, transform={"a": function})
 
 

@@ -120,7 +120,7 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
     ("ties", "message"),
     [
         ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
-        ({"node": "a"}, r"a tie names 'node', where the model has no leaf; nearest: 'node.x'"),
+        ({"node": "a"}, r"a tie names 'node', where the model has a node; name an array in it; nearest: 'node.x'"),
         ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is no parameter"),
         ({"number": "a"}, r"a tie names 'number' \(int, not an array\), which is no parameter"),
         ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),

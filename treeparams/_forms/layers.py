@@ -16,8 +16,9 @@ import numpy as np
 
 from .._slots.nodes import nodes_in
 from .._slots.parts import Rest, index_in, others
+from .._slots.spans import subtreedefs
 from .._slots.ties import Alias
-from .._slots.where import Where, name_of, subtreedefs
+from .._slots.where import Where, name_of
 from .._tree.static_keys import static_key
 from .._tree.text import quoted
 from .block import cast, with_gaps

@@ -3,6 +3,7 @@
 The files, from the ground up:
 
     transform  linear functions that are recognised again
+    spans      nodes and leaves as spans of leaves
     where      leaves(); the one reader of a `where`: the nodes and leaves that it matches
     nodes      the layers of a net: nodes that a `where` matches, and whether they are alike
     said       which parameters are trained: masks, declarations, freeze and thaw

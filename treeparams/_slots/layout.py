@@ -19,7 +19,7 @@ from .._tree.paths import nearest
 from .._tree.static_keys import contents
 from .._tree.structure import Structure
 from .._tree.tables import Table, as_html, as_text
-from .._tree.text import first_few
+from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from .index import Index, Slot
 from .said import Said, change
@@ -207,6 +207,8 @@ class Layout:
         Returns:
             A `Diff`, false where there are none; `tp.diff` of two layouts gives the same.
         """
+        if not isinstance(other, Layout):
+            raise TypeError(f"expected another Layout, tp.layout(model), got {describe(other)}")
         these, those = self._index, other._index
         here, there = these.structure, those.structure
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._tree.dtypes import common_dtype, is_complex, widened
+from .._tree.dtypes import common_dtype, is_complex, is_inexact, widened
 from .._tree.paths import nearest, unquote
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure, flatten, same_treedef
@@ -78,6 +78,16 @@ def check_shape(structure: Structure, leaf: int, value: Any) -> None:
 def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     leaves, _, structure = structure_of(tree)
     model, paths = index.structure, structure.paths
+    if not structure.nodes and model.nodes:
+        raise ValueError(
+            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes one by "
+            "restructure(vector)"
+        )
+    if type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
+        raise ValueError(
+            f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
+            "of one call, pass the one that is meant"
+        )
     if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
         # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
         whole = tuple(map(unquote, paths))
@@ -85,9 +95,10 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     unknown = [path for path in paths if path not in model.index]
     if unknown:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
-        raise ValueError(
-            f"the tree has an entry at {unknown[0]!r}, where the model has {has}{nearest(unknown[0], model.paths)}"
-        )
+        # Functions are in a model, and not in what is made of one.
+        is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
+        remedy = "; the model comes first, then what is made of it" if is_model else nearest(unknown[0], model.paths)
+        raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
     pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
     return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
 
@@ -176,7 +187,8 @@ def slot_gradients(
 ) -> list[Any]:
     """The projected gradient of each slot, real where the slot is; or a tangent, a value (`tied="first"`) that must be.
 
-    Each has its slot's dtype, or the one given; `wide` keeps at least single precision of a gradient in another.
+    Each has its slot's dtype, or the one given; `wide`, for a step, keeps at least single precision of a gradient in
+    another dtype, and refuses integers.
     """
     found = per_slot(index, grads, tied, exact_shapes=True)
     try:  # the usual case: arrays of JAX, all as they should be
@@ -190,6 +202,11 @@ def slot_gradients(
             found[i] = jnp.zeros(index.shapes[i], to) if missing else None
         elif not (isinstance(value, jax.Array) and value.dtype == own == to and not value.weak_type):
             array = jnp.asarray(value)
+            if wide and not is_inexact(array.dtype):
+                raise TypeError(
+                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; where it is one, "
+                    "write gradient.astype(float)"
+                )
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
                 if tied == "first":
                     raise TypeError(f"expected a real tangent at {index.slots[i].path!r}, got {describe(value)}")

@@ -7,7 +7,8 @@ from .._tree.difference import static_differences
 from .._tree.paths import join_path, split_path
 from .._tree.structure import Structure, same_treedef
 from .._tree.text import quoted
-from .where import Span, Where, found_in, name_of, read, subtreedefs
+from .spans import Span, subtreedefs
+from .where import Where, found_in, name_of, read
 
 
 def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:

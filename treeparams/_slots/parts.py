@@ -22,7 +22,7 @@ from .._tree.types import PyTree, TreeDef
 from .index import Index
 from .layout import Layout, Trainable, index_of
 from .match import read_slots
-from .trainable import look_up, warn_of_forgotten_ties
+from .trainable import check_is_model, look_up, warn_of_forgotten_ties
 
 M = TypeVar("M")
 
@@ -149,6 +149,7 @@ class Parts(Generic[M]):
 def take_apart(model: M, trainable: Trainable) -> Parts[M]:
     """A model as one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
+    check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
     if not isinstance(trainable, Layout):
         warn_of_forgotten_ties(index)
@@ -282,8 +283,10 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
         TypeError: `rest` is no `Rest`.
     """
     if not isinstance(rest, Rest):
-        swapped = "; the parameters come first: tp.combine(params, rest)" if isinstance(params, Rest) else ""
-        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}{swapped}")
+        remedy = "params, rest = tp.partition(model); the two trees of eqx.partition go into eqx.combine"
+        if isinstance(params, Rest):
+            remedy = "the parameters come first: tp.combine(params, rest)"
+        raise TypeError(f"expected the Rest of tp.partition, got {describe(rest)}; {remedy}")
     leaves, treedef = flatten(params)
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):

@@ -13,7 +13,7 @@ from .._tree.paths import quote
 from .._tree.structure import Node, Structure, flatten, same_treedef, scan
 from .._tree.text import describe
 from .._tree.types import TreeDef
-from .where import Follows, Leaves, Where, found_in, name_of, read, select, some, whole
+from .where import Follows, Leaves, Where, found_in, name_of, no_where, read, select, some, whole
 
 Said = dict[int, bool]
 """Whether each parameter is to be trained. An alias of a declared or given tie has an entry only where a mask or a
@@ -124,7 +124,7 @@ def as_mask(structure: Structure, value: object) -> list[bool] | None:
         isinstance(flag, (int, float, np.generic)) or hasattr(flag, "dtype") for flag in flags
     ):
         if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
-            raise TypeError(f"trainable= says which leaves are trained, got a {describe(value)} with arrays in it")
+            raise TypeError(no_where(structure, value))
         kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
         raise TypeError(f"a mask holds Python bools, got {kinds}; write jax.tree.map(bool, mask) where these are flags")
     return [] if has_its_structure and not flags else None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._tree.declare import Given, read_source
+from .._tree.declare import Given, read_source, read_ties
 from .._tree.paths import join_path, nearest, split_path
 from .._tree.structure import Spec, Structure
 from .._tree.text import describe
@@ -148,17 +148,13 @@ def _declared_ties(structure: Structure) -> list[tuple[int, int, Transform | Non
 
 
 def _given_ties(structure: Structure, given: Given) -> list[tuple[int, int, Transform | None]]:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(given)}")
-    read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in given.items()}
+    read = {alias: read_source(source, f"ties, {alias!r}") for alias, source in read_ties(given).items()}
     return [_tie(structure, alias, *source) for alias, source in read.items()]
 
 
 def _tie(
     structure: Structure, alias: str, source: str, function: Callable[..., Any] | None
 ) -> tuple[int, int, Transform | None]:
-    if alias == source:
-        raise ValueError(f"{alias!r} is tied to itself")
     ends = parameter_at(structure, alias), parameter_at(structure, source)
     return (*ends, checked(structure, *ends, function))
 
@@ -168,7 +164,8 @@ def parameter_at(structure: Structure, path: str) -> int:
     i = structure.index.get(join_path(split_path(path)))
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
-        raise ValueError(f"a tie names {path!r}, where the model has no leaf{nearest(path, known)}")
+        has = "a node; name an array in it" if any(node.path == path for node in structure.nodes) else "no leaf"
+        raise ValueError(f"a tie names {path!r}, where the model has {has}{nearest(path, known)}")
     if not structure.is_parameter(i):
         raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
     return i
@@ -176,6 +173,8 @@ def parameter_at(structure: Structure, path: str) -> int:
 
 def checked(structure: Structure, alias: int, source: int, function: Callable[..., Any] | None) -> Transform | None:
     """The transform of a tie, `None` where it is the identity."""
+    if alias == source:
+        raise ValueError(f"{structure.paths[alias]!r} is tied to itself; name two paths")
     want, have = structure.spec(alias), structure.spec(source)
     transform = None if function is None else Transform(function)
     got, is_identity = (have, True) if transform is None else transform.tried(have.shape, have.dtype)

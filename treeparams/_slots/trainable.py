@@ -11,7 +11,7 @@ from .._tree.lost_ties import given_to, likeness, note_given, warn_of_lost_ties
 from .._tree.messages import warn
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
-from .._tree.text import first_few, first_lines
+from .._tree.text import describe, first_few, first_lines
 from .._tree.types import PyTree
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
@@ -69,11 +69,12 @@ def layout(
             function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
             frozen its aliases stay as the model has them.
 
-    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`; one that matches a node selects all below it, one
-    that starts with `!` takes away), a compiled regex that matches a whole path, a class, `tp.leaves(predicate)`, a
-    callable from the model to nodes of it, or a sequence of these. It selects a tie that a class declares, or that you
-    pass, by its source or by an alias alone. A `where` that selects the alias beside other leaves, as `"decoder"` does
-    where the decoder has a bias too, says nothing of the tie. Of one array at several paths it must name all of them.
+    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`, `"layers.-1"`; one that matches a node selects all
+    below it, one that starts with `!` takes away), a compiled regex that matches a whole path, a class,
+    `tp.leaves(predicate)`, a callable from the model to nodes of it, or a sequence of these. It selects a tie that a
+    class declares, or that you pass, by its source or by an alias alone. A `where` that selects the alias beside other
+    leaves, as `"decoder"` does where the decoder has a bias too, says nothing of the tie. Of one array at several paths
+    it must name all of them.
 
     Returns:
         The layout.
@@ -88,6 +89,7 @@ def layout(
             that it no longer has. Or a dict, list or tuple holds a Python float beside parameters; it does not train.
     """
     leaves, _, structure = structure_of(model)
+    check_is_model(leaves, structure)
     if not isinstance(trainable, Layout):
         warn_of_floats(structure)
     if freeze is None and thaw is None and ties is None:
@@ -102,6 +104,14 @@ def layout(
     if structure.is_traced:
         warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
     return made
+
+
+def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
+    """Refuses what is no pytree, but a class, a path or a layout, where a model is expected."""
+    if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
+        got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
+        remedy = "; make one of it first" if isinstance(leaves[0], type) else ""
+        raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
 
 
 def warn_of_forgotten_ties(index: Index) -> None:
@@ -183,6 +193,17 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
     return trainable
 
 
+class MisfitError(ValueError):
+    """A model does not fit a layout; `differences` are the first few, in words."""
+
+    def __init__(self, differences: str) -> None:
+        super().__init__(
+            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
+            f"model, tp.layout(model):\n{differences}"
+        )
+        self.differences = differences
+
+
 def _index_for(structure: Structure, layout: Layout) -> Index:
     """The `Index` of models of a structure that may differ from the layout's in which arrays are one."""
     index = index_of(layout)
@@ -195,10 +216,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
             return [] if want.specs[i] is None else spec_rows(want, structure, i, j)
 
         lines = [row.in_words() for row in compare(want, structure, at_leaves)]
-        raise ValueError(
-            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
-            f"model, tp.layout(model):\n{first_lines(lines)}"
-        )
+        raise MisfitError(first_lines(lines))
     # A model may have fewer ties than the layout, as a traced one has, but not one that the layout does not know.
     for i in structure.parameters:
         first = structure.first[i]

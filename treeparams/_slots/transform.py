@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._tree.static_keys import found_at, static_key
+from .._tree.text import function_name
 
 
 class Transform:
@@ -79,8 +80,8 @@ def _names(function: Callable[..., Any]) -> tuple[str, str]:
         if module and name and found_at(module, name) is function:
             return module, name
     raise ValueError(
-        f"a tie's transform must be found again by `jit` and in the next process, and {function!r} is made anew each "
-        "time; write a function at module level, jnp.transpose, or a functools.partial of one"
+        f"a tie's transform must be found again by `jit` and in the next process, and {function_name(function)} is "
+        "made anew each time; write a function at module level, jnp.transpose, or a functools.partial of one"
     )
 
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from .._tree.globs import Glob
 from .._tree.messages import AS_ARRAY
-from .._tree.paths import join_path, nearest
-from .._tree.structure import Structure
-from .._tree.text import describe, quoted
-from .._tree.types import PyTree, TreeDef
+from .._tree.paths import nearest
+from .._tree.structure import Structure, flatten, is_array, same_treedef
+from .._tree.text import describe, function_name, in_short, quoted
+from .._tree.types import PyTree
+from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtreedefs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +56,6 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
 # -- Nodes and leaves --------------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """A node, or a leaf, by the leaves in it."""
-
-    start: int
-    stop: int
-    entries: tuple[str, ...]
-    number: int | None  # of the node; none of a leaf
-
-    @property
-    def path(self) -> str:
-        return join_path(self.entries)
-
-
 class Match(NamedTuple):
     """A single `where`, without its exclamation mark, and the outermost nodes and leaves that it matches."""
 
@@ -90,25 +78,46 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
         elif isinstance(each, str):
             chosen.append(Match(each, tuple(_by_glob(structure, each))))
         elif isinstance(each, re.Pattern):
-            chosen.append(Match(each, _outermost(structure, lambda span, each=each: bool(each.fullmatch(span.path)))))
+            chosen.append(Match(each, outermost(structure, lambda span, each=each: bool(each.fullmatch(span.path)))))
         elif isinstance(each, type):
-            chosen.append(Match(each, _outermost(structure, lambda span, each=each: _is_of(structure, span, each))))
+            chosen.append(Match(each, outermost(structure, lambda span, each=each: _is_of(structure, span, each))))
         elif isinstance(each, Leaves):
             chosen.append(Match(each, tuple(_by_predicate(structure, each))))
-        elif callable(each):
+        elif callable(each) and not any(map(is_array, jtu.tree_leaves(each))):
             chosen += _by_callable(structure, each)
         else:
-            raise TypeError(
-                "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable "
-                f"from the model to nodes of it, or a sequence of these), got {describe(each)}: {each!r:.80}"
-            )
+            raise TypeError(no_where(structure, each))
     if not (chosen or may_only_take):
         raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
     return chosen, away
 
 
+def no_where(structure: Structure, value: object) -> str:
+    """The message on what says in no way which parameters are meant."""
+    expected = (
+        "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
+        "model to nodes of it, or a sequence of these)"
+    )
+    leaves, treedef = flatten(value)
+    if any(map(is_array, leaves)):
+        # A part of a model in place of its name. The model's arrays are not at hand here, so it is told by its shapes.
+        specs = [(leaf.shape, leaf.dtype) if is_array(leaf) else (None, None) for leaf in leaves]
+        treedefs = subtreedefs(structure)
+        places = [
+            repr(span.path) if span.entries else "'**'"
+            for span in spans_of(structure)
+            if [spec[:2] if spec else (None, None) for spec in structure.specs[span.start : span.stop]] == specs
+            and same_treedef(treedefs[span.number], treedef)
+        ]
+        remedy = f"write its path, {' or '.join(places[:3])}" if places else "the model has none like it; write a path"
+        return f"{expected}, got {describe(value)} itself: {remedy}"
+    if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
+        return f"{expected}, got a mask where none is taken: pass it as trainable="
+    return f"{expected}, got {describe(value)}: {value!r:.80}"
+
+
 def _single(where: object) -> Iterator[object]:
-    if not isinstance(where, (list, tuple, set, frozenset)):
+    if not isinstance(where, (list, tuple, set, frozenset)) or hasattr(where, "_fields"):
         yield where
         return
     if not where:
@@ -124,45 +133,24 @@ def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
             "'layers.0.weight'"
         )
     # From the root down, so that a glob is followed only where it can still match.
-    glob, below = Glob(text), _below(structure)
-    waiting = [(span, glob.start) for span in below.get(None, ())]
+    glob, children = Glob(text), below(structure)
+    from_the_end = _FROM_THE_END.search(text) is not None
+    waiting = [(span, glob.start) for span in children.get(None, ())]
     while waiting:
         span, states = waiting.pop()
         if glob.end(states) is not None:
             yield span
             continue
-        for child in below.get(span.entries, ()):
+        for child in children.get(span.entries, ()):
             after = glob.step(states, child.entries[-1])
+            count = items_in(structure, span) if from_the_end else 0
+            if count:  # -1 is the last
+                after |= glob.step(states, str(int(child.entries[-1]) - count))
             if after:
                 waiting.append((child, after))
 
 
-def spans_of(structure: Structure) -> list[Span]:
-    """All nodes, in preorder, and then all leaves."""
-    nodes = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
-    return nodes + [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
-
-
-def _below(structure: Structure) -> Mapping[Any, list[Span]]:
-    """The children of each node, by its entries; under `None` the root."""
-
-    def find() -> dict[Any, list[Span]]:
-        found: dict[Any, list[Span]] = {}
-        for span in spans_of(structure):
-            found.setdefault(span.entries[:-1] if span.entries else None, []).append(span)
-        return found
-
-    return structure.remember("below", find)
-
-
-def _outermost(structure: Structure, matches: Callable[[Span], bool]) -> tuple[Span, ...]:
-    found: list[Span] = []
-    inside = set[int]()  # leaves; a node stands before those in it, and all leaves stand last
-    for span in spans_of(structure):
-        if not (span.start in inside and span.stop > span.start) and matches(span):
-            found.append(span)
-            inside.update(range(span.start, span.stop))
-    return tuple(found)
+_FROM_THE_END = re.compile(r"(^|\.)-\d")
 
 
 def _is_of(structure: Structure, span: Span, cls: type) -> bool:
@@ -172,7 +160,13 @@ def _is_of(structure: Structure, span: Span, cls: type) -> bool:
 def _by_predicate(structure: Structure, where: Leaves) -> Iterator[Span]:
     for i in structure.parameters:
         spec, path = structure.spec(i), structure.paths[i]
-        holds = where.predicate(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+        try:
+            holds = where.predicate(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+        except Exception as error:
+            raise TypeError(
+                f"{name_of(where)} is called as predicate(path, leaf), with a text and a jax.ShapeDtypeStruct; at "
+                f"{path!r} it failed with {in_short(error)}"
+            ) from error
         if not isinstance(holds, (bool, np.bool_)):
             raise TypeError(f"the predicate of tp.leaves must return a bool, got {describe(holds)} at {path!r}")
         if holds:
@@ -186,17 +180,17 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
+    to_ask = "To ask each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
         found: Any = where(tree)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{expected} (it is given shapes in place of arrays); it failed with {error!r}") from error
+    except Exception as error:
+        reason = f"it failed with {in_short(error)}"
+        raise ValueError(f"{expected} (it is given shapes in place of arrays); {reason}. {to_ask}") from error
     number = {id(each): i for i, each in enumerate(objects)}
     for leaf in jtu.tree_leaves(found):
-        if isinstance(leaf, (bool, np.bool_)):
-            raise ValueError(f"{expected}; got bool. To ask each leaf, write tp.leaves(lambda path, leaf: ...)")
         if id(leaf) not in number:
-            raise ValueError(f"{expected}; got {describe(leaf)}")
-    if type(found) not in (list, tuple):  # as in eqx.tree_at, where a list is several nodes
+            raise ValueError(f"{expected}; got {describe(leaf)}. {to_ask}")
+    if type(found) not in (list, tuple) or not found:  # as in eqx.tree_at, where a list is several nodes
         return [Match(where, tuple(_nodes_in(structure, number, found)))]
     nodes = [tuple(_nodes_in(structure, number, each)) for each in found]
     if _node(structure, number, found) is not None:  # a list that the model holds is named as a whole
@@ -219,32 +213,8 @@ def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Spa
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
-    node = _by_treedef(structure).get((numbers[0], treedef)) if numbers else None
+    node = by_treedef(structure).get((numbers[0], treedef)) if numbers else None
     return node if node is not None and numbers == list(range(node.start, node.stop)) else None
-
-
-def _by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
-    """The nodes by their first leaf and their treedef."""
-    treedefs = subtreedefs(structure)
-    make = lambda: {(span.start, treedefs[span.number]): span for span in spans_of(structure)}
-    return structure.remember("by treedef", make)
-
-
-def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """The treedef of each node of a structure, and of a leaf."""
-
-    def find() -> dict[int | None, TreeDef]:
-        # In preorder, as a structure numbers its nodes: the children are put on the stack last first.
-        found: dict[int | None, TreeDef] = {None: jtu.tree_structure(0)}
-        waiting = [structure.treedef]
-        while waiting:
-            each = waiting.pop()
-            if each.node_data() is not None and each.node_data()[0] is not type(None):
-                found[len(found) - 1] = each
-                waiting += reversed(each.children())
-        return found
-
-    return structure.remember("subtreedefs", find)
 
 
 # -- Leaves ------------------------------------------------------------------------------------------------------------
@@ -311,17 +281,25 @@ def some(structure: Structure, selected: Collection[int], count: int = 3) -> str
     return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
 
 
-def name_of(where: object) -> str:
-    """The name of a `where` in messages."""
+def name_of(where: object, *, with_line: bool = True) -> str:
+    """The name of a `where` in messages; of a lambda with its line, which names it until somebody edits the file."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
     if isinstance(where, Leaves):
-        return f"tp.leaves({getattr(where.predicate, '__qualname__', where.predicate)})"
-    return repr(where if isinstance(where, str) else getattr(where, "__qualname__", where))
+        return f"tp.leaves({function_name(where.predicate, with_line=with_line)})"
+    if isinstance(where, str) or not hasattr(where, "__qualname__"):
+        return f"{where!r:.80}"
+    name = function_name(where, with_line=with_line)
+    return name if name.startswith("lambda at ") else repr(name)
+
+
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
 
 
 def _hint(structure: Structure, where: object) -> str:
     known = [structure.paths[i] for i in structure.parameters]
+    if isinstance(where, str) and where in _DTYPES:
+        return f"; a dtype is passed by name, tp.ravel(model, dtype={where!r})"
     if isinstance(where, (str, re.Pattern)):
         text = where if isinstance(where, str) else where.pattern
         return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])

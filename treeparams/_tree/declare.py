@@ -6,6 +6,7 @@ A declaration belongs to a class, never to an instance, and comes from one of tw
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ import jax
 
 from .globs import Glob
 from .paths import join_path, nearest, quote, split_path
+from .text import describe, function_name
 
 Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 """Ties as users write them: `{alias: path}` or `{alias: (path, transform)}`."""
@@ -106,7 +108,24 @@ else:
             raise ValueError(f"a static field is no part of the tree: drop `static=True` or `{name}`")
         if said:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
-        return eqx.field(**kwargs)
+        try:
+            return eqx.field(**kwargs)
+        except TypeError as error:
+            _refuse_unknown(kwargs)
+            raise error
+
+
+def _refuse_unknown(arguments: Mapping[str, object]) -> None:
+    """Raises an error that names an argument that no field takes, and the one that is meant."""
+    known = [*_FIELD, *inspect.signature(eqx.field).parameters, *inspect.signature(dataclasses.field).parameters]
+    for name in arguments:
+        if name not in known:
+            is_frozen = name in ("frozen", "freeze", "requires_grad", "train")
+            meant = "; write trainable=False" if is_frozen else nearest(name, known, 1)
+            raise TypeError(f"tp.field takes no {name!r}{meant}")
+
+
+_FIELD = ("trainable", "tied_to", "transform")
 
 
 def declare(
@@ -143,9 +162,12 @@ def declare(
         ValueError: the class is a dataclass or NamedTuple and has no such field.
     """
     if not isinstance(cls, type):
-        raise TypeError(f"tp.declare takes a class, got {cls!r}; for one model write tp.layout(model, freeze=...)")
-    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-    ties = dict(ties or {})
+        got = repr(cls) if isinstance(cls, str) else describe(cls)
+        raise TypeError(f"tp.declare takes a class, got {got}; for one model write tp.layout(model, freeze=...)")
+    frozen = (frozen,) if isinstance(frozen, str) else frozen
+    if not (isinstance(frozen, Sequence) and all(isinstance(glob, str) for glob in frozen)):
+        raise TypeError(f'frozen is a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
+    frozen, ties = tuple(frozen), read_ties(ties or {})
     sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
     names = getattr(cls, "_fields", ())  # of a NamedTuple
     if dataclasses.is_dataclass(cls):
@@ -195,12 +217,30 @@ def _is_flax(cls: type, *names: str) -> bool:
 
 def _check_bool(value: object, where: str) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}")
+        raise TypeError(f"{where}: `trainable` must be True or False, got {value!r}; trainable=False freezes")
+
+
+def read_ties(ties: object) -> dict[str, Any]:
+    """Ties by their aliases."""
+    if not isinstance(ties, Mapping):
+        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}")
+    for alias in ties:
+        if not isinstance(alias, str):
+            raise TypeError(f"ties: an alias is a path such as 'head.weight', got {function_name(alias)}")
+    return dict(ties)
 
 
 def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | None]:
     """The source of a tie: its path, and the function of a tie that has one."""
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
-        raise TypeError(f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {source!r}")
+        raise TypeError(
+            f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
+        )
     return path, transform
+
+
+def _in_short(source: object) -> str:
+    if isinstance(source, tuple):
+        return f"({', '.join(map(_in_short, source))})"
+    return function_name(source) if callable(source) else f"{source!r:.80}"

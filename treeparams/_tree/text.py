@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import inspect
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -46,10 +48,33 @@ def in_text(value: object) -> str:
     if is_array and getattr(getattr(value, "dtype", None), "kind", "V") not in "OSUMm":
         return describe(value)
     name, kind = getattr(value, "__qualname__", None), type(value)
+    name = function_name(value) if isinstance(name, str) and name.endswith("<lambda>") else name
     if isinstance(value, type) or (name is None and kind.__repr__ is object.__repr__):
         return name or f"a {kind.__qualname__}"
     text = name or (str(value) if isinstance(value, np.generic) else repr(value))
     return f"{text} ({kind.__name__})"
+
+
+def function_name(function: object, *, with_line: bool = True) -> str:
+    """The name of a function or class, of a lambda the line that it stands in; of any other value what it is.
+
+    >>> function_name(len), function_name(dict.get), function_name(0.5)
+    ('len', 'dict.get', 'float')
+
+    Without the line it is the name that stays when somebody edits the file above.
+
+    >>> function_name(lambda x: x, with_line=False)
+    '<lambda>'
+    """
+    name = getattr(function, "__qualname__", getattr(function, "__name__", None))  # ufuncs have the latter alone
+    if not isinstance(name, str):
+        return describe(function)
+    if not with_line:
+        return name
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if name.endswith("<lambda>") and code is not None:
+        return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return name.rpartition("<locals>.")[2]
 
 
 def both_in_text(here: object, there: object) -> tuple[str, str]:

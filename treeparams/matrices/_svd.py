@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from .._tree.text import describe
 from ._lineax import as_weight
 from ._matrix import Weight, to_dense
 from ._nodes import as_real, as_row, wide
@@ -51,6 +52,9 @@ class SVD(AbstractInvertible):
     inverted: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
+        for name, side in (("u", self.u), ("v", self.v)):
+            if not isinstance(side, Orthogonal | Givens):
+                raise TypeError(f"expected an Orthogonal or a Givens for {name}, got {describe(side)}; see SVD.random")
         size = min(self.u.shape[0], self.v.shape[0])
         if self.d.shape != (size,):
             raise ValueError(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from .._slots.layout import Trainable
 from .._tree.types import PyTree
 from ._operator import columns, hessian_operator
-from ._slots import given_back, in_reals, of_reals, parts_of, taken
+from ._slots import given_back, in_reals, loss_of_reals, parts_of, taken
 
 
 def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[..., PyTree]:
@@ -51,7 +51,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
 
     def product(model: PyTree, tangent: PyTree, *args: object) -> PyTree:
         parts = parts_of(model, trainable)
-        gradient = jax.grad(of_reals(f, parts, *args))
+        gradient = jax.grad(loss_of_reals(f, parts, *args))
         _, change = jax.jvp(gradient, (in_reals(parts.slots),), (taken(parts.layout, tangent),))
         return given_back(parts.layout, change, tangent)
 

@@ -16,7 +16,7 @@ from .._slots.layout import Layout, Trainable
 from .._tree.structure import is_array
 from .._tree.text import describe, imported
 from .._tree.types import PyTree
-from ._slots import Reals, from_reals, given_back, in_reals, of_reals, parts_of, taken
+from ._slots import Reals, from_reals, given_back, in_reals, loss_of_reals, of_reals, parts_of, taken
 from ._sweeps import mapped
 
 
@@ -186,7 +186,7 @@ def hessian_operator(
     def operator(model: PyTree, *args: object) -> Operator:
         parts = parts_of(model, trainable)
         slots = in_reals(parts.slots)
-        _, linear = jax.linearize(jax.grad(of_reals(f, parts, *args)), slots)
+        _, linear = jax.linearize(jax.grad(loss_of_reals(f, parts, *args)), slots)
         return Operator(linear, damping, parts.layout, shardings_of(slots))
 
     return operator

@@ -20,6 +20,7 @@ from .._slots.match import per_slot, slot_gradients
 from .._slots.parts import Parts, Rest, put_together, take_apart
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.structure import is_array
+from .._tree.text import describe
 from .._tree.types import PyTree
 
 
@@ -53,7 +54,22 @@ def parts_of(model: PyTree, trainable: Trainable) -> Parts:
 
 def of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
     """`f(model, *args)` as a function of the slots in reals."""
+    if not callable(f):
+        raise TypeError(f"expected a function of the model, got {describe(f)}; write nested.hessian(loss)(model, x)")
     return lambda reals: f(parts.model(from_reals(reals)), *args)
+
+
+def loss_of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
+    """The same of a loss, which is to return a scalar."""
+    of = of_reals(f, parts, *args)
+
+    def loss(reals: Any) -> Any:
+        value = of(reals)
+        if getattr(value, "shape", ()) != ():
+            raise TypeError(f"expected f to return a scalar, got {describe(value)}; write jnp.mean(...) of it")
+        return value
+
+    return loss
 
 
 def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:

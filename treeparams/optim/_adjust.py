@@ -12,7 +12,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from ._groups import group_name, groups_in
 from ._per_leaf import PerLeafState
-from ._state import free_rates, map_injected, nodes_of
+from ._state import TrainableState, check_state, free_rates, map_injected, nodes_of
 
 S = TypeVar("S")
 
@@ -26,7 +26,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     >>> tx = optim.trainable(optim.groups({"a": sgd(0.1)}, default=sgd(0.1)))
     >>> model = {"a": jnp.ones(1), "b": jnp.ones(1)}
     >>> state = optim.adjust(tx.init(model), "a", learning_rate=0.5)
-    >>> tx.update(model, state, model)[0]
+    >>> tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state, model)[0]
     {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
 
     A jitted step is not traced again. Leaves that are frozen now are adjusted too: thawed, they have the same rate.
@@ -43,6 +43,11 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     Raises:
         ValueError: no group of this name; no group has such a hyperparameter, or a schedule sets it; another shape.
     """
+    check_state(state)
+    if isinstance(group, (int, float)) or is_array(group):
+        raise TypeError(f"expected a group, or hyperparameters by name, learning_rate=0.1; got {group!r:.40}")
+    if isinstance(group, TrainableState):
+        raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
     name = None if group is None else group_name(group)
     groups, known, found = {each.name for each in groups_in(state)}, set[str](), set[str]()
     of_rows = {id(leaf) for leaf in jax.tree.leaves(nodes_of(PerLeafState, state))}

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._slots.parts import Parts
+from .._slots.parts import Parts, take_apart
+from .._slots.trainable import MisfitError
 from .._tree.messages import OURS
+from .._tree.recognise import structure_of
 from .._tree.structure import flatten, is_array
 from .._tree.types import PyTree
 from ._state import ONE, TrainableState, nodes_of, rates_in
@@ -49,6 +51,23 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
             "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
             "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
         )
+
+
+def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> Parts[Any]:
+    """The model by what its state says, or an error that says which of the arguments is another tree."""
+    try:
+        return take_apart(model, state.roles.layout)
+    except MisfitError as error:
+        if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
+            raise ValueError(
+                "the gradients hold values that are no arrays, as a model does; the order is tx.update(grads, state, "
+                "model), optim.step(tx, grads, state, model)"
+            ) from None
+        raise ValueError(
+            "the state was made from another tree (the first below) than this model (the second): write state = "
+            "tx.init(model), the whole model, not eqx.filter(model, ...) or a part of it, and give each step the whole "
+            f"model:\n{error.differences}"
+        ) from None
 
 
 def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:

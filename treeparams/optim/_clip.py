@@ -15,7 +15,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._scaled import times
-from ._state import nodes_of
+from ._state import check_state, nodes_of
 
 
 class ClipState(NamedTuple):
@@ -115,9 +115,9 @@ def clip_state(state: PyTree) -> ClipState:
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> model = {"a": jnp.array([3.0, 4.0])}
+    >>> model, grads = {"a": jnp.zeros(2)}, {"a": jnp.array([3.0, 4.0])}
     >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(0.1)))
-    >>> model, state = optim.step(tx, model, tx.init(model), model)
+    >>> model, state = optim.step(tx, grads, tx.init(model), model)
     >>> optim.clip_state(state).norm
     Array(5., dtype=float32)
 
@@ -132,6 +132,7 @@ def clip_state(state: PyTree) -> ClipState:
     Raises:
         ValueError: there is no clip in it.
     """
+    check_state(state)
     found = nodes_of(ClipState, state)
     if not found:
         raise ValueError(

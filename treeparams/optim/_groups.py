@@ -79,7 +79,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     Raises:
         ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a key selects
             nothing, or nothing that earlier keys left, or one place alone of an array that is at several.
-        TypeError: not a dictionary of transformations.
+        TypeError: not a dictionary of transformations; `init`: a leaf is no array, as in a model.
     """
     if not isinstance(transformations, Mapping):
         raise TypeError(f"expected a dictionary {{where: transformation}}, got {describe(transformations)}")
@@ -89,6 +89,11 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
             f"two groups read alike, {', '.join(called)}; name functions by `def`, so that both can be named"
         )
     wheres = dict(zip(called, transformations, strict=False))
+    for name, rule in zip(called, transformations.values(), strict=False):
+        if not isinstance(rule, optax.GradientTransformation | optax.MultiSteps):
+            raise TypeError(
+                f"expected an Optax transformation for {name!r}, such as optax.sgd(0.1), got {describe(rule)}"
+            )
     rules = dict(zip(wheres, map(extended, transformations.values()), strict=True))
     if default is not None:
         rules["default"] = extended(default)
@@ -105,7 +110,13 @@ class _Groups:
 
     def init(self, params: PyTree) -> Any:
         """The states of the rules, and the parameters of each."""
-        are_of_stacks, paths = are_stacks(params), structure_of(params)[2].paths
+        structure = structure_of(params)[2]
+        are_of_stacks, paths = are_stacks(params), structure.paths
+        if None in structure.specs:
+            raise TypeError(
+                f"{paths[structure.specs.index(None)]!r} is no array: optim.groups is plain Optax, for parameters "
+                "alone; write tx = optim.trainable(optim.groups(...)), state = tx.init(model)"
+            )
         found = self.of_stacks(params) if are_of_stacks else self.of_parameters(params, paths)
         members: dict[str, list[str]] = {name: [] for name in self.rules}
         for path, name in zip(paths, found, strict=True):
@@ -175,7 +186,8 @@ def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
 
 def group_name(where: object) -> str:
     """The name of a group that a rule was given under this key."""
-    return where if isinstance(where, str) else name_of(where).strip("'")
+    # It is a key in the state, and so in files of it: a line number there would change when somebody edits the program.
+    return where if isinstance(where, str) else name_of(where, with_line=False).strip("'")
 
 
 def check_groups(state: PyTree, index: Index) -> None:
@@ -230,7 +242,7 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     >>> from treeparams import optim
     >>> tx = optim.trainable(optim.groups({"a": optax.sgd(1.0)}, default=optax.sgd(0.1)), "[ab]")
     >>> model = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
-    >>> state = tx.update(model, tx.init(model), model)[1]
+    >>> state = tx.update({"a": jnp.ones(2), "b": jnp.ones(3)}, tx.init(model), model)[1]
     >>> print(optim.report(tx, model, optim.set_trainable(tx, state, model)))
     path  shape  dtype    group    history  steps
     a     2      float32  a        0            1
@@ -253,6 +265,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     rule = rule_of(tx)
     if state is not None and not isinstance(state, TrainableState):
         raise TypeError(f"expected the state of this transformation, got {describe(state)}")
+    if isinstance(model, TrainableState):
+        raise TypeError("expected the model, got its state: write optim.report(tx, model, state)")
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
     header, index = ["path", "shape", "dtype", "group"], index_of(layout)
     names: dict[str, list[str]] = {path: [] for path in layout.paths}

@@ -23,7 +23,16 @@ from .._slots.untrained import warn_of_nothing
 from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another, zeros_filled
+from ._boundary import (
+    check_model,
+    check_no_updates,
+    check_run,
+    check_ties,
+    note_updates,
+    refuse_another,
+    taken_apart,
+    zeros_filled,
+)
 from ._history import History, asked, regrouped, remembered
 from ._scaled import ScaledState, check_names
 from ._separability import Kinds, check_form
@@ -129,7 +138,10 @@ class Rule:
     def histories(self, state: Any) -> list[History]:
         """All histories of a state, which must be one of this rule: those that run, and then those that wait."""
         if not isinstance(state, TrainableState):
-            raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
+            raise TypeError(
+                f"expected the state that tx.init(model) or the last update returned, got {describe(state)}; the order "
+                "is tx.update(grads, state, model)"
+            )
         roles, at = state.roles, (*state.roles.running, *state.roles.held)
         is_one = len(at) == 1 and not roles.held
         layouts = [roles.layout] if is_one else [trained_at(roles.layout, positions) for positions in at]
@@ -151,7 +163,9 @@ class Rule:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         histories = self.histories(state)
         refuse_another()
-        parts = take_apart(params, state.roles.layout)
+        if updates is params:
+            raise TypeError("the gradients are the model itself; write grads = tp.grad(loss)(model)")
+        parts = taken_apart(params, state, updates)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
         tree = parts.everywhere(steps)

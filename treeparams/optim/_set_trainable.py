@@ -21,6 +21,7 @@ from .._slots.trainable import retrained
 from .._slots.where import Leaves, Where
 from .._tree.text import describe
 from .._tree.types import PyTree
+from ._boundary import taken_apart
 from ._history import History, check_no_memory, regrouped
 from ._rule import Rule
 from ._state import (
@@ -103,7 +104,8 @@ def set_trainable(
     choice = None if trainable is ... and isinstance(reset, bool) else trainable
     if len(nodes_of(TrainableState, state)) != 1:
         raise ValueError(
-            f"the state was made by another transformation: expected TrainableState, got {describe(state)}"
+            f"expected the state of this transformation, as tx.init(model) returns it, got {describe(state)}; the "
+            "order is optim.set_trainable(tx, state, model, where)"
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
         raise ValueError("set_trainable is called between steps, outside of jax.jit: it changes what is compiled")
@@ -127,7 +129,7 @@ def _check_where(reset: object) -> None:
 def _changed(
     rule: Rule, state: TrainableState, model: PyTree, trainable: Trainable | EllipsisType, reset: bool | Where
 ) -> TrainableState:
-    parts = take_apart(model, state.roles.layout)
+    parts = taken_apart(model, state)
     if not isinstance(trainable, EllipsisType):
         parts = take_apart(model, retrained(parts.layout, trainable))
     histories = _told_apart(rule.histories(state))

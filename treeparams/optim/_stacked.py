@@ -43,7 +43,8 @@ def stacked(
     >>> adafactor = optim.per_leaf(optax.adafactor(0.1))
     >>> tx = optim.stacked(optax.chain(optim.clip_by_global_norm(1.0), adafactor))
     >>> state = tx.init(model)
-    >>> updates, state = tx.update(model, state, model, active={"layers.2": True, "**": False})
+    >>> grads = {"layers": layers}
+    >>> updates, state = tx.update(grads, state, model, active={"layers.2": True, "**": False})
     >>> updates["layers"][0]["b"], bool(jnp.all(updates["layers"][2]["b"] < 0)), updates["steps"]
     (Array([-0., -0., -0.], dtype=float32), True, None)
 

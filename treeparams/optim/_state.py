@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ from .._forms.owners import Division
 from .._slots.layout import Layout, index_of
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
-from .._tree.text import describe, first_few
+from .._tree.text import describe, first_few, function_name
 from .._tree.types import PyTree
 
 T = TypeVar("T")
@@ -109,9 +110,16 @@ def extended(tx: object) -> optax.GradientTransformationExtraArgs:
     if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
         return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
-        hint = "; call it with its arguments, as in optax.adam(1e-3)" if callable(tx) else ""
-        raise TypeError(f"expected an Optax transformation, got {describe(tx)}{hint}")
+        name = function_name(tx) if isinstance(tx, (type, types.FunctionType)) else describe(tx)
+        hint = "call it with its arguments" if name != describe(tx) else "it comes first"
+        raise TypeError(f"expected an Optax transformation, got {name}; {hint}, as in optax.adam(1e-3)")
     return optax.with_extra_args_support(tx)
+
+
+def check_state(state: object) -> None:
+    """Checks that what a state is asked of is none of the other things that are at hand."""
+    if isinstance(state, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(f"expected a state, as tx.init(model) returns it, got {describe(state)}; the state comes first")
 
 
 def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,21 @@ from .._slots.trainable import look_up
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.paths import key_text, quote
 from .._tree.recognise import structure_of
+from .._tree.text import describe
 from .._tree.types import PyTree
 from ._history import History
-from ._state import TrainableState, extended, model_state
+from ._state import ONE, ModelTransformation, TrainableState, extended, model_state, nodes_of
 
 M = TypeVar("M")
-S = TypeVar("S")
+
+if TYPE_CHECKING:  # it refuses plain Optax, of whose type is also what stands around a transformation over models
+    OverModels = ModelTransformation
+    State = TrainableState
+else:
+    OverModels = State = Any
 
 
-def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M, S]:
+def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object) -> tuple[M, State]:
     """One step of training: `tx.update` and `optim.apply_updates` in one, with all ties that the state knows.
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
@@ -47,7 +53,8 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M
     [0.7 0.7] [0.7 0.7] 3
 
     Args:
-        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them.
+        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them,
+            which a type checker is to take for `Any`: it cannot tell it from plain Optax.
         grads: the gradient: a tree or a vector, as `tp.project` takes it.
         state: from `tx.init(model)` or the last step.
         model: any pytree.
@@ -58,16 +65,40 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M
         trace one array stands at all paths of a tie.
 
     Raises:
-        ValueError: the state is not that of one transformation over models; as `tx.update`.
-        TypeError: as `tx.update`; a complex update of a real parameter.
+        ValueError: the state is of two transformations over models; as `tx.update`.
+        TypeError: `tx` is plain Optax, the arguments stand in another order; as `tx.update`; a complex update of a real
+            parameter.
     """
     update: Any = extended(tx).update
     try:
         updates, after = update(grads, state, model, **extra)
-    except (ValueError, TypeError):
-        model_state(state)  # plain Optax fails in many ways at a model, none of which names the reason
+    except Exception:
+        _check_arguments(tx, grads, state, model)  # plain Optax fails in many ways at a model, none names the reason
         raise
-    return _moved(model, updates, model_state(after).layout), after
+    states = nodes_of(TrainableState, after)
+    if len(states) != 1:
+        _check_arguments(tx, grads, after, model)
+    return _moved(model, updates, states[0].layout), after
+
+
+_ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
+_PLAIN = "tx is plain Optax, which knows no model: write tx = optim.trainable(tx), state = tx.init(model)"
+
+
+def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
+    """Refuses the arguments of a step in another order, and a transformation that is not over one model."""
+    is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
+    if len(states) > 1:
+        raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
+    if states and not is_ours and states[0] is state:
+        raise TypeError(f"{_PLAIN}. The state is of another transformation")
+    if states:
+        return
+    is_elsewhere = any(nodes_of(TrainableState, each) for each in (grads, model))
+    if is_ours or is_elsewhere:
+        made = "" if is_elsewhere else "; write state = tx.init(model)"
+        raise TypeError(f"the third argument is the state, got {describe(state)}; {_ORDER}{made}")
+    raise TypeError(_PLAIN)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:

@@ -64,8 +64,8 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
             since it was made.
 
     Raises:
-        TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: as `tp.project`, and for a line search
-            over complex parameters.
+        TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: the gradients are the model itself, or
+            integers; as `tp.project`, and for a line search over complex parameters.
         ValueError: `frozen` is another word; `tx` has a transformation over models in it; `init`: an alias has another
             value than its source gives, as `tp.layout`; `update`: there is no model, it does not fit the state, the
             gradients are updates of another transformation over models, or as `tp.project`.

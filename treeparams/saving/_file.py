@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import weakref
+import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from .._tree.text import in_short
 from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
 from ._contents import are, is_count, is_division, specs_in
-from ._format import FilePath, Header, header_text, prefixed, read_bytes, read_header, wrong
+from ._format import FilePath, Header, as_text, header_text, prefixed, read_bytes, read_header, wrong
 
 try:
     import fcntl
@@ -40,13 +41,13 @@ class File:
     """
 
     def __init__(self, path: FilePath) -> None:
-        self.path = os.fsdecode(path)
+        self.path = as_text(path)
         self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is there
         weakref.finalize(self, self._file.close)
         try:
             header = read_header(self.path, self._file)
         except ValueError:
-            self._refuse_pickle()
+            self._refuse_other()
             raise
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
@@ -59,9 +60,19 @@ class File:
         except Exception as error:
             raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
 
-    def _refuse_pickle(self) -> None:
+    def _refuse_other(self) -> None:
+        """Says how to read what other programs have written."""
         self._file.seek(0)
         start = self._file.read(4)
+        if start == b"\x93NUM":
+            raise ValueError(
+                f"{self.path!r} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
+                "eqx.tree_deserialise_leaves(path, like), and save that"
+            ) from None
+        if _is_of_savez(self.path):
+            raise ValueError(
+                f"{self.path!r} is written by np.savez: write arrays = dict(np.load(path)), saving.plan(arrays, model)"
+            ) from None
         # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
         is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
         if is_pickle or start[:4] == b"PK\3\4":
@@ -91,6 +102,13 @@ class File:
             value = zlib.crc32(self._file.read(min(PIECE, stored.stop - start)), value)
         if f"{value:08x}" != self.words["checksums"][name]:
             raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+
+
+def _is_of_savez(path: str) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith(".npy") for name in archive.namelist())
 
 
 def _words(path: str, header: Header) -> dict[str, Any]:
@@ -190,7 +208,7 @@ def write(path: FilePath, leaves: Mapping[str, Any], words: Mapping[str, Any], m
         return text.replace(_BLANK.encode(), f"{zlib.crc32(text):08x}".encode(), 1)
 
     before = header()
-    with _replacing(os.path.realpath(os.fsdecode(path))) as file:
+    with _replacing(os.path.realpath(as_text(path))) as file:
         file.write(prefixed(before))
         for name in kinds:
             value = 0

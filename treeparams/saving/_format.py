@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._tree.text import describe
+
 DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -35,6 +37,17 @@ DTYPES = {
 
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """The path of a file, as `open` takes it."""
+
+
+def as_text(path: object) -> str:
+    """The path of a file as text."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
+            "saving.load(path, like)"
+        )
+    return os.fsdecode(path)
+
 
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _LONGEST_REASON = 500  # characters; a name may have millions

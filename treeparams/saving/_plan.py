@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -266,17 +267,21 @@ def plan(
     to one, or one to several, go through a function:
 
     >>> row = lambda *shape: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    >>> def thirds(qkv):
+    ...     return jnp.split(qkv, 3)
+    >>> def joined(*both):
+    ...     return jnp.concatenate(both)
     >>> split = saving.plan(
     ...     {"qkv": row(6, 2)},
     ...     {"q": jnp.zeros((2, 2)), "k": jnp.zeros((2, 2)), "v": jnp.zeros((2, 2))},
     ...     rename={"qkv": ("q", "k", "v")},
-    ...     transform={"qkv": lambda qkv: jnp.split(qkv, 3)},
+    ...     transform={"qkv": thirds},
     ... )
     >>> merge = saving.plan(
     ...     {"q": row(2, 2), "k": row(2, 2)},
     ...     {"qk": jnp.zeros((4, 2))},
     ...     rename={("q", "k"): "qk"},
-    ...     transform={("q", "k"): lambda *both: jnp.concatenate(both)},
+    ...     transform={("q", "k"): joined},
     ... )
 
     One `*` more on the left stacks arrays in numeric order, one more on the right takes a stack apart. If there are
@@ -288,8 +293,8 @@ def plan(
     >>> unstack = saving.plan({"layers.w": row(3, 2)}, layers, rename={"layers.**": "layers.*.**"})
     >>> for each in (split, merge, stack, unstack):
     ...     print(*(f"{row.path}: {', '.join(row.names)} ({row.how})" for row in each.rows[:2]), sep="; ")
-    k: qkv (<lambda>, 2 of 3); q: qkv (<lambda>, 1 of 3)
-    qk: q, k (<lambda>)
+    k: qkv (thirds, 2 of 3); q: qkv (thirds, 1 of 3)
+    qk: q, k (joined)
     layers.w: layers.0.w, layers.1.w, layers.2.w (stack)
     layers.0.w: layers.w (unstack, 1 of 3); layers.1.w: layers.w (unstack, 2 of 3)
 
@@ -322,6 +327,8 @@ def plan(
             are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
     contents = Contents(model, trainable)
     known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
     made = Plan(contents, known, fit(contents, known, rename, transform))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._tree.globs import Glob, Star
 from .._tree.paths import nearest
 from .._tree.structure import Spec
-from .._tree.text import describe, in_short
+from .._tree.text import describe, function_name, in_short
 from ._contents import split_name
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
@@ -44,7 +44,7 @@ class Route:
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        return "" if function is None else getattr(function, "__name__", type(function).__name__)
+        return "" if function is None else function_name(function)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """One array for each target, from one for each source."""
@@ -79,6 +79,8 @@ def routes(
 
     The targets say into how many an array is unstacked; where there are none, its leading axis does.
     """
+    if not (transform is None or isinstance(transform, Mapping)):
+        raise TypeError(f"transform is a dictionary {{left: function}}, got {function_name(transform)}")
     functions = dict(transform or {})
     for key in (key for key, function in functions.items() if not callable(function)):
         raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(functions[key])}")

@@ -7,12 +7,13 @@ import jax.tree_util as jtu
 
 from .._slots.ties import Alias
 from .._tree.messages import name_deleted
-from .._tree.text import first_lines
+from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
+from ..optim import ModelTransformation
 from ._arrays import placed
 from ._contents import Contents, histories_in, places_in_words, state_in_words
 from ._file import PREFIX, File, write
-from ._format import FilePath
+from ._format import FilePath, as_text
 from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
 
 M = TypeVar("M")
@@ -57,6 +58,9 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     for name in said:
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
+    as_text(path)
+    if isinstance(model, (type, ModelTransformation)):
+        raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
     for at, leaf in zip(contents.structure.paths, contents.leaves, strict=True):
         if isinstance(leaf, Mapping):

@@ -1,0 +1,155 @@
+"""The mistakes of newcomers around optimisers: see tests/test_mistakes.py."""
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..mistakes import NEAREST, Row, check
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
+
+
+def plain_step(t: Any) -> object:
+    return optim.step(t.sgd, t.dict, t.sgd.init(t.dict), dict(t.dict))
+
+
+def plain_step_of_two(t: Any) -> object:
+    both = optax.chain(t.tx, t.tx)
+    return optim.step(both, t.grads, both.init(t.model), t.model)
+
+
+def filtered(t: Any) -> object:
+    return t.tx.init(eqx.filter(t.model, eqx.is_array))  # as Equinox's examples have it
+
+
+def integers(t: Any) -> object:
+    return t.descent.update({"w": jnp.ones((2, 3), int)}, t.descent.init(t.dict), t.dict)
+
+
+def apart(tx: Any) -> optax.GradientTransformation:
+    return optax.partition({"x": tx, "y": tx}, {"a": "x", "b": "y"})
+
+
+def around(wrap: Callable[[Any], optax.GradientTransformation], t: Any) -> object:
+    return wrap(t.tx).init({"a": t.x, "b": t.x})
+
+
+OTHER_TREE = r"from another tree.*write state = tx.init\(model\), the whole model, not eqx.filter\(model, ...\)"
+ORDER = "the third argument is the state, got {}; the order is model, state = optim.step"
+PLAIN = r"tx is plain Optax.*write tx = optim.trainable\(tx\)"
+ONE = "stands outermost, and all within it is plain Optax: write one optim.trainable"
+OPTIM: list[Row] = [
+    ("init(filter)", lambda t: optim.step(t.tx, t.grads, filtered(t), t.model), ValueError, OTHER_TREE),
+    ("init(params)", lambda t: t.tx.update(t.grads, t.tx.init(t.params), t.model), ValueError, OTHER_TREE),
+    ("update(filter)", lambda t: t.tx.update(t.grads, t.state, t.params), ValueError, OTHER_TREE),
+    ("another model", lambda t: optim.step(t.tx, t.grads, t.state, t.other), ValueError, f"(?s){OTHER_TREE}.*width"),
+    ("model, state", lambda t: optim.step(t.tx, t.grads, t.model, t.state), TypeError, ORDER.format("MLP")),
+    ("grads last", lambda t: optim.step(t.tx, t.model, t.grads, t.state), TypeError, ORDER.format("MLP")),
+    ("the model for grads", lambda t: optim.step(t.tx, t.model, t.state, t.grads), ValueError, "no arrays.*order is"),
+    ("the model first", lambda t: optim.step(t.model, t.tx, t.state, t.grads), TypeError, "got MLP; it comes first"),
+    ("no init", lambda t: optim.step(t.tx, t.grads, t.tx, t.model), TypeError, "got ModelTr.*state = tx.init"),
+    ("None", lambda t: optim.step(t.tx, t.grads, None, t.model), TypeError, "got NoneType.*write state = tx.init"),
+    ("the state of Optax", lambda t: optim.step(t.tx, t.grads, t.state.runs[0], t.model), TypeError, "got tuple.*init"),
+    ("plain Optax", lambda t: optim.step(t.sgd, t.grads, t.sgd.init(t.params), t.model), TypeError, PLAIN),
+    ("plain Optax over arrays", plain_step, TypeError, PLAIN),
+    ("plain Optax, our state", lambda t: optim.step(t.adam, t.grads, t.state, t.model), TypeError, PLAIN),
+    ("update in another order", lambda t: t.tx.update(t.grads, t.model, t.state), TypeError, "got MLP; the order is"),
+    ("update without a model", lambda t: t.tx.update(t.grads, t.state), ValueError, r"write tx.update\(grads, sta"),
+    ("another's state", lambda t: optim.step(t.descent, t.grads, t.state, t.model), ValueError, "whose init made it"),
+    ("the model as grads", lambda t: optim.step(t.tx, t.model, t.state, t.model), TypeError, r"tp.grad\(loss\)\(mod"),
+    ("update of the model", lambda t: t.tx.update(t.tied, t.tx.init(t.tied), t.tied), TypeError, "the model itself"),
+    ("integer grads", integers, TypeError, r"floating .* at 'w', got int32\[2,3\]; .*gradient.astype\(float\)"),
+    ("the loss as grads", lambda t: t.tx.update(t.x[0, 0], t.state, t.model), ValueError, "got float32.*by restruc"),
+    ("value and grads", lambda t: t.tx.update((1.0, t.grads), t.state, t.model), ValueError, "got a tuple of 2.*pass"),
+    ("grads of examples", lambda t: t.tx.update({"layers": ({"bias": t.x},)}, t.state, t.model), ValueError, "at 'lay"),
+    ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as of tp.grad\(loss\)\(model\), go"),
+    ("updates of models", lambda t: optim.apply_updates(t.params, t.model), ValueError, "the model comes first"),
+    ("updates and state", lambda t: optim.apply_updates(t.model, (t.grads, t.state)), ValueError, "got a tuple of 2"),
+    ("optax.adam", lambda t: optim.trainable(optax.adam), TypeError, "got adam; call it with its arguments, as in"),
+    ("a rate", lambda t: optim.trainable(1e-3), TypeError, r"an Optax transformation, got float.*optax.adam\(1e-3\)"),
+    ("trainable(model, tx)", lambda t: optim.trainable(t.model, t.adam), TypeError, "got MLP; it comes first, as in"),
+    ("trainable(tx, model)", lambda t: optim.trainable(t.adam, t.model).init(t.model), TypeError, "MLP itself: write"),
+    ("twice", lambda t: optim.trainable(t.tx), ValueError, ONE),
+    ("two in a chain", lambda t: plain_step_of_two(t), ValueError, f"state is of 2 transformations.*{ONE}"),
+    ("a mask around", lambda t: around(lambda tx: optax.masked(tx, {"a": True, "b": False}), t), ValueError, ONE),
+    (
+        "partition in a trace",
+        lambda t: jax.jit(lambda: around(apart, t))(),
+        ValueError,
+        f"optax.partition, stands .*{ONE}",
+    ),
+    ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, stands around.*{ONE}"),
+    ("groups of ours", lambda t: optim.trainable(optim.groups({"a": t.tx}, t.sgd)).init({"a": t.x}), ValueError, ONE),
+    ("per_leaf around", lambda t: optim.per_leaf(t.tx), ValueError, ONE),
+    ("lookahead", lambda t: optim.trainable(optax.lookahead(t.sgd, 3, 0.5)).init(t.dict), ValueError, "by hand"),
+]
+
+
+def grouped(key: object, words: str, **others: Any) -> Row:
+    """A mistake in a key of `optim.groups`."""
+
+    def init(t: Any) -> object:
+        return optim.trainable(optim.groups({key: t.sgd} | others, t.sgd)).init(t.model)
+
+    return f"groups: {key if isinstance(key, str) else type(key).__name__}", init, ValueError, words
+
+
+ADAPTED: list[Row] = [
+    grouped("layer.0", NEAREST),
+    grouped(("**", "!layer.0"), NEAREST),
+    grouped("!layers.0", r"only takes away; write what it takes from before it: \['\*\*', '!layers.0'\]"),
+    grouped(re.compile("wieght"), "'wieght' selects nothing; nearest"),
+    grouped(eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear"),
+    grouped(tp.leaves(lambda path, leaf: leaf.ndim == 5), r"lambda at test_mistakes.py:\d+\) selects nothing"),
+    grouped("**", "comes too late: '\\*\\*' before it took all", **{"layers.0": optax.sgd(0.1)}),
+    ("groups without a default", lambda t: optim.trainable(optim.groups({"w": t.sgd})).init(t.dict), ValueError, "def"),
+    ("groups alone", lambda t: optim.groups({"layers.0": t.sgd}, t.sgd).init(t.model), TypeError, "optim.trainable.op"),
+    ("groups of rates", lambda t: optim.groups({"w": 0.1}), TypeError, r"for 'w', such as optax.sgd\(0.1\), got float"),
+    ("a list of groups", lambda t: optim.groups([("w", t.sgd)]), TypeError, "a dictionary {where: transformation}"),
+    ("scaled: a rule", lambda t: optim.scaled({"w": t.sgd}), TypeError, "the factor of 'w' is a real number, got Grad"),
+    ("no rate in the state", lambda t: optim.adjust(t.state, learning_rate=0.1), ValueError, "optax.inject_hyperpara"),
+    ("a rate without a name", lambda t: optim.adjust(t.state, 0.1), TypeError, "by name, learning_rate=0.1; got 0.1"),
+    ("adjust(tx)", lambda t: optim.adjust(t.tx, learning_rate=0.1), TypeError, "expected a state.*the state comes fir"),
+    ("clip_state(tx)", lambda t: optim.clip_state(t.tx), TypeError, "expected a state, as tx.init.model. returns it"),
+    ("optax's clip", lambda t: optim.clip_state(t.state), ValueError, r"write optim.clip_by_global_norm\(max_norm\)"),
+    ("set_trainable: order", lambda t: optim.set_trainable(t.tx, t.model, t.state), ValueError, "the order is optim.s"),
+    ("set_trainable: plain", lambda t: optim.set_trainable(t.sgd, t.state, t.model), TypeError, "whole chain into opt"),
+    ("set_trainable: a part", lambda t: optim.set_trainable(t.tx, t.state, t.params), ValueError, OTHER_TREE),
+    ("report(tx, state)", lambda t: optim.report(t.tx, t.state), TypeError, r"optim.report\(tx, model, state\)"),
+]
+
+
+@pytest.mark.parametrize("row", [*OPTIM, *ADAPTED], ids=operator.itemgetter(0))
+def test_a_mistake_is_answered(row):
+    check(row)
+
+
+# What Optax and Equinox do with a model before any function of this library is called.
+THEIRS: list[Row] = [
+    # `zeros_like` of all leaves comes first; it stands within, optim.trainable(optax.MultiSteps(tx, 2)).
+    ("MultiSteps around", lambda t: optax.MultiSteps(t.tx, 2).init(t.model), TypeError, "zeros_like"),
+    # The dtype of all leaves comes first (Optax 0.2.5: of one); within, or with hyperparam_dtype=jnp.float32.
+    ("inject_hyperparams around", lambda t: inject(t).init(t.model), TypeError, "dtype"),
+    # It maps over both trees, and a `Rest` is of another type; tp.combine(params, rest).
+    ("eqx.combine(params, rest)", lambda t: eqx.combine(t.params, t.rest), ValueError, "structure error|type mismatch"),
+]
+
+
+def inject(t: Any) -> optax.GradientTransformation:
+    return optax.inject_hyperparams(lambda rate: optim.trainable(optax.sgd(rate)))(0.1)
+
+
+@pytest.mark.parametrize("row", THEIRS, ids=operator.itemgetter(0))
+@pytest.mark.skipif(not hasattr(optax.tree, "allclose"), reason="of a newer Optax")
+def test_three_are_answered_by_others(row):
+    check(row)

@@ -1,0 +1,250 @@
+"""A table of what newcomers write by mistake, and what comes back: what was got, what is expected, what to write.
+
+They come from Equinox, from Flax and Optax, from PyTorch and Julia. Calls with too few or too many arguments are left
+out: Python names these.
+"""
+
+import operator
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import treeparams as tp
+from treeparams import matrices, nested, saving, sharding
+
+from .mistakes import NEAREST, Row, Tied, check, loss, value
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
+
+
+class Misspelt(eqx.Module):
+    embed: jax.Array
+    head: jax.Array = tp.field(tied_to="embd")
+
+
+class Promised(eqx.Module):
+    alpha: float = tp.field(trainable=True)
+
+
+def select(name: str, where: object, words: str, error: type[Exception] = ValueError) -> Row:
+    """A mistake in what is to be trained."""
+    return name, lambda t: tp.layout(t.model, where), error, words
+
+
+ASK = r"To ask each leaf, write tp.leaves\(lambda path, leaf: \.\.\.\)"
+ITSELF = "expected a mask or a `where`.* got {} itself: write its path, {}"
+WHERES: list[Row] = [
+    select("a typo", "layer.0", NEAREST),
+    select("a typo in what is taken away", "!layer.0", NEAREST),
+    select("a name of PyTorch's", ["layers.0.weight", "fc.weight"], "'fc.weight' selects nothing; nearest"),
+    select("brackets", "layers[0].weight", "selects nothing; nearest: 'layers.0.weight'"),
+    select("slashes", "layers/0/weight", "selects nothing; nearest: 'layers.0.weight'"),
+    select("the name of the variable", "model.layers.0", "selects nothing; nearest: 'layers.0'"),
+    select("keystr", "['layers'][0]", "as jax.tree_util.keystr writes paths; write entries with dots"),
+    select("too far from the end", "layers.-3", NEAREST),
+    select("a regex of a part", re.compile("weight"), "'weight' selects nothing; nearest: 'layers"),
+    select("a class that is not there", eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear, MLP"),
+    select("an empty list", [], "an empty sequence selects nothing; leave the argument out"),
+    select("a position", 0, r"tp.leaves\(predicate\), a callable.*got int: 0", TypeError),
+    select("a bool", True, r"trainable=True is no mask.*freeze='\*\*'"),
+    select("labels", {"layers": "train"}, "expected a mask or a `where`.*got dict", TypeError),
+    select(
+        "two arguments", lambda path, leaf: True, rf"^lambda at test_mistakes.py:\d+ must return nodes.*'leaf'. {ASK}"
+    ),
+    select("a leaf for the model", lambda leaf: leaf.ndim == 2, f"has no attribute 'ndim'. {ASK}"),
+    select("a filter of Equinox", eqx.is_inexact_array, f"'is_inexact_array' must return nodes.*; got bool. {ASK}"),
+    select(
+        "an attribute that is not there", lambda m: m.layer, f"as for eqx.tree_at.*AttributeError: .*'layer'. {ASK}"
+    ),
+    select("a layer that is not there", lambda m: m.layers[7], f"as for eqx.tree_at.*IndexError.* {ASK}"),
+    select("a value of nodes", lambda m: m.layers[0].weight.sum(), f"given shapes in place of arrays.*'sum'. {ASK}"),
+    select("a path from a function", lambda m: "layers.0", f"must return nodes of the model.*; got str. {ASK}"),
+    select("no nodes", lambda m: [layer.bias for layer in m.layers][5:], "lambda at .* selects nothing; the model's"),
+    select("no leaves", tp.leaves(lambda path, leaf: leaf.ndim == 7), r"tp.leaves\(lambda at .*selects nothing"),
+    select("leaves of one", tp.leaves(lambda leaf: True), "called as predicate.path, leaf..*1 positional", TypeError),
+    select("leaves with values", tp.leaves(lambda path, leaf: leaf.sum() > 0), "a jax.ShapeDtypeStruct; at", TypeError),
+    select("leaves of ints", tp.leaves(lambda path, leaf: leaf.ndim), "must return a bool, got int at 'lay", TypeError),
+    ("leaves by name", lambda t: tp.leaves("w"), TypeError, "takes a function of path and leaf, got str"),
+    ("a node", lambda t: tp.layout(t.model, freeze=t.model.layers[0]), TypeError, ITSELF.format("Linear", "'lay")),
+    ("a node to train", lambda t: tp.layout(t.model, t.model.layers[1]), TypeError, ITSELF.format("Lin.*", "'lay")),
+    ("nodes", lambda t: tp.layout(t.model, freeze=t.model.layers), TypeError, ITSELF.format("Linear", "'layers.0'")),
+    ("an array", lambda t: tp.layout(t.dict, freeze=t.dict["w"]), TypeError, ITSELF.format(".*", "'w'")),
+    ("the model", lambda t: tp.layout(t.model, t.model), TypeError, ITSELF.format("MLP", r"'\*\*'")),
+    ("another's node", lambda t: tp.layout(t.model, freeze=t.other.layers[0]), TypeError, "has none like it; wri"),
+    ("a mask to freeze=", lambda t: tp.layout(t.dict, freeze={"w": True}), TypeError, "pass it as trainable="),
+    ("a mask of arrays", lambda t: tp.layout(t.dict, {"w": jnp.array(True)}), TypeError, "a mask holds Python boo"),
+    ("a part of a mask", lambda t: tp.layout(t.dict, {"w": True}), ValueError, "structure of the model.* has no 'b'"),
+    ("half of a tie", lambda t: tp.layout(t.tied, freeze="head"), ValueError, "one array. Either give .*freeze="),
+    ("a dtype for where", lambda t: tp.ravel(t.model, "float32"), ValueError, r"by name, tp.ravel\(model, dtype="),
+    ("a type for where", lambda t: tp.ravel(t.model, jnp.float32), ValueError, r"by name, tp.ravel\(model, dtype="),
+]
+DECLARED: list[Row] = [
+    ("a class", lambda t: tp.layout(eqx.nn.MLP), TypeError, "expected a model.*got the class MLP; make one"),
+    ("a class to train", lambda t: t.tx.init(eqx.nn.MLP), TypeError, "got the class MLP; make one"),
+    ("a path for a model", lambda t: tp.layout("layers.0", "**"), TypeError, "expected a model.*got str"),
+    ("a layout for a model", lambda t: tp.ravel(t.layout), TypeError, "expected a model.*got Layout"),
+    ("trainabel=", lambda t: tp.field(trainabel=False), TypeError, "takes no 'trainabel'; nearest: 'trainable'"),
+    ("requires_grad=", lambda t: tp.field(requires_grad=False), TypeError, "'requires_grad'; write trainable=Fal"),
+    ("trainable='no'", lambda t: tp.field(trainable="no"), TypeError, "got 'no'; trainable=False freezes"),
+    ("a static parameter", lambda t: tp.field(static=True, trainable=True), ValueError, "drop `static=True` or"),
+    ("a tie to a number", lambda t: tp.field(tied_to=3), TypeError, "such as 'embed.weight'.*got 3"),
+    ("a tie by function", lambda t: tp.field(tied_to=lambda m: m.w), TypeError, "'embed.weight'.*got lambda at te"),
+    ("a transform alone", lambda t: tp.field(transform=jnp.transpose), ValueError, 'tied_to="embed", transform='),
+    ("a tie misspelt", lambda t: tp.layout(Misspelt(*[jnp.ones(2)] * 2)), ValueError, "'embd'.*nearest: 'embed'"),
+    ("a number promised", lambda t: tp.layout(Promised(0.1)), TypeError, r"converter=jnp.asarray\) for a number"),
+    ("declare(model)", lambda t: tp.declare(t.model), TypeError, r"a class, got MLP; for one model write tp.layout"),
+    ("declare a typo", lambda t: tp.declare(Tied, frozen="hed"), ValueError, "no field for 'hed'; nearest: 'head'"),
+    ("frozen=True", lambda t: tp.declare(Tied, frozen=True), TypeError, 'frozen is a glob.*such as "bias".*got bool'),
+    ("a list of ties", lambda t: tp.declare(Tied, ties=["head"]), TypeError, "ties is a dictionary {alias: path}"),
+    ("ties by function", lambda t: tp.layout(t.tied, ties={len: "head"}), TypeError, "an alias is a path.*got len"),
+    ("ties=", lambda t: tp.layout(t.dict, ties=[("w", "b")]), TypeError, "ties is a dictionary {alias: path}"),
+    ("a lambda", lambda t: tp.layout(t.dict, ties={"w": ("b", lambda b: b)}), ValueError, "lambda at .*at module l"),
+    ("a tie of nodes", lambda t: tp.tie(t.model, "layers.0", "layers.1"), ValueError, "a node; name an array in it"),
+    ("tie by function", lambda t: tp.tie(t.model, len, len), TypeError, r'takes both paths, tp.tie\(model, "head"'),
+    ("a tie to itself", lambda t: tp.tie(t.dict, "b", "b"), ValueError, "'b' is tied to itself; name two paths"),
+    ("other shapes", lambda t: tp.tie(t.dict, "b", "w"), ValueError, r"'b' is float32\[3\] and cannot be tied to 'w'"),
+    ("no ties", lambda t: tp.tie(t.model), ValueError, r"no class in this model declares a tie; declare it"),
+    ("layout[node]", lambda t: t.layout["layers.0"], KeyError, r"is a node; layout.indices\('layers.0'\)"),
+    ("layout[0]", lambda t: t.layout[0], TypeError, "a layout is asked by path, got 0; .* layout.slots"),
+    ("layout.x = y", lambda t: setattr(t.layout, "size", 3), AttributeError, "layout.freeze and thaw make another"),
+    ("layout.diff(model)", lambda t: t.layout.diff(t.model), TypeError, r"another Layout, tp.layout\(model\), got MLP"),
+    ("another's layout", lambda t: tp.layout(t.other, t.layout), ValueError, "does not fit the layout .*tp.layout"),
+]
+
+
+FUNCTIONS: list[Row] = [
+    ("Ema(decay, model)", lambda t: tp.Ema(0.99, t.model), TypeError, r"comes first: tp.Ema\(model, decay\)"),
+    ("a decay of 99", lambda t: tp.ema(t.model, t.model, decay=99), ValueError, "between 0 and 1, got 99"),
+    ("NumPy's 1.5", lambda t: tp.ema(t.model, t.model, decay=np.float32(1.5)), ValueError, "between 0 and 1, got 1.5"),
+    ("decay='0.9'", lambda t: tp.Ema(t.model, "0.9"), TypeError, r"decay must be a number in \[0, 1\], got str"),
+    ("decay=model", lambda t: tp.ema(t.model, t.model, decay=t.model), TypeError, "decay must be a number.*got MLP"),
+    ("buffers=True", lambda t: tp.ema(t.dict, t.dict, decay=0.9, buffers=True), ValueError, '"copy", "keep".*True'),
+    ("buffers: a typo", lambda t: tp.ema(t.dict, t.dict, decay=0.9, buffers={"m": "keep"}), ValueError, "nearest: 'b'"),
+    ("ema of another", lambda t: tp.ema(t.model, t.other, decay=0.9), ValueError, r"float32\[4,2\] at 'layers.0.weigh"),
+    ("grad(value)", lambda t: tp.grad(t.x), TypeError, r"write tp.grad\(loss\)\(model, x\)"),
+    ("grad(loss, model)", lambda t: tp.grad(loss, t.model)(t.model, t.x), TypeError, "got MLP itself: write its path"),
+    ("grad(loss, model, x)", lambda t: tp.grad(loss, t.model, t.x), TypeError, r"write tp.grad\(loss\)\(model, x\)"),
+    ("grad(loss, 0)", lambda t: tp.grad(loss, 0), TypeError, "the first argument of the loss; got 0"),
+    ("grad by state", lambda t: tp.grad(loss, t.state)(t.model, t.x), TypeError, "got TrainableState itself"),
+    ("grad by tx", lambda t: tp.grad(loss, t.tx)(t.model, t.x), TypeError, "expected a mask or a `where`.*got ModelTr"),
+    ("a vector of losses", lambda t: tp.grad(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "float32.1.; write jnp.m"),
+    ("aux that is not said", lambda t: tp.grad(lambda m, x: (value(m, x), x))(t.model, t.x[0]), TypeError, "has_aux=T"),
+    (
+        "aux that is not there",
+        lambda t: tp.grad(value, has_aux=True)(t.model, t.x[0]),
+        TypeError,
+        "got float32.*leave it",
+    ),
+    ("no return", lambda t: tp.grad(lambda m: None)(t.model), TypeError, "to return a real scalar, got NoneType"),
+    ("a loss of ints", lambda t: tp.grad(lambda m: jnp.array(1))(t.model), TypeError, "a real scalar, got int32"),
+    ("unreached", lambda t: tp.grad(loss, unreached="zero"), ValueError, "must be 'zeros', 'none' or 'error', got 'ze"),
+    ("accumulate(4)", lambda t: tp.accumulate(loss, pieces=0), ValueError, "a whole number of pieces, at least 1"),
+    ("accumulate: no batch", lambda t: tp.accumulate(loss, pieces=2)(t.model, 1.0), ValueError, "further argument"),
+    ("static_argnums=", lambda t: tp.jit(loss, static_argnums=1), ValueError, "leave it out, all that is no array is"),
+    ("donate_argnums=", lambda t: tp.jit(loss, donate_argnums=0), ValueError, "write donate='all'"),
+    ("in_shardings=", lambda t: tp.jit(loss, in_shardings=None), ValueError, "jax.device_put"),
+    ("donate=True", lambda t: tp.jit(loss, donate=True), ValueError, "'all', 'all-except-first'.*got True"),
+    ("jit(value)", lambda t: tp.jit(t.x), TypeError, r"write tp.jit\(f\)\(model, x\)"),
+    ("maptrainable(model, f)", lambda t: tp.maptrainable(t.model, len), TypeError, r"first: tp.maptrainable\(f, model"),
+    ("mapreduce(model, f)", lambda t: tp.mapreduce(t.model, max, len, init=0), TypeError, r"mapreduce\(f, op, model,"),
+    ("map: where", lambda t: tp.maptrainable(len, t.model, "layers.0"), ValueError, "a tree with arrays at paths.*got"),
+    ("map: a tie", lambda t: tp.maptrainable(jnp.add, t.tied, t.tied), ValueError, r'entries at .* tied="sum" adds'),
+    ("biwalk of another", lambda t: tp.biwalk(t.model, {"a": t.x}), ValueError, "at 'a', where the model has no leaf;"),
+    ("project(grads, model)", lambda t: tp.project(t.params, t.model), ValueError, "the model comes first, then what"),
+    ("replace: a list", lambda t: tp.replace(t.dict, ["w", 0.0]), TypeError, "values is a dictionary {where: value}"),
+    ("replace: a typo", lambda t: tp.replace(t.model, {"layers.0.bais": 0.0}), ValueError, "nearest: 'layers.0.bias'"),
+    ("replace: a shape", lambda t: tp.replace(t.dict, {"b": t.x}), ValueError, r"expected float32\[3\] at 'b', got fl"),
+    ("replace: a node", lambda t: tp.replace(t.model, {"layers.0": t.model.layers[0]}), TypeError, "got Linear, a nod"),
+    ("replace: a word", lambda t: tp.replace(t.dict, {"w": "zeros"}), TypeError, "a number or a function for 'w', got"),
+    ("replace: init", lambda t: tp.replace(t.dict, {"w": jax.nn.initializers.ones}), TypeError, r"init\(key, w.shape"),
+    ("replace: half a tie", lambda t: tp.replace(t.tied, {"head": 0.0}), ValueError, "one array. Either .* write 'emb"),
+    ("summary(layout)", lambda t: tp.summary(t.layout), TypeError, r"write tp.summary\(model, layout\)"),
+]
+FORMS: list[Row] = [
+    ("combine of eqx.partition", lambda t: tp.combine(*eqx.partition(t.model, eqx.is_array)), TypeError, "eqx.combine"),
+    ("combine(rest, params)", lambda t: tp.combine(t.rest, t.params), TypeError, r"come first: tp.combine\(params, re"),
+    ("combine(params, model)", lambda t: tp.combine(t.params, t.model), TypeError, r"got MLP; params, rest = tp.parti"),
+    ("combine(vector, rest)", lambda t: tp.combine(t.vector, t.rest), ValueError, r"becomes one by restructure\(vecto"),
+    ("a short vector", lambda t: t.back(jnp.ones(3)), ValueError, r"a vector of shape \(17,\).*got shape \(3,\)"),
+    ("a stack of vectors", lambda t: t.back(t.vector[None]), ValueError, "map over a stack of vectors with jax.vmap"),
+    ("a vector of ints", lambda t: t.back(jnp.ones(17, int)), TypeError, r"convert it with vector.astype\(float32\)"),
+    ("restructure(model)", lambda t: t.back(t.model), TypeError, r"a vector of shape \(17,\) and floating dtype, got"),
+    ("ravel(vector)", lambda t: t.back.ravel(t.vector), ValueError, r"paths of the model, got float32\[17\]"),
+    ("a vector of dtype int", lambda t: tp.ravel(t.model, dtype=int), TypeError, "must be floating or complex, got in"),
+    ("pad_to=0", lambda t: tp.ravel(t.model, pad_to=0), ValueError, "a whole number of elements, at least 1, got 0"),
+    ("view: a typo", lambda t: t.back.view(t.vector)["layers.0.wieght"], KeyError, "nearest: 'layers.0.weight'"),
+    ("view: a shape", lambda t: t.back.view(t.vector).at["layers.0"].set(t.x[0]), ValueError, "expected a number|shap"),
+    ("stack: groups", lambda t: tp.stack(t.model, groups=["layers.0"]), TypeError, "groups is a dictionary"),
+    ("stacks of a vector", lambda t: tp.stack(t.model)[1](t.vector), TypeError, "stacks as of tp.stack, a dictionary,"),
+]
+
+
+def serialised(path: str, t: Any) -> None:
+    eqx.tree_serialise_leaves(path, t.dict)
+
+
+def savez(path: str, t: Any) -> None:
+    np.savez(path, w=t.x)
+
+
+def read_back(write: Callable[[str, Any], object], t: Any) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/a.npz", t)
+        return saving.plan(f"{folder}/a.npz", t.dict)
+
+
+MODULES: list[Row] = [
+    ("a file of Equinox", lambda t: read_back(serialised, t), ValueError, r"eqx.tree_deserialise_leaves\(path, like\)"),
+    ("a file of NumPy", lambda t: read_back(savez, t), ValueError, r"np.savez: write arrays = dict\(np.load\(path\)\)"),
+    ("save(model, path)", lambda t: saving.save(t.model, "a.safetensors"), TypeError, r"first: saving.save\(path, mod"),
+    ("load(model, path)", lambda t: saving.load(t.model, "a.safetensors"), TypeError, r"saving.load\(path, like\)"),
+    (
+        "save(path, tx)",
+        lambda t: saving.save("a.safetensors", t.tx),
+        TypeError,
+        r"a state, tx.init\(model\), got ModelTr",
+    ),
+    ("save: metadata", lambda t: saving.save("a.safetensors", t.dict, metadata={"a": 1}), TypeError, "{str: str}, got"),
+    ("plan(model, path)", lambda t: saving.plan(t.model, "a"), TypeError, r"comes first: saving.plan\(path, model\)"),
+    ("names of PyTorch", lambda t: saving.plan({"fc": t.x}, t.dict), ValueError, "'fc' is unused: no array is at 'fc'"),
+    ("rename: a list", lambda t: saving.plan(t.dict, t.dict, rename=[("w", "w")]), TypeError, "a dictionary {left: ri"),
+    ("rename: a typo", lambda t: saving.plan(t.dict, t.dict, rename={"v": "w"}), ValueError, "'v' matches no name; ne"),
+    ("transform=f", lambda t: saving.plan(t.dict, t.dict, transform=len), TypeError, "a dictionary {left: function}, "),
+    ("state: tx", lambda t: saving.plan(t.dict, t.dict).state(t.dict, t.tx), TypeError, r"like=tx.init\(model\), got"),
+    ("names: a typo", lambda t: saving.names(t.model, "layer"), ValueError, "nothing lies below 'layer'; nearest: 'la"),
+    ("hessian(value)", lambda t: nested.hessian(t.x)(t.model), TypeError, r"write nested.hessian\(loss\)\(model, x\)"),
+    ("hessian of many", lambda t: nested.hessian(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "float32.1.; write j"),
+    ("hvp: no tangent", lambda t: nested.hvp(value)(t.model, t.x[0]), ValueError, "a vector of 17 elements, one per t"),
+    ("hvp: ints", lambda t: nested.hvp(value)(t.model, jnp.ones(17, int), t.x[0]), TypeError, "vector.astype"),
+    ("gradient: order", lambda t: nested.gradient(value)(t.x[0], t.model), TypeError, "expected x to be floating, got"),
+    ("gradient of many", lambda t: nested.gradient(lambda m, x: m(x))(t.model, t.x[0]), TypeError, "use nested.jacobi"),
+    ("laplacian of ints", lambda t: nested.laplacian(value)(t.model, jnp.ones(2, int)), TypeError, "real and floating"),
+    ("kernel: a mode", lambda t: nested.kernel(value, mode="c")(t.model, t.x), ValueError, "'real', 'complex' or 'hol"),
+    ("lora: a typo", lambda t: matrices.lora(t.model, "layer", 1, key=jax.random.key(0)), ValueError, NEAREST),
+    ("lora(where, model)", lambda t: matrices.lora("w", t.dict, 1, key=jax.random.key(0)), TypeError, "got|expected"),
+    ("lora of a bias", lambda t: matrices.lora(t.dict, "b", 1, key=jax.random.key(0)), ValueError, "no parameter with"),
+    ("Positive(-1)", lambda t: matrices.Positive(-t.x), ValueError, r"Positive\(jnp.abs\(w\) \+ 1e-6\)"),
+    ("SVD of arrays", lambda t: matrices.SVD(jnp.eye(2), t.x[0], jnp.eye(2)), TypeError, "a Givens for u, got .*SVD.r"),
+    ("plan(model, rules)", lambda t: sharding.plan(t.model, {}, {}), TypeError, "expected a mesh, such as jax.make_me"),
+    ("rules", lambda t: sharding.plan(t.model, MESH, [("**", "split")]), TypeError, "dictionary {where: rule}, such a"),
+    ("rules: a typo", lambda t: sharding.plan(t.model, MESH, {"layer": "split"}), ValueError, NEAREST),
+    ("rules: a word", lambda t: sharding.plan(t.model, MESH, {"**": "d"}), ValueError, '"split", "owned", "whole" or'),
+    ("an axis", lambda t: sharding.plan(t.model, MESH, {"**": PartitionSpec("x")}), ValueError, "no axis 'x'; its ax"),
+    ("step over models", lambda t: sharding.step(loss, t.tx, t.plan), ValueError, "pass what is within it, such as op"),
+    ("step(tx, loss)", lambda t: sharding.step(t.adam, loss, t.plan), TypeError, "expected an Optax transformation, g"),
+    ("step of a layout", lambda t: sharding.step(loss, t.adam, t.layout), TypeError, r"sharding.plan\(model, mesh, ru"),
+]
+MESH = jax.make_mesh((1,), ("d",))
+
+
+@pytest.mark.parametrize("row", [*WHERES, *DECLARED, *FUNCTIONS, *FORMS, *MODULES], ids=operator.itemgetter(0))
+def test_a_mistake_is_answered(row):
+    check(row)
