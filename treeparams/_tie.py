@@ -13,7 +13,7 @@ from ._slots.said import declaring_nodes
 from ._slots.ties import Alias, checked, find_ties, parameter_at
 from ._slots.trainable import look_up
 from ._slots.where import Where, select
-from ._tree.lost_ties import keep_apart, note_ties
+from ._tree.lost_ties import keep_apart, note_said, note_ties, note_untied
 from ._tree.recognise import structure_of
 
 M = TypeVar("M")
@@ -84,6 +84,7 @@ def tie(
     # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
     # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
+    note_said(structure, pairs)
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)
     return jtu.tree_unflatten(treedef, leaves)
@@ -111,6 +112,7 @@ def untie(model: M, where: Where | None = None) -> M:
     leaves, treedef, structure = structure_of(model)
     chosen = frozenset(structure.parameters) if where is None else select(structure, where)
     sources = {structure.first[i] for i in chosen}
+    note_untied(structure, [i for i in structure.parameters if structure.first[i] in sources])
     for i in structure.parameters:
         if structure.first[i] != i and structure.first[i] in sources:
             leaves[i] = copy_leaf(leaves[i])

@@ -7,12 +7,13 @@ from typing import Any
 
 from .._tree.declare import Given
 from .._tree.difference import Difference, compare, spec_rows
-from .._tree.lost_ties import given_to, likeness, note_given, warn_of_lost_ties
+from .._tree.lost_ties import given_to, likeness, note_given
 from .._tree.messages import warn
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
 from .._tree.text import first_few, first_lines
 from .._tree.types import PyTree
+from .accidents import warn_of_accidents
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
@@ -95,8 +96,7 @@ def layout(
     made = _make(structure, trainable, freeze, thaw, ties)
     if ties is not None:
         note_given(structure, index_of(made).ties)
-    if structure.is_traced:
-        warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
+    warn_of_accidents(index_of(made), leaves)
     return made
 
 
@@ -119,7 +119,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
 def _is_forgotten(index: Index, tie: Alias) -> bool:
     """Whether a layout trains the two ends of a tie, or one of them, and does not know that they are one."""
     if index.structure.is_traced and not tie.transforms:
-        return False  # `warn_of_lost_ties` looks at these
+        return False  # `warn_of_accidents` looks at these
     if not (index.trained[tie.leaf] or index.trained[tie.source]):
         return False
     # The layout may know the tie the other way round, or with a third leaf as the source of both.
@@ -130,7 +130,7 @@ def _is_forgotten(index: Index, tie: Alias) -> bool:
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
     """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
 
-    With the leaves of a traced model, ties that it has lost are warned of.
+    With the leaves of the model, accidents with its ties are warned of.
     """
     if isinstance(trainable, Layout):
         index = index_of(trainable)
@@ -143,8 +143,8 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
     else:
         found = _make(structure, trainable)
     index = index_of(found)
-    if structure.is_traced and leaves is not None:
-        warn_of_lost_ties(structure, leaves, index.sources, index.trained)
+    if leaves is not None:
+        warn_of_accidents(index, leaves)
     return found, index
 
 

@@ -92,13 +92,25 @@ class Structure:
         return tuple(map(self.kind_of, range(len(self.nodes))))
 
     def kind_of(self, number: int) -> int:
-        """Equal for nodes with the same paths, classes and dtypes below, whatever their shapes and static values."""
+        """Equal for nodes with the same paths and classes below, whatever their shapes, dtypes and static values."""
         node = self.nodes[number]
         entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
         if node.entries:
             entries = tuple([each[len(node.entries) :] for each in entries])
-        dtypes = tuple(map(getattr, specs, itertools.repeat("dtype"), itertools.repeat(None)))
-        return hash((entries, dtypes, tuple(map(_CLS, self.nodes[number : node.last]))))
+        are_parameters = tuple(map(getattr, specs, itertools.repeat("parameter"), itertools.repeat(None)))
+        return hash((entries, are_parameters, tuple(map(_CLS, self.nodes[number : node.last]))))
+
+    def holding(self, a: int, b: int) -> list[int]:
+        """The nodes that hold both of two leaves, from the root on."""
+        found, number, stop = [], 0, len(self.nodes)
+        while number < stop:
+            node = self.nodes[number]
+            if node.start <= min(a, b) and max(a, b) < node.stop:
+                found.append(number)
+                number, stop = number + 1, node.last
+            else:
+                number = node.last
+        return found
 
     @functools.cached_property
     def _hash(self) -> int:
