@@ -94,7 +94,7 @@ def untie(model: M, where: Where | None = None) -> M:
     """The model with an array of its own at every path of a tie.
 
     >>> import jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> tp.layout(tp.untie({"a": shared, "b": shared})).ties
     {}
 

@@ -101,7 +101,7 @@ def _plus_nothing(x):
 
 @forms
 def test_a_tie_goes_where_its_own_path_goes(form):
-    shared = jnp.ones(2)
+    shared = jnp.array([1.0, 2.0])
     model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
     both = ("embed", "head")
     tx = groups({both: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, both, form)

@@ -49,7 +49,7 @@ def layout(
     ties by identity**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is
     static, and every function of this library takes it as its `trainable`.
 
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> tied = {"a": shared, "b": shared}
     >>> known = tp.layout(tied)
     >>> jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]), known)(model))(tied)
