@@ -42,6 +42,9 @@ def tie(
     an array cannot tell that it was computed from another: declare it in a class (`tp.field(tied_to=...)`,
     `tp.declare`), or give it to a layout (`tp.layout(model, ties=...)`).
 
+    Whatever makes new arrays parts the two again: plain `jax.jit`, `jax.tree.map`, a cast, a file of Equinox.
+    `tp.layout` and `tx.init` warn of it; tie them again, or use `tp.jit` and `treeparams.saving`, which keep ties.
+
     Args:
         model: any pytree.
         alias: the path of the parameter that is replaced. `None`: every alias that a class declares, as for a model
@@ -97,6 +100,9 @@ def untie(model: M, where: Where | None = None) -> M:
     >>> shared = jnp.array([1.0, 2.0])
     >>> tp.layout(tp.untie({"a": shared, "b": shared})).ties
     {}
+
+    Untying is a word of yours that is remembered: no warning says of such models, or of what you make of them, that a
+    tie was lost. That holds too for two arrays that were one before `jax.jit` or the like parted them.
 
     Args:
         model: any pytree.

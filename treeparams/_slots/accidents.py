@@ -32,18 +32,19 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
     A kind of model that is known costs nothing: it is looked at again only when another tie has been met since.
     """
     structure = index.structure
+    if not structure.is_traced and index.looked_at == changes():
+        return
+    its = tuple([(alias.source, alias.leaf) for alias in index.ties if alias.is_said and not alias.transforms])
+    # Each mask, or callable, makes another index at each call.
+    seen = structure.remember(("looked at", index.trained, its), lambda: [-1])
+    if seen[0] != changes():
+        said.add(structure, its)
+        if not structure.is_traced:
+            _warn_of_unsaid(index, leaves)
+            _warn_of_parted(index, leaves)
     if structure.is_traced:
-        said.add(structure, _said_in(index))
         warn_of_lost_ties(structure, leaves, index.sources, index.trained)
-    elif index.looked_at != changes():
-        said.add(structure, _said_in(index))
-        _warn_of_unsaid(index, leaves)
-        _warn_of_parted(index, leaves)
-        index.looked_at = changes()
-
-
-def _said_in(index: Index) -> list[Pair]:
-    return [(alias.source, alias.leaf) for alias in index.ties if alias.is_said and not alias.transforms]
+    index.looked_at = seen[0] = changes()
 
 
 # -- One array, though nobody says so ----------------------------------------------------------------------------------

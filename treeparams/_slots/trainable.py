@@ -36,8 +36,9 @@ def layout(
     >>> tp.layout(mlp, "!layers.0").paths, tp.layout(mlp, freeze="layers.0").paths  # the same in two ways
     (('layers.1.weight', 'layers.1.bias'), ('layers.1.weight', 'layers.1.bias'))
 
-    Two paths with the same array object are one parameter. So is an alias that a class declares (`tp.field`), or one
-    that is passed:
+    Two paths with the same array object are one parameter. (If that array is one number throughout, as zeros that two
+    biases begin with, a warning asks whether you mean it: `tp.untie`, or `tp.tie`.) So is an alias that a class
+    declares (`tp.field`), or one that is passed:
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
@@ -84,7 +85,11 @@ def layout(
         TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
-        UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has.
+        UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has. Or it
+            is not traced, and what was one array are now two that are equal bit for bit. Or trained paths hold one
+            array that is one number throughout, without a word that they are one (a class, `ties`, `tp.tie`), and not
+            as a part of a layer that is used twice; or the model is a list, tuple or dictionary of one and the same
+            node. Each once for each kind of model; values are read for this alone.
     """
     leaves, _, structure = structure_of(model)
     if freeze is None and thaw is None and ties is None:
