@@ -61,8 +61,8 @@ def _warn_of_unsaid(index: Index, leaves: Sequence[Any]) -> None:
     if copies:
         warn(_COPIES.format(len(copies), first_few([repr(node.path) for node in copies])))
     else:
-        is_constant = functools.cache(lambda leaf: _is_one_number(leaves[leaf]))
-        pairs = [pair for pair in pairs if _is_accident(structure, pair, is_constant)]
+        is_constant = functools.cache(lambda leaf: _is_one_number(_values(leaves[leaf])))
+        pairs = [pair for pair in pairs if leaves[pair[0]].size > 1 and _is_accident(structure, pair, is_constant)]
         if pairs:
             warn(_in_words(structure, pairs))
     if copies or pairs:
@@ -143,10 +143,13 @@ def _warn_of_parted(index: Index, leaves: Sequence[Any]) -> None:
     given = {frozenset((tie.leaf, tie.source)) for tie in given_to(structure)}
     pairs = [pair for pair in parted(structure, index.sources) if all(index.trained[i] for i in pair)]
     pairs = _compared.without(structure, [pair for pair in pairs if frozenset(pair) not in given])
-    # Zeros are equal without having been one: such arrays tell nothing yet.
-    pairs = [pair for pair in pairs if not _is_one_number(leaves[pair[0]])]
-    _compared.add(structure, pairs)
-    lost = [pair for pair in pairs if _are_equal(*[leaves[i] for i in pair])]
+    lost = list[Pair]()
+    for pair in pairs:
+        one, other = (_values(leaves[i]) for i in pair)
+        # Zeros are equal without having been one: such arrays tell nothing yet.
+        if one and other and not _is_one_number(one):
+            _compared.add(structure, [pair])
+            lost += [pair] if _are_equal(one, other) else []
     if lost:
         paths = structure.paths
         names = [f"{paths[one]!r} and {paths[other]!r}" for one, other in lost]
@@ -164,20 +167,22 @@ _PARTED = (
 # -- Values ------------------------------------------------------------------------------------------------------------
 
 
-def _is_one_number(array: Any) -> bool:
-    """Whether all elements are equal, of more than one; `False` where that cannot be seen."""
-    values = _values(array) if array.size > 1 else []
-    return bool(values) and all(bool((each == values[0][0]).all()) for each in values)
+def _is_one_number(values: Sequence[np.ndarray]) -> bool:
+    """Whether all elements of an array are equal; `False` where they cannot be seen."""
+    first = [each[0] for each in values if each.size][:1]
+    parts = [part for each in values for part in (each[:_FEW], each)]  # nearly always the first few elements tell
+    return bool(values) and all(bool((part == number).all()) for part in parts for number in first)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two arrays are equal bit for bit; `False` where that cannot be seen."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+_FEW = 1024
+
+
+def _are_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    """Whether two arrays that lie alike are equal bit for bit."""
+    ours, theirs = ([(each.dtype, each.view(np.uint8)) for each in values] for values in (one, other))
+    if len(ours) != len(theirs):
         return False
-    ours, theirs = _values(one), _values(other)
-    if not ours or [each.size for each in ours] != [each.size for each in theirs]:
-        return False
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(ours, theirs, strict=True))
+    return all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in zip(ours, theirs, strict=True))
 
 
 def _values(array: Any) -> list[np.ndarray]:
