@@ -74,13 +74,13 @@ def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
         tp.layout(again)
 
 
-def mlp_with_one_bias() -> Any:
-    mlp = eqx.nn.MLP(3, 3, 3, 2, key=jax.random.key(0))
-    return eqx.tree_at(lambda m: [layer.bias for layer in m.layers], mlp, [zeros(3)] * 3)
+def net_with_one_bias() -> Any:
+    net = Tower([block(), block(), block()])
+    return eqx.tree_at(lambda m: [layer.bias for layer in m.layers], net, [zeros(3)] * 3)
 
 
 ACCIDENTS = {
-    "biases of a net": (mlp_with_one_bias, ["layers.0.bias", "layers.1.bias", "layers.2.bias"]),
+    "biases of a net": (net_with_one_bias, ["layers.0.bias", "layers.1.bias", "layers.2.bias"]),
     "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), ["b1", "b2"]),
     "a narrow one, not of zeros": (lambda: with_equal_biases(jnp.full(3, 2, jnp.bfloat16)), ["b1", "b2"]),
     "within a class": (lambda: Tower(with_equal_biases(zeros(2, 2))), ["layers.b1", "layers.b2"]),

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._tree.lost_ties import changes, given_to, note_untied, parted, said, warn_of_lost_ties
-from .._tree.marks import Marks, Pair
+from .._tree.marks import Marks, Pair, holding
 from .._tree.messages import warn
 from .._tree.structure import Node, Structure, same_treedef
 from .._tree.text import first_few
@@ -100,8 +100,8 @@ def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], 
     """
     if not is_constant(pair[0]):
         return False
-    shared = set(structure.holding(*pair))
-    above = [[structure.nodes[n] for n in structure.holding(i, i) if n not in shared] for i in pair]
+    shared = set(holding(structure, *pair))
+    above = [[structure.nodes[n] for n in holding(structure, i, i) if n not in shared] for i in pair]
     for one, other in ((one, other) for one in above[0] for other in above[1]):
         arrays = _arrays_below(structure, one)
         if arrays == _arrays_below(structure, other) and not all(is_constant(i) for _, i in arrays):

@@ -38,5 +38,26 @@ class Marks:
 
 def _places(structure: Structure, pair: Pair) -> list[tuple[Pair, Pair]]:
     """The two leaves as numbered within each node that holds both."""
-    found = [(structure.kinds[number], structure.nodes[number].start) for number in structure.holding(*pair)]
+    found = [(structure.kinds[number], structure.nodes[number].start) for number in holding(structure, *pair)]
     return [((kind, pair[0] - start), (kind, pair[1] - start)) for kind, start in found]
+
+
+def holding(structure: Structure, a: int, b: int) -> list[int]:
+    """The nodes that hold both of two leaves, from the innermost to the root."""
+    above_leaves, above_nodes = structure.remember("above", lambda: _above(structure))
+    found, number = [], above_leaves[min(a, b)]
+    while number is not None:
+        if max(a, b) < structure.nodes[number].stop:
+            found.append(number)
+        number = above_nodes[number]
+    return found
+
+
+def _above(structure: Structure) -> tuple[list[int | None], list[int | None]]:
+    """The innermost node that holds each leaf, and each node."""
+    leaves: list[int | None] = [None] * len(structure.entries)
+    nodes: list[int | None] = [None] * len(structure.nodes)
+    for number, node in enumerate(structure.nodes):  # in preorder: what lies deeper overwrites
+        leaves[node.start : node.stop] = [number] * (node.stop - node.start)
+        nodes[number + 1 : node.last] = [number] * (node.last - number - 1)
+    return leaves, nodes

@@ -100,31 +100,6 @@ class Structure:
         are_parameters = tuple(map(getattr, specs, itertools.repeat("parameter"), itertools.repeat(None)))
         return hash((entries, are_parameters, tuple(map(_CLS, self.nodes[number : node.last]))))
 
-    def holding(self, a: int, b: int) -> list[int]:
-        """The nodes that hold both of two leaves, from the innermost to the root."""
-        found, number = [], self._innermost[min(a, b)]
-        while number is not None:
-            if max(a, b) < self.nodes[number].stop:
-                found.append(number)
-            number = self._parents[number]
-        return found
-
-    @functools.cached_property
-    def _parents(self) -> tuple[int | None, ...]:
-        """The node that holds each node."""
-        parents: list[int | None] = [None] * len(self.nodes)
-        for number, node in enumerate(self.nodes):
-            parents[number + 1 : node.last] = [number] * (node.last - number - 1)  # those further down come later
-        return tuple(parents)
-
-    @functools.cached_property
-    def _innermost(self) -> tuple[int | None, ...]:
-        """The node that holds each leaf."""
-        innermost: list[int | None] = [None] * len(self.entries)
-        for number, node in enumerate(self.nodes):
-            innermost[node.start : node.stop] = [number] * (node.stop - node.start)
-        return tuple(innermost)
-
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.entries, self.specs))
