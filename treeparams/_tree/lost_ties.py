@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from .marks import Marks
+from .marks import Marks, holding
 from .messages import warn
 from .structure import Spec, Structure
 from .text import first_few
@@ -62,12 +62,15 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: 
     path has at least `above` entries; without `above` a node of a kind that was met apart is remembered too.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
-    for number, node in enumerate(structure.nodes):
-        inside = [(a - node.start, b - node.start) for a, b in map(sorted, pairs) if node.start <= a < b < node.stop]
-        if not inside or len(node.entries) < (above or 0):
-            continue
-        kind, found = structure.kind_of(number), (shapes[node.start : node.stop], inside)
-        if above is not None and kind in _met_apart:
+    inside: dict[int, list[tuple[int, int]]] = {}  # each node that holds pairs
+    for a, b in map(sorted, pairs):
+        for number in holding(structure, a, b):
+            start = structure.nodes[number].start
+            inside.setdefault(number, []).append((a - start, b - start))
+    for number in sorted(inside):
+        node, kind = structure.nodes[number], structure.kind_of(number)
+        found = shapes[node.start : node.stop], inside[number]
+        if len(node.entries) < (above or 0) or (above is not None and kind in _met_apart):
             continue
         with _changing:
             _met_apart.discard(kind)
