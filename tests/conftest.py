@@ -30,6 +30,13 @@ def _count_compilations(event: str, *_, **__):
         _compiled.append(event)
 
 
+def pytest_collection_modifyitems(items):
+    """A law holds for models too that train nothing; that these are warned of is a test of its own."""
+    for item in items:
+        if "nothing trained" in item.name or "all frozen" in item.name:
+            item.add_marker(pytest.mark.filterwarnings("ignore:nothing is trained"))
+
+
 def pytest_configure(config):
     """Before any test is imported; the process that only hands tests to others starts them sooner without."""
     if config.getoption("dist", "no") != "no":

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
@@ -54,10 +55,51 @@ def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
 
 
 @pytest.mark.parametrize("make", [tp.ema, tp.Ema])
-def test_tau_is_told_its_other_name(make):
+def test_decay_or_tau_is_given(make):
     model = {"w": ramp(1)}
-    with pytest.raises(TypeError, match=r"write decay=1 - tau$"):
-        make(model, model, tau=0.01)
+    for options, got in (({}, "neither"), ({"decay": 0.9, "tau": 0.1}, "both")):
+        with pytest.raises(TypeError, match=rf"give one of decay, .*, and tau = 1 - decay, .*; got {got}$"):
+            make(model, **{"model": model} | options) if make is tp.ema else make(model, **options)
+    with pytest.raises(ValueError, match=r"^tau must be between 0 and 1, got 1\.5$"):
+        make(model, **({"model": model} if make is tp.ema else {}), tau=1.5)
+
+
+def test_tau_is_rounded_as_optax_rounds_it():
+    old, new = (jnp.asarray(np.random.default_rng(seed).normal(size=(5, 77)), jnp.float32) for seed in (0, 1))
+    for tau in (0.005, 0.3):
+        ours, theirs = (lambda o, n, t: tp.ema(o, n, tau=t)), (lambda o, n, t: optax.incremental_update(n, o, t))
+        np.testing.assert_array_equal(jax.jit(ours)(old, new, tau), jax.jit(theirs)(old, new, tau))
+        np.testing.assert_allclose(tp.ema(old, new, tau=tau), theirs(old, new, tau), 1e-5, 1e-7)
+        np.testing.assert_allclose(tp.ema(old, new, tau=tau), tp.ema(old, new, decay=1 - tau), 1e-5, 1e-7)
+    ema = tp.Ema(old, tau=lambda count: 0.5 / (1.0 + jnp.asarray(count, jnp.float32)), warmup=True).update(new)
+    np.testing.assert_allclose(ema.average, 0.1 * old + 0.9 * new, 1e-5, 1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:an average in bfloat16")
+@pytest.mark.parametrize("options", [{"decay": 0}, {"tau": 1}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_where_the_model_weighs_one_the_result_is_the_model(options, dtype):
+    odd = np.array([1e-3, -0.0, 0.0, np.nan, np.inf, 2.0, 1e-40], "f").astype(jnp.dtype(dtype))
+    old = np.array([1e8, 1.0, -1.0, np.inf, np.nan, -np.inf, 0.0], "f").astype(jnp.dtype(dtype))
+    ((name, value),) = options.items()
+    traced = jax.jit(lambda a, m, v: tp.ema(a, m, **{name: v}))
+    assert np.asarray(tp.ema(old, odd, **options)).tobytes() == odd.tobytes()
+    if name == "tau":
+        odd, old = odd[:-1], old[:-1]  # XLA takes denormal numbers for zeros in a product
+    assert np.asarray(traced(old, odd, float(value))).tobytes() == odd.tobytes()
+    assert np.asarray(tp.Ema(old, **{name: float(value)}).update(odd).average).tobytes() == odd.tobytes()
+
+
+def test_a_number_follows_buffers_in_and_outside_of_jit():
+    average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
+    for buffers, p, n in (("copy", 0.75, 7), ("average", 0.75, 7), ({"p": "keep"}, 0.5, 7), ("keep", 0.5, 5)):
+        of = lambda a, m, buffers=buffers: tp.ema(a, m, decay=0.5, buffers=buffers)
+        for got in (of(average, model), jax.jit(of)(average, model), of(average, jax.jit(lambda m: m)(model))):
+            assert (float(got["p"]), int(got["n"])) == (p, n)
+            np.testing.assert_allclose(got["w"], 2 * average["w"], 1e-6)
+    assert tp.ema(average, {"w": ramp(2)}, decay=0.5)["p"] == 0.5
+    with pytest.raises(ValueError, match=r"has at 'p' \(shape \(\); str\)"):
+        tp.ema(average, {**model, "p": "fast"}, decay=0.5)
 
 
 def test_ties_and_declarations_are_those_of_the_average():
@@ -78,7 +120,7 @@ def buffers_model(scale):
         "flag": np.array([scale > 1]),
         "key": jax.random.key(scale),
         "f": jnp.tanh,
-        "p": 0.5 * scale,
+        "p": 0.5,
     }
 
 
@@ -189,5 +231,5 @@ def test_ema_refuses_what_ema_refuses(without_type_checks):
         tp.Ema(ramp(2), -1.0)
     with pytest.raises(ValueError, match=r"at '', got float32\[3\]"):
         tp.Ema(ramp(2), 0.5).update(ramp(3))
-    with pytest.raises(TypeError, match="decay of an Ema is static; pass a function of the count"):
+    with pytest.raises(TypeError, match="decay and tau of an Ema are static; pass a function of the count"):
         jax.jit(lambda d: tp.Ema(ramp(2), d).count)(0.5)

@@ -368,7 +368,7 @@ a           1      0.25    1 of 3  0, 0    3.0     4.0
 4 differences: structure 1, value 1, elements 2"""
     )
     assert repr(diff) == "Diff(4 differences (<i>, n, b, a))"
-    assert diff._repr_html_().startswith("<pre>path")
+    assert ">path</th>" in diff._repr_html_()
     assert "&lt;i&gt;" in diff._repr_html_()
     assert str(tp.diff(first, second)).splitlines()[1:] == [
         '""          1      0.25    1 of 3    3.0     4.0',

@@ -1,5 +1,7 @@
 """Gradients of the trained parameters, and what they cost."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -93,3 +95,33 @@ def test_a_frozen_array_is_not_touched_by_the_backward_pass():
         model = {"p": ramp(), "c": np.ones(n, "f")}
         accessed.append(cost(tp.grad(lambda m: m["c"][0] * m["p"], "p"), model)["bytes accessed"])
     assert len(set(accessed)) == 1
+
+
+def test_options_alone_make_a_decorator():
+    model, batch = {"w": jnp.ones(2), "v": jnp.ones(2)}, jnp.arange(6.0, dtype=jnp.float32).reshape(3, 2)
+
+    @tp.value_and_grad(has_aux=True, trainable="w")
+    def with_aux(model, x):
+        return jnp.sum(model["w"] * x), "aux"
+
+    @tp.grad(unreached="none")
+    def alone(model, x):
+        """Kept."""
+        return jnp.sum(model["w"] * x)
+
+    @tp.accumulate(pieces=2)
+    def mean(model, x):
+        return jnp.mean(x @ model["w"])
+
+    (value, aux), grads = with_aux(model, batch[1])
+    assert (float(value), aux, grads["w"].tolist(), grads["v"]) == (5.0, "aux", [2.0, 3.0], None)
+    grads = alone(model, batch[1])
+    assert (grads["w"].tolist(), grads["v"], alone.__doc__) == ([2.0, 3.0], None, "Kept.")
+    np.testing.assert_allclose(mean(model, batch)[1]["w"], [2.0, 3.0])
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@pytest.mark.parametrize("verb", [tp.grad, tp.value_and_grad, functools.partial(tp.accumulate, pieces=2)])
+def test_options_in_the_place_of_the_function_are_refused(verb):
+    with pytest.raises(TypeError, match=r"expected a function of the model, got str; name the options: tp\.\w+\("):
+        verb("layers.1")

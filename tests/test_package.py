@@ -72,6 +72,18 @@ print(json.dumps([sorted(new), same, jax._src.xla_bridge.backends_are_initialize
     assert not started
 
 
+def test_modules_are_imported_when_they_are_asked_for():
+    code = """
+import sys, treeparams as tp
+assert not {"optax", "treeparams.optim"} & set(sys.modules) and "optim" in dir(tp)
+print(*(getattr(tp, name).__name__ for name in ("matrices", "nested", "optim", "plot", "saving", "sharding")))
+tp.optimiser
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [f"treeparams.{name}" for name in tp._MODULES]
+    assert "AttributeError: module 'treeparams' has no attribute 'optimiser'" in done.stderr
+
+
 def test_only_public_jax_is_used():
     nodes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     assert not [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "_src"]

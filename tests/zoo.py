@@ -72,7 +72,7 @@ ZOO = {
     "bare array": Specimen(lambda: ramp(3)),
     "nested dict": Specimen(lambda: {"a": {"b": ramp(2, 2), "a.b": ramp(1)}, "z": ramp()}),
     "tuple with None": Specimen(lambda: (ramp(2), None, (None, ramp(3)))),
-    "ints and bools": Specimen(lambda: {"w": ramp(2), "n": jnp.arange(3), "flag": jnp.array([True]), "i": 7, "x": 1.5}),
+    "ints and bools": Specimen(lambda: {"w": ramp(2), "n": jnp.arange(3), "flag": jnp.array([True]), "i": [7, 1.5]}),
     "complex": Specimen(lambda: [ramp(2, dtype=jnp.complex64) * (1 + 2j), ramp(3)]),
     "bf16 with f32": Specimen(lambda: [ramp(3, dtype=jnp.bfloat16), ramp(2, 2), ramp(1, dtype=jnp.float16)]),
     "nothing trained": Specimen(lambda: {"n": jnp.arange(3), "name": "x"}),
@@ -186,7 +186,7 @@ def models(draw: Any, floating: bool = False) -> Any:
             st.integers(-2, 2),
         )
         leaf = st.sampled_from(draw(st.lists(arrays, min_size=1, max_size=4)))
-        leaves = st.one_of(leaf, leaf, st.sampled_from([None, 3, 0.5, "name", jnp.tanh]))
+        leaves = st.one_of(leaf, leaf, st.sampled_from([None, 3, [0.5], "name", jnp.tanh]))
     names = st.sampled_from(["a", "b", "a.b", "", "*", '"'])
     return draw(
         st.recursive(

@@ -3,7 +3,7 @@
 A *layout* says once, statically, which leaves train and which of them are one; everything else is a walk over it. The
 folders and files, from the ground up - each imports only from those above it:
 
-    _tree         any pytree: what is static about it, paths, dtypes, declarations, messages
+    _tree         any pytree: what is static about it, paths, dtypes, declarations, messages; copy
     _programs     programs as JAX traces them, and what their results depend on
     _slots        from a model to its slots: layouts, ties, a model taken apart; layout, project, partition, combine
     _forms        where slots lie: the canonical tree, one vector, stacks; what a rule keeps; Restructure, View
@@ -12,7 +12,8 @@ folders and files, from the ground up - each imports only from those above it:
     _walk         maptrainable, biwalk, mapreduce, trainables
     _reached      reached: what a function has derivatives in
     _grad         grad, value_and_grad, accumulate
-    _average      copy, ema, Ema
+    _mixing       one step of an average, and the policies of `buffers`
+    _average      ema, Ema
     _tie          tie, untie
     _replace      replace: other values of some parameters
     _ravel        ravel, stack
@@ -26,7 +27,11 @@ folders and files, from the ground up - each imports only from those above it:
     plot          pictures of layouts; a module of its own, imported by name
 """
 
-from ._average import Ema as Ema, copy as copy, ema as ema
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ._average import Ema as Ema, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
 from ._forms.view import View as View
@@ -44,6 +49,7 @@ from ._slots.trainable import layout as layout
 from ._slots.where import leaves as leaves
 from ._summary import Summary as Summary, summary as summary
 from ._tie import tie as tie, untie as untie
+from ._tree.copying import copy as copy
 from ._tree.declare import declare as declare, field as field
 from ._tree.difference import Diff as Diff
 from ._walk import (
@@ -53,4 +59,27 @@ from ._walk import (
     trainables as trainables,
 )
 
+if _TYPE_CHECKING:
+    from . import (
+        matrices as matrices,
+        nested as nested,
+        optim as optim,
+        plot as plot,
+        saving as saving,
+        sharding as sharding,
+    )
+
 __version__ = "0.1.0"
+
+_MODULES = ("matrices", "nested", "optim", "plot", "saving", "sharding")
+
+
+def __getattr__(name: str) -> _ModuleType:
+    # `optim` is the name of a variable in most programs: write `tp.optim`, and it is imported when you do.
+    if name in _MODULES:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -7,7 +7,7 @@ differentiates with respect to whole arguments, and prunes nothing that it was a
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, cast, get_args, overload
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 
 from ._forms.mesh import result_varies, split_over, vary, varying
 from ._reached import reaches
-from ._slots.index import Index
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
+from ._slots.untrained import warn_of_nothing
 from ._tree.dtypes import widened
-from ._tree.messages import name_deleted, warn
+from ._tree.messages import name_deleted
 from ._tree.text import count_of, describe, quoted
 from ._tree.types import PyTree
 
@@ -30,9 +30,25 @@ Aux = TypeVar("Aux")
 Unreached = Literal["zeros", "none", "error"]
 
 
+@overload
 def value_and_grad(
     f: Callable[P, R], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
-) -> Callable[P, tuple[R, PyTree]]:
+) -> Callable[P, tuple[R, PyTree]]: ...
+
+
+@overload
+def value_and_grad(
+    *, trainable: Trainable = None, has_aux: bool = False, unreached: Unreached = "zeros"
+) -> Callable[[Callable[P, R]], Callable[P, tuple[R, PyTree]]]: ...
+
+
+def value_and_grad(
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
+) -> Callable[..., Any]:
     """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
@@ -42,6 +58,8 @@ def value_and_grad(
     (True, Array([1.], dtype=float32))
 
     Frozen arrays cost no backward work, and in the program around they stay arguments of the `jit`, not constants.
+    As a decorator it takes options alone: `@tp.value_and_grad(has_aux=True)`.
+
     Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX: the gradient is
     the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
 
@@ -74,15 +92,17 @@ def value_and_grad(
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
     """
-    call = cast(Callable[..., Any], f)
     if unreached not in get_args(Unreached):
         raise ValueError(f"unreached must be 'zeros', 'none' or 'error', got {unreached!r}")
+    if f is None:
+        return functools.partial(value_and_grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
+    call = _checked(f, "value_and_grad")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         parts = take_apart(model, trainable)
         if not parts.slots:
-            warn(nothing_trained(parts.index))
+            warn_of_nothing(parts.index)
             return call(model, *args, **kwargs), parts.canonical(())
         hit = [True] * len(parts.slots) if unreached == "zeros" else reaches(call, parts, args, kwargs, has_aux)
         if unreached == "error" and not all(hit):
@@ -102,7 +122,16 @@ def value_and_grad(
             raise
         return value, parts.canonical([grad if yes else None for grad, yes in zip(grads, hit, strict=True)])
 
-    return cast(Any, value_and_gradient)
+    return value_and_gradient
+
+
+def _checked(f: Any, verb: str) -> Callable[..., Any]:
+    """The function to differentiate; options that stand in its place are refused."""
+    if not callable(f):
+        raise TypeError(
+            f"expected a function of the model, got {describe(f)}; name the options: tp.{verb}(trainable=...)"
+        )
+    return f
 
 
 @overload
@@ -121,8 +150,18 @@ def grad(
 ) -> Callable[P, PyTree]: ...
 
 
+@overload
 def grad(
-    f: Callable[..., Any], trainable: Trainable = None, has_aux: bool = False, *, unreached: Unreached = "zeros"
+    *, trainable: Trainable = None, has_aux: bool = False, unreached: Unreached = "zeros"
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+
+
+def grad(
+    f: Callable[..., Any] | None = None,
+    trainable: Trainable = None,
+    has_aux: bool = False,
+    *,
+    unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
@@ -153,7 +192,9 @@ def grad(
     Warns:
         UserWarning: nothing is trained.
     """
-    with_value = value_and_grad(f, trainable, has_aux, unreached=unreached)
+    if f is None:
+        return functools.partial(grad, trainable=trainable, has_aux=has_aux, unreached=unreached)
+    with_value = value_and_grad(_checked(f, "grad"), trainable, has_aux, unreached=unreached)
 
     @functools.wraps(f)
     def gradient(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -163,20 +204,24 @@ def grad(
     return gradient
 
 
-def nothing_trained(index: Index) -> str:
-    """The message that nothing is trained, and why."""
-    frozen = [index.structure.paths[i] for i in index.structure.parameters]
-    if not frozen:
-        return "nothing is trained: the model has no floating or complex arrays"
-    return f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)"
-
-
 # -- In pieces ---------------------------------------------------------------------------------------------------------
 
 
+@overload
 def accumulate(
     f: Callable[P, Any], trainable: Trainable = None, *, pieces: SupportsIndex
-) -> Callable[P, tuple[jax.Array, PyTree]]:
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
+
+
+@overload
+def accumulate(
+    *, trainable: Trainable = None, pieces: SupportsIndex
+) -> Callable[[Callable[P, Any]], Callable[P, tuple[jax.Array, PyTree]]]: ...
+
+
+def accumulate(
+    f: Callable[..., Any] | None = None, trainable: Trainable = None, *, pieces: SupportsIndex
+) -> Callable[..., Any]:
     """Value and gradient of a mean loss over a batch that is taken in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
@@ -214,14 +259,17 @@ def accumulate(
     Warns:
         UserWarning: nothing is trained.
     """
-    pieces, call = count_of("pieces", pieces, "pieces"), cast(Callable[..., Any], f)
+    pieces = count_of("pieces", pieces, "pieces")
+    if f is None:
+        return functools.partial(accumulate, trainable=trainable, pieces=pieces)
+    call = _checked(f, "accumulate")
 
     @functools.wraps(f)
     def value_and_gradient(model: Any, /, batch: PyTree, *args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
         parts, examples = take_apart(model, trainable), _count_examples(batch)
         devices = math.lcm(*(split_over(array) for array in jax.tree.leaves(batch)))
         if not parts.slots:
-            warn(nothing_trained(parts.index))
+            warn_of_nothing(parts.index)
 
         def of_piece(slots: Sequence[jax.Array], start: ArrayLike, count: int) -> Any:
             piece = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
@@ -231,7 +279,7 @@ def accumulate(
         value, grads = _summed(of_piece, slots, examples, size=devices * -(-examples // (devices * pieces)))
         return value, parts.canonical(grads)
 
-    return cast(Any, value_and_gradient)
+    return value_and_gradient
 
 
 def _summed(

@@ -11,6 +11,7 @@ from ._forms.makers import stacks_of, vector_of
 from ._forms.restructure import Restructure, restructure_over
 from ._slots.layout import Trainable
 from ._slots.parts import take_apart
+from ._slots.untrained import warn_of_nothing
 from ._slots.where import Where
 from ._tree.messages import name_deleted, warn
 
@@ -57,9 +58,11 @@ def ravel(
         TypeError: `dtype` is not floating, real where a slot is complex or complex where none is; as `tp.layout`.
 
     Warns:
-        UserWarning: `dtype` has 64 bits, and JAX is set to have none.
+        UserWarning: `dtype` has 64 bits, and JAX is set to have none; nothing is trained.
     """
     parts = take_apart(model, trainable)
+    if not parts.slots:
+        warn_of_nothing(parts.index)
     form = vector_of(parts.layout, dtype, pad_to)
     if not (dtype is None or dtype is float or dtype is complex) and jnp.dtype(dtype) != form.dtype:
         warn(f"the vector is {form.dtype}, not {jnp.dtype(dtype)} as asked, unless jax_enable_x64 is set")
@@ -114,8 +117,13 @@ def stack(
         ValueError: a group selects nothing, or nothing that earlier groups left, or a further place alone of an array;
             a parameter is in none. (A group of frozen parameters alone is `{}`.) As `tp.layout`.
         TypeError: `groups` is no dictionary; as `tp.layout`.
+
+    Warns:
+        UserWarning: nothing is trained.
     """
     parts = take_apart(model, trainable)
+    if not parts.slots:
+        warn_of_nothing(parts.index)
     form = stacks_of(parts.layout, groups)
     try:
         return form.join(parts.slots), restructure_over(parts.rest, form)

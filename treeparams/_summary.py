@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ._forms.restructure import Restructure, known_leaves
 from ._slots.layout import Layout, Trainable
 from ._slots.trainable import look_up
+from ._slots.untrained import no_arrays
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
 from ._tree.text import count_of, first_few, in_bytes, in_columns
@@ -48,7 +49,7 @@ class Summary:
         totals: one for each role, `"trained"`, `"frozen"`, `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
-    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], values: Sequence[str]) -> None:
+    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], values: str) -> None:
         """For this library's own use; users write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
@@ -64,7 +65,7 @@ class Summary:
                 words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
         if values:
-            below.append(["no arrays", first_few(values)])
+            below.append(["no arrays", values])
         self._lines = [*table, "", *in_columns(below[0], below[1:])]
 
     def __repr__(self) -> str:
@@ -137,17 +138,13 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     if isinstance(model, Restructure):
         if trainable is not None:
             raise TypeError("of a Restructure it is fixed what trains; leave `trainable` out")
-        index, leaves, places = known_leaves(model)
-        structure = index.structure
+        index, _, places = known_leaves(model)
     else:
         leaves, _, structure = structure_of(model)
         index, places = look_up(structure, trainable, leaves)[1], {}
-    rows, values = [], []
+    structure, rows = index.structure, []
     for i, (path, spec) in enumerate(zip(structure.paths, structure.specs, strict=True)):
-        if spec is None:
-            kind = "function" if callable(leaves[i]) else type(leaves[i]).__name__
-            values.append(f"{path or repr('')} ({kind})")
-        elif i not in index.sources if spec.parameter else structure.first[i] == i:
+        if spec is not None and (i not in index.sources if spec.parameter else structure.first[i] == i):
             sizes = 1, math.prod(spec.shape), math.prod(spec.shape) * spec.dtype.itemsize
             role = "trained" if i in index.by_leaf else "frozen" if spec.parameter else "other"
             rows.append(
@@ -160,7 +157,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             _joined(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
-    return Summary(rows, shown, values)
+    return Summary(rows, shown, no_arrays(structure))
 
 
 def _joined(path: str, rows: Sequence[Row]) -> Row:

@@ -7,12 +7,12 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from ._average import copy_leaf
 from ._slots.layout import Layout
 from ._slots.said import declaring_nodes
 from ._slots.ties import Alias, checked, find_ties, parameter_at
 from ._slots.trainable import look_up
 from ._slots.where import Where, select
+from ._tree.copying import copy_leaf
 from ._tree.lost_ties import keep_apart, note_said, note_ties, note_untied
 from ._tree.recognise import structure_of
 

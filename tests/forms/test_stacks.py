@@ -76,6 +76,7 @@ def test_one_declared_tie_is_one_row():
     np.testing.assert_array_equal(restructure(stacks)[1].head, np.asarray(stacks["float32[2,2]"])[1].T)
 
 
+@pytest.mark.filterwarnings("ignore:nothing is trained")
 @pytest.mark.parametrize("model", [{}, None, {"n": 3, "i": np.arange(2)}], ids=str)
 def test_nothing_trained(model):
     stacks, restructure = tp.stack(model)

@@ -84,6 +84,7 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
         (lambda _: tp.ravel(TREE, pad_to=True), ValueError, "pad_to must be a whole number .* at least 1, got True"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:nothing is trained")
 def test_what_is_refused(use, error, message):
     _, restructure = tp.ravel(TREE)
     with pytest.raises(error, match=message):

@@ -1,5 +1,6 @@
 """A layout is a static, exact, picklable description: what it says, what it equals, what it refuses."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import treeparams as tp
@@ -56,7 +58,6 @@ def test_slots_paths_sizes_and_mask():
 
 def test_dtype_is_that_of_the_slots_that_have_elements():
     for leaves, dtype in (
-        ([], jnp.float32),
         ([np.ones(0, jnp.complex64)], jnp.float32),
         ([np.ones(2, jnp.bfloat16), np.ones(0)], jnp.bfloat16),
         ([np.ones(2, np.float64)], jnp.float32),  # as JAX takes it
@@ -150,7 +151,7 @@ def test_diff_says_what_differs():
         return [row[:4] for row in layout.diff(other).rows]
 
     assert rows() == []
-    assert rows(a=0.5) == [("a", "type", "float32[2]", "no array")]
+    assert rows(a=5) == [("a", "type", "float32[2]", "no array")]
     assert rows(a=[]) == [("a", "structure", "float32[2]", "list of 0 leaves")]
     assert rows(a=ramp(2).astype(jnp.int32)) == [("a", "dtype", "float32[2]", "int32[2]")]
     assert rows(n=net(config=2.0)) == [("n.config", "static", "2 (int)", "2.0 (float)")]
@@ -230,3 +231,62 @@ def test_a_deleted_array_is_named_by_path():
     ):
         with pytest.raises(RuntimeError, match=r"'b.0' has been deleted, as by a step that donates it; .*tp.copy"):
             use(model)
+
+
+# -- Numbers -----------------------------------------------------------------------------------------------------------
+
+
+class Physics(eqx.Module):
+    w: jax.Array
+    nu: float = 0.1
+    settings: dict = dataclasses.field(default_factory=lambda: {"rate": 0.5})
+    held: Any = tp.field(trainable=False, default=None)
+
+
+def test_a_table_names_what_is_no_array():
+    model = {"act": jnp.tanh, "net": Physics(np.ones(2, np.float32)), "name": "x"}
+    last = "not trained: net.nu (float), net.settings.rate (float), act (function), name (str)"
+    assert str(tp.layout(model)).splitlines()[-1] == last
+    assert str(pickle.loads(pickle.dumps(tp.layout({"w": ramp(1), "n": [3]})))).endswith("\nnot trained: n.0 (int)")
+    assert tp.layout({"w": ramp(1), "n": [3]}) == tp.layout({"w": ramp(1), "n": ["x"]})
+
+
+def test_a_float_beside_parameters_is_warned_of_once_per_kind():
+    held = {"w": ramp(1), "c": 0.5}
+    for quiet in ({"w": ramp(1), "net": Physics(ramp(2), held=held)}, [0.5, {"n": np.arange(2)}]):
+        tp.layout(quiet)
+    said = r"^'alpha', 'body.1': a Python number is no parameter.*jnp.asarray\(number\), or tp.field\(converter="
+    for shape in (1, 2):
+        model = {"alpha": 0.0, "body": (ramp(shape), 0.5, 3), "net": Physics(ramp(2))}
+        with pytest.warns(UserWarning, match=said) if shape == 1 else contextlib.nullcontext():
+            tp.layout(model)
+    with pytest.raises(ValueError, match=r"no parameter, only 'alpha' \(float, not an array\).* write jnp.asarray\("):
+        tp.layout(model, "alpha")
+
+
+@pytest.mark.parametrize("form", [tp.ravel, tp.stack])
+def test_a_form_of_nothing_is_warned_of(form):
+    with pytest.warns(UserWarning, match="^nothing is trained: .* arrays, and 'nu': numbers are no parameters; write"):
+        form({"nu": 0.1})
+    with pytest.warns(UserWarning, match=r"^nothing is trained: frozen are 'w'; thaw"):
+        form({"w": ramp(1)}, tp.layout({"w": ramp(1)}, freeze="w"))
+
+
+def test_optax_takes_a_mask_of_a_callable_model_as_it_is():
+    class Callable(eqx.Module):
+        w: jax.Array
+
+        def __call__(self):
+            raise AssertionError("a mask is not called")
+
+    model = Callable(ramp(2))
+    tx = optax.add_decayed_weights(0.5, mask=tp.layout(model).mask)
+    updates, _ = tx.update(Callable(np.zeros(2, np.float32)), tx.init(model), model)
+    np.testing.assert_allclose(updates.w, 0.5 * model.w, 1e-6)
+
+
+def test_paths_are_completed_in_a_notebook():
+    shared = ramp(2)
+    vector, restructure = tp.ravel({"a": shared, "b": shared, "c": {"d": ramp(1)}})
+    assert restructure.layout._ipython_key_completions_() == ["a", "b", "c.d"]
+    assert restructure.view(vector)["c"]._ipython_key_completions_() == ["c.d"]

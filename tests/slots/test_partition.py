@@ -14,7 +14,7 @@ from ..zoo import Norm, Pair, assert_same, ramp
 
 def model():
     shared, table = ramp(2), jnp.arange(3)
-    return {"a": shared, "b": [shared, Norm(ramp(1), ramp(4))], "f": jnp.tanh, "n": (table, table), "p": 0.5}
+    return {"a": shared, "b": [shared, Norm(ramp(1), ramp(4))], "f": jnp.tanh, "n": (table, table), "p": 5}
 
 
 def test_the_halves():

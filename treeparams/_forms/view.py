@@ -101,6 +101,9 @@ class View(Mapping[str, Any]):
     def __hash__(self) -> int:
         return id(self)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __repr__(self) -> str:
         return f"View({first_few(list(map(repr, self)))})"
 

@@ -10,6 +10,7 @@ The files, from the ground up:
     index      Slot; where each leaf lies
     accidents  warnings of ties that nobody can have meant, and of ties that were parted
     rules      the one reader of `{where: value}`: the first entry that selects a parameter
+    untrained  numbers, and models that train nothing, in words
     layout     Layout
     trainable  layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project

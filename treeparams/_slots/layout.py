@@ -23,6 +23,7 @@ from .._tree.types import PyTree
 from .index import Index, Slot
 from .said import Said, change
 from .ties import Alias, settle
+from .untrained import no_arrays
 from .where import Where, select
 
 
@@ -92,14 +93,17 @@ class Layout:
     def mask(self) -> PyTree:
         """A tree of the model's structure: `True` at each trained parameter, aliases included.
 
-        As it is for `eqx.partition(model, mask)`; for Optax write `optax.masked(tx, lambda _: mask)`, since it *calls*
-        a mask that is callable, as a Module may be.
+        `eqx.partition(model, mask)` and `optax.adamw(1e-3, mask=mask)` take it as it is, also where the model is
+        callable: Optax looks at the leaves of a mask.
         """
         return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
 
     def __getitem__(self, path: str) -> Slot:
         """The slot at a path; an alias finds its slot."""
         return self.slots[slot_at(self, path)]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [path for slot in self.slots for path in (slot.path, *slot.aliases)]
 
     # -- Positions in the vector
 
@@ -248,7 +252,8 @@ class Layout:
         lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
         total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
         held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
-        return "\n".join([*lines, total + held])
+        others = no_arrays(self._index.structure)
+        return "\n".join([*lines, total + held, *([f"not trained: {others}"] if others else [])])
 
 
 Layout.__module__ = "treeparams"

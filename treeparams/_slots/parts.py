@@ -203,15 +203,26 @@ def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
     return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
 
 
+def other_values(rest: Rest[Any]) -> dict[str, Any]:
+    """The leaves that are no arrays, by path."""
+    static = _halves(rest)[1]
+    structure = static.index.structure
+    paths = [path for path, spec in zip(structure.paths, structure.specs, strict=True) if spec is None]
+    return dict(zip(paths, static.values.values, strict=True))
+
+
 def others(rest: Rest[Any]) -> list[Any]:
     """The leaves that are no slots: the arrays, each object once, and then the values that are no arrays."""
     frozen, static = _halves(rest)
     return [*frozen, *static.values.values]
 
 
-def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any]) -> Rest[M]:
-    """A `Rest` with other arrays in place of those that are no slots."""
-    return Rest(tuple(frozen), _halves(rest)[1])
+def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any], values: Sequence[Any] | None = None) -> Rest[M]:
+    """A `Rest` with other arrays in place of those that are no slots, and other values that are no arrays."""
+    static = _halves(rest)[1]
+    if values is not None:
+        static = _Static(static.layout, static.index, static.treedef, tuple(values))
+    return Rest(tuple(frozen), static)
 
 
 def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:

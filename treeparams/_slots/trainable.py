@@ -18,6 +18,7 @@ from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
 from .ties import Alias, find_ties, followers, settle
+from .untrained import warn_of_floats
 from .where import Where
 
 
@@ -85,13 +86,16 @@ def layout(
         TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
-        UserWarning: the model is traced, and one of its structure was met before with ties that it no longer has. Or it
-            is not traced, and what was one array are now two that are equal bit for bit. Or trained paths hold one
-            array that is one number throughout, without a word that they are one (a class, `ties`, `tp.tie`), and not
-            as a part of a layer that is used twice; or the model is a list, tuple or dictionary of one and the same
-            node. Each once for each kind of model; values are read for this alone.
+        UserWarning: once for each kind of model. The model is traced, and one of its structure was met before with ties
+            that it no longer has. Or it is not traced, and what was one array are now two that are equal bit for bit.
+            Or trained paths hold one array that is one number throughout, though nobody says that they are one (a
+            class, `ties`, `tp.tie`) and they are no part of a layer that is used twice; or the model is a list, tuple
+            or dictionary of one and the same node. Or a dict, list or tuple holds a Python float beside parameters; it
+            does not train.
     """
     leaves, _, structure = structure_of(model)
+    if not isinstance(trainable, Layout):
+        warn_of_floats(structure)
     if freeze is None and thaw is None and ties is None:
         return look_up(structure, trainable, leaves)[0]
     if isinstance(trainable, Layout):

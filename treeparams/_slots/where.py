@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.globs import Glob
+from .._tree.messages import AS_ARRAY
 from .._tree.paths import join_path, nearest
 from .._tree.structure import Structure
 from .._tree.text import describe, quoted
@@ -298,6 +299,8 @@ def found_in(
         return found
     if selected:
         why = "; only floating and complex arrays are parameters" if kind == "parameter" else ""
+        if why and any(structure.values[i] in ("float", "complex") for i in selected):
+            why += f"; to train a number, {AS_ARRAY}"
         raise ValueError(f"{name_of(match.where)} selects no {kind}, only {some(structure, selected)}{why}")
     raise ValueError(f"{name_of(match.where)} selects nothing{_hint(structure, match.where)}")
 

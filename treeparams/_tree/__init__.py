@@ -7,11 +7,13 @@ The files, from the ground up:
     paths        key paths as text and back; the nearest path to a misspelt one
     globs        globs over paths; the text that their stars stand for
     static_keys  static values compared by type and content
-    text         tables; values in words
+    text         columns; values in words
+    tables       tables as text and as HTML
     declare      field, declare: which fields of a class are frozen or tied
     structure    the static half of a tree: nodes, paths, shapes, which arrays are one
     difference   Diff; the differences of two structures, in words
     messages     warnings at the line of the caller; the error of a deleted array
+    copying      copy: every array in a buffer of its own
     marks        pairs of leaves that something is remembered of
     lost_ties    the memory of ties that a trace, or a forgotten layout, would lose
     recognise    recognising a tree whose structure is known

@@ -7,8 +7,6 @@ caller, who has more to compare: a layout whether they are trained, `tp.diff` th
 
 import collections
 import dataclasses
-import html
-import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +17,8 @@ from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
 from .structure import Node, Structure, keys_of
-from .text import both_in_text, cut, describe, first_few, in_columns, in_text
+from .tables import Table, as_html, as_text
+from .text import both_in_text, cut, describe, first_few, in_text
 from .types import PyTree
 
 _DEEPEST = 8  # containers within a static value, which may contain itself
@@ -85,23 +84,23 @@ class Diff:
         return f"Diff({self._total()}{f' ({first_few(self.paths)})' if self.rows else ''})"
 
     def __str__(self) -> str:
-        seen = [row for row in self.rows if row.what != "elements"]
-        elements = [row for row in self.rows if row.what == "elements"]
-        tables = []
-        if seen:
-            cells = [[row.path or '""', row.what, row.first, row.second] for row in seen]
-            tables.append(in_columns(["path", "what", "first", "second"], cells))
-        if elements:
-            tables.append(_table_of_elements(elements))
-        if not tables:
-            return self._total()
-        counts = collections.Counter(row.what for row in self.rows)
-        each = ", ".join(f"{what} {count:,}" for what, count in counts.items())
-        total = f"{self._total()}: {each}" if len(counts) > 1 else self._total()
-        return "\n".join([*itertools.chain.from_iterable([*table, ""] for table in tables), total])
+        return as_text(self._blocks())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Table | str]:
+        seen = [row for row in self.rows if row.what != "elements"]
+        elements = [row for row in self.rows if row.what == "elements"]
+        blocks: list[Table | str] = []
+        if seen:
+            cells = [[row.path or '""', row.what, row.first, row.second] for row in seen]
+            blocks += [Table(["path", "what", "first", "second"], cells), ""]
+        if elements:
+            blocks += [_table_of_elements(elements), ""]
+        counts = collections.Counter(row.what for row in self.rows)
+        each = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        return [*blocks, f"{self._total()}: {each}" if len(counts) > 1 else self._total()]
 
     def _total(self) -> str:
         count = f"{len(self.rows):,}" if self.rows else "no"
@@ -111,7 +110,7 @@ class Diff:
 Diff.__module__ = "treeparams"
 
 
-def _table_of_elements(rows: Sequence[Difference]) -> list[str]:
+def _table_of_elements(rows: Sequence[Difference]) -> Table:
     header = ["path", "largest", "relative", "elements", "NaN", "first", "second"]
     cells = [
         [
@@ -127,7 +126,7 @@ def _table_of_elements(rows: Sequence[Difference]) -> list[str]:
     ]
     if not any(any(row.nans or ()) for row in rows):
         header, *cells = [[*row[:4], *row[5:]] for row in (header, *cells)]
-    return in_columns(header, cells, right=range(1, len(header)))
+    return Table(header, cells, right=range(1, len(header)))
 
 
 # -- Two structures ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from .structure import flatten, scan
 from .types import PyTree
 
+AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"
 _warned_of: set[Hashable] = set()
 # Where run-time checks of annotations are switched on, they stand between the calls of this library.
 OURS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(jaxtyping.__file__), "<@beartype(treeparams")

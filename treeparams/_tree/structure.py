@@ -21,7 +21,7 @@ from .declare import is_box
 from .dtypes import is_inexact
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled
-from .text import describe
+from .text import describe, kind_of
 from .types import PyTree, TreeDef
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class Structure:
     nodes: tuple[Node, ...]
     entries: tuple[tuple[str, ...], ...]  # of each leaf
     specs: tuple[Spec | None, ...]  # of each leaf; None: not an array
+    values: tuple[str | None, ...]  # of each leaf that is no array what it is, for messages and tables
     first: tuple[int, ...]  # of each leaf: the first that is the same array object
     statics: tuple[Any, ...]  # keys of each node's type and static value; taken at once, since a list may change later
     bare: tuple[object, ...]  # static `object()`s, whose keys are their order
@@ -119,7 +120,7 @@ class Structure:
     def __reduce__(self) -> Any:
         # A treedef that holds static values does not pickle. A tree of that structure does.
         skeleton = jtu.tree_unflatten(self.treedef, range(self.treedef.num_leaves))
-        return _from_skeleton, (skeleton, self.specs, self.first, self.settled)
+        return _from_skeleton, (skeleton, self.specs, self.values, self.first, self.settled)
 
     def has_statics_of(self, other: "Structure") -> bool:
         """Whether another structure has the same nodes, with the same static values.
@@ -153,7 +154,7 @@ class Structure:
     def describe(self, i: int) -> str:
         """A leaf as `'path' (float32[2,3])`, for error messages."""
         spec = self.specs[i]
-        return f"{self.paths[i]!r}" + (f" ({describe(spec)})" if spec else " (not an array)")
+        return f"{self.paths[i]!r} ({describe(spec) if spec else f'{self.values[i]}, not an array'})"
 
 
 def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
@@ -176,7 +177,8 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
     one_of_each = {type(leaf): leaf for leaf, spec in zip(leaves, specs, strict=True) if spec is None}
     settled = frozenset not in one_of_each and all(map(is_settled, one_of_each.values()))
     is_traced = bool([kind for kind in set(map(type, leaves)) if issubclass(kind, Tracer)])
-    arrays = tuple(specs), tuple(same)
+    values = tuple([None if spec else kind_of(leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+    arrays = tuple(specs), values, tuple(same)
     return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, is_traced=is_traced)
 
 
@@ -245,10 +247,15 @@ def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def _from_skeleton(
-    skeleton: PyTree, specs: tuple[Spec | None, ...], first: tuple[int, ...], settled: bool
+    skeleton: PyTree,
+    specs: tuple[Spec | None, ...],
+    values: tuple[str | None, ...],
+    first: tuple[int, ...],
+    settled: bool,
 ) -> Structure:
     treedef, read = jtu.tree_structure(skeleton), _Reading(skeleton)
-    return Structure(treedef, *read.found(), specs, first, *read.keys(), settled, is_unpickled=True)
+    arrays = specs, values, first
+    return Structure(treedef, *read.found(), *arrays, *read.keys(), settled, is_unpickled=True)
 
 
 def _spec(leaf: Any) -> Spec | None:

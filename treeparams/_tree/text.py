@@ -1,4 +1,4 @@
-"""Tables, and values in words, for messages and prints."""
+"""Columns of text, and values in words, for messages and prints."""
 
 import contextlib
 import importlib
@@ -24,6 +24,15 @@ def describe(value: object) -> str:
     if shape is not None and dtype is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
     return type(value).__name__
+
+
+def kind_of(value: object) -> str:
+    """What a leaf is that is no array.
+
+    >>> kind_of(0.5), kind_of(len)
+    ('float', 'function')
+    """
+    return "function" if callable(value) else type(value).__name__
 
 
 def in_text(value: object) -> str:

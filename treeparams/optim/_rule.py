@@ -16,10 +16,10 @@ from jax.core import Tracer
 
 from .._forms.form import Form
 from .._forms.owners import Division
-from .._grad import nothing_trained
 from .._slots.layout import Layout, Trainable, trained_at
 from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
+from .._slots.untrained import warn_of_nothing
 from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
@@ -88,7 +88,7 @@ class Rule:
         """A fresh state of what is trained."""
         positions = parts.index.positions
         if not positions:
-            warn(nothing_trained(parts.index))
+            warn_of_nothing(parts.index)
             return TrainableState((), (), (), Roles(parts.layout, (), (), (), ()))
         run = self.fresh(parts)
         check_names(run, parts.index)

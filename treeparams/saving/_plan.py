@@ -8,10 +8,12 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import jax.tree_util as jtu
 import numpy as np
 
-from .._average import Ema, copy_leaf
+from .._average import Ema
 from .._slots.layout import Trainable
+from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
-from .._tree.text import describe, first_few, in_columns, quoted
+from .._tree.tables import Table, as_html, as_text
+from .._tree.text import describe, first_few, quoted
 from ..optim import TrainableState
 from ._arrays import as_in_jax, placed
 from ._contents import Contents, head_of, heads_of
@@ -181,6 +183,12 @@ class Plan(Generic[M]):
         return given
 
     def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Table | str]:
         why = dict.fromkeys(self.missing, "missing") | dict.fromkeys(self._fit.kept, "stays")
         rows = [
             [
@@ -192,8 +200,8 @@ class Plan(Generic[M]):
             for row in self.rows
         ]
         used = sum(1 for row in self.rows if row.names)
-        lines = [*in_columns(["path", "from", "how", "is"], rows), f"{used} of {len(rows)} arrays come from the source"]
-        return "\n".join([*lines, *self.problems()])
+        table = Table(["path", "from", "how", "is"], rows)
+        return [table, f"{used} of {len(rows)} arrays come from the source", *self.problems()]
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]

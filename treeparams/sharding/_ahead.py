@@ -1,14 +1,14 @@
 """ahead: how much a step takes of each device, from a program that is compiled and never run."""
 
 import dataclasses
-import html
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from .._tree.text import in_bytes, in_columns
+from .._tree.tables import Table, as_html, as_text
+from .._tree.text import in_bytes
 from .._tree.types import PyTree
 from ._collectives import Collectives, collectives
 
@@ -47,14 +47,15 @@ class Ahead:
         return self.parameters + self.state + self.batch + self.temporaries
 
     def __repr__(self) -> str:
-        rows = [(name, in_bytes(getattr(self, name)), meaning) for name, meaning in _MEANING.items()]
-        lines = in_columns(
-            (f"each of {self.devices:,}", "bytes", ""), [*rows, ("total", in_bytes(self.total), "")], (1,)
-        )
-        return "\n".join([*lines, "", repr(self.moved)])
+        return as_text(self._blocks())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Table | str]:
+        rows = [(name, in_bytes(getattr(self, name)), meaning) for name, meaning in _MEANING.items()]
+        total = ("total", in_bytes(self.total), "")
+        return [Table((f"each of {self.devices:,}", "bytes", ""), [*rows, total], (1,)), "", *self.moved.blocks()]
 
 
 def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTree) -> Ahead:

@@ -12,7 +12,6 @@ public view of a compiled program, and the jaxpr is none, since XLA adds, joins,
 import collections
 import dataclasses
 import functools
-import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,8 @@ from typing import NamedTuple
 
 import jax
 
-from .._tree.text import count_of, in_bytes, in_columns
+from .._tree.tables import Table, as_html, as_text
+from .._tree.text import count_of, in_bytes
 
 _KINDS = (
     "all-gather",
@@ -90,15 +90,19 @@ class Collectives:
         return _total((row.times, 1) for row in self.rows if kind in (None, row.kind))
 
     def __repr__(self) -> str:
+        return as_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.blocks())
+
+    def blocks(self) -> list[Table | str]:
+        """The table and the lines below it."""
         cells = [
             (row.kind, _if_known(row.times), in_bytes(row.bytes), _if_known(row.total, in_bytes)) for row in self.rows
         ]
         total = ("total", _if_known(self.count()), "", _if_known(self.bytes, in_bytes))
-        table = in_columns(("collective", "times", "bytes each", "bytes"), [*cells, total], right=(1, 2, 3))
-        return "\n".join([*table[:-1], "", table[-1], *self.notes]) if cells else "nothing is moved between devices"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        table = Table(("collective", "times", "bytes each", "bytes"), [*cells, [""] * 4, total], right=(1, 2, 3))
+        return [table, *self.notes] if cells else ["nothing is moved between devices"]
 
 
 def _if_known(number: int | None, say: Callable[[int], str] = "{:,}".format) -> str:

@@ -17,7 +17,7 @@ from .._forms.restructure import Restructure, restructure_over
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
-from .._tree.text import in_columns
+from .._tree.tables import Table
 from .._tree.types import PyTree
 from ._owners import entries_of
 from ._put import put_leaf
@@ -196,11 +196,15 @@ class Placement:
         found = {slot.path: _bytes(slot) for slot, each in self.rows if each.devices == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def in_words(self, *, all_rows: bool = False) -> str:
-        """The plan as a table, of many rows without those in the middle."""
+    def in_words(self) -> str:
+        """The plan as text, with a line for each parameter, however many there are."""
+        table, *lines = self.blocks()
+        return "\n".join([*map("  ".join, table.rows), *lines])
+
+    def blocks(self) -> tuple[Table, *tuple[str, ...]]:
+        """The plan as a table, and lines below it."""
         cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.devices):,}"] for slot, each in self.rows]
-        header = ["path", "key", "lies", "bytes per device"]
-        lines = ["  ".join(row) for row in cells] if all_rows else in_columns(header, cells, right=[3])
+        table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
         total = sum(map(_bytes, shapes))
         counts = map(self.axes.devices_along, map(names_of, self.specs))
@@ -209,11 +213,11 @@ class Placement:
         lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
         padding = f", padded to {sum(lengths):,} elements" if lengths else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
-        lines.append(f"{self.name}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device")
+        lines = [f"{self.name}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device"]
         if self.replicated:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
-        return "\n".join(lines)
+        return (table, *lines)
 
 
 def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:

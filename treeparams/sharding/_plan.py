@@ -13,6 +13,7 @@ from .._forms.restructure import Restructure, released
 from .._slots.layout import Layout
 from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.lost_ties import keep_apart
+from .._tree.tables import as_html, as_text
 from .._tree.types import PyTree
 from ._placement import Placement
 from ._put import put_leaf
@@ -181,7 +182,10 @@ class Plan:
         return self._placement.replicated
 
     def __repr__(self) -> str:
-        return self._placement.in_words()
+        return as_text(self._placement.blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._placement.blocks())
 
 
 Plan.__module__ = "treeparams.sharding"

@@ -201,4 +201,4 @@ class Step:
         kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
         taken = "form" if self.gradient.takes_form else "model"
         how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, the loss takes the {taken}"
-        return "\n".join([self.placement.in_words(all_rows=True), *kept, how])
+        return "\n".join([self.placement.in_words(), *kept, how])

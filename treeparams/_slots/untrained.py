@@ -1,0 +1,54 @@
+"""What is said of leaves that look like parameters and are none: numbers, and models that train nothing."""
+
+from .._tree.messages import AS_ARRAY, warn
+from .._tree.structure import Structure
+from .._tree.text import first_few, quoted
+from .index import Index
+from .said import declared_frozen
+
+_FLOATS = ("float", "complex", "float16", "float32", "float64", "longdouble", "complex64", "complex128")
+_PLAIN = (dict, list, tuple)
+
+
+def numbers(structure: Structure) -> list[int]:
+    """The leaves that are floating or complex numbers of Python or NumPy."""
+    return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
+
+
+def no_arrays(structure: Structure) -> str:
+    """The leaves that are no arrays, in words; numbers first, since one of them may be taken for a parameter."""
+    first = numbers(structure)
+    rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
+    return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])
+
+
+def warn_of_floats(structure: Structure) -> None:
+    """Warns, once per kind, of numbers in plain containers that hold parameters: no class could declare these."""
+    its = numbers(structure)
+    if not its or structure.is_traced:
+        return
+    frozen, parameters = declared_frozen(structure), frozenset(structure.parameters)
+    plain = {
+        node.entries
+        for node in structure.nodes
+        if node.cls in _PLAIN and not parameters.isdisjoint(range(node.start, node.stop))
+    }
+    paths = [structure.paths[i] for i in its if i not in frozen and structure.entries[i][:-1] in plain]
+    if paths:
+        warn(
+            f"{quoted(paths)}: a Python number is no parameter, and does not train. To train it, {AS_ARRAY}. If "
+            "it is a constant, hold it in a static field, or outside of the model",
+            about=("floats", *structure.kinds[:1]),
+        )
+
+
+def warn_of_nothing(index: Index) -> None:
+    """Warns that nothing is trained, and says why."""
+    structure = index.structure
+    frozen = [structure.paths[i] for i in structure.parameters]
+    if frozen:
+        warn(f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)")
+        return
+    its = quoted([structure.paths[i] for i in numbers(structure)])
+    numbers_too = f", and {its}: numbers are no parameters; {AS_ARRAY}" if its else ""
+    warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")
