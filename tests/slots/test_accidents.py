@@ -66,7 +66,7 @@ VERBS = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
     model = with_equal_biases(zeros(3))
-    remedies = r"tp.untie\(model\), .*tied_to=.*tp.tie\(model, \"b2\", to=\"b1\"\).*, ties={\"b2\": \"b1\"}"
+    remedies = r"tp.untie\(model\), .*tied_to=.*tp.tie\(model, 'b2', to='b1'\).*, ties={'b2': 'b1'}"
     with pytest.warns(UserWarning, match=f"^'b1' and 'b2': one array, the same number .*{remedies}") as caught:
         VERBS[verb](model)
     assert [each.filename for each in caught] == [__file__]  # it points at the caller
@@ -229,7 +229,7 @@ def test_operations_that_part_a_tie_are_noticed(name: str):
         assert tp.layout(after).ties == {"embed": ("head",)}
         return
     assert after["embed"] is not after["head"]
-    call = r"model = tp.tie\(model, \"head\", to=\"embed\"\);.*model = tp.untie\(model\)"
+    call = r"model = tp.tie\(model, 'head', to='embed'\);.*model = tp.untie\(model\)"
     with pytest.warns(
         UserWarning, match=f"^'embed' and 'head' were one array .* two, equal bit for bit.*{call}"
     ) as caught:

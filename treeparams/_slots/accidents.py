@@ -117,13 +117,13 @@ def _in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
         " and ".join([first_few([repr(path) for path in paths[:-1]]), repr(paths[-1])]) for paths in places.values()
     ]
     source, alias = next(iter(places.values()))[:2]
-    return _UNSAID.format(first_few(groups), source, alias)
+    return _UNSAID.format(first_few(groups), repr(source), repr(alias))
 
 
 _UNSAID = (
     "{0}: one array, the same number throughout, so they train as one parameter. Where they only begin alike, write "
     "model = tp.untie(model), or give each an array of its own. Where they are meant to be one, say so: "
-    'tp.field(tied_to=...) in the class, tp.tie(model, "{2}", to="{1}"), or tp.layout(model, ties={{"{2}": "{1}"}})'
+    "tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
 )
 _COPIES = (
     "the model is {0} times one and the same node: {1} hold the same arrays, so they train as one. Where they are to "
@@ -153,7 +153,7 @@ def _warn_of_parted(index: Index, leaves: Sequence[Any]) -> None:
     if lost:
         paths = structure.paths
         names = [f"{paths[one]!r} and {paths[other]!r}" for one, other in lost]
-        calls = [f'tp.tie(model, "{paths[other]}", to="{paths[one]}")' for one, other in lost]
+        calls = [f"tp.tie(model, {paths[other]!r}, to={paths[one]!r})" for one, other in lost]
         warn(_PARTED.format(first_few(names), first_few(calls)))
 
 
