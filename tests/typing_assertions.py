@@ -163,6 +163,10 @@ def compiled(model: Codec, x: jax.Array, *, rate: float = 1.0) -> jax.Array:
     return loss(model, x, rate=rate)
 
 
+def gained(model: Codec, x: jax.Array) -> Codec:
+    return tp.maptrainable(lambda leaf: leaf + x.sum(), model)
+
+
 def functions() -> None:
     model, x = make(), jnp.ones(3)
     assert_type(tp.grad(loss)(model, x, rate=2.0), Any)
@@ -170,6 +174,7 @@ def functions() -> None:
     (_, aux), _ = tp.value_and_grad(loss_and_output, has_aux=True)(model, x)
     assert_type(aux, dict[str, jax.Array])
     assert_type(tp.reached(loss)(model, x), tp.Layout)
+    assert_type(tp.moved(gained, loss=lambda model: loss(model, x))(model, x), tp.Layout)
     tp.grad(loss, unreached="none")(model, x)
     _, aux = tp.grad(loss_and_output, has_aux=True)(model, x)
     assert_type(aux, dict[str, jax.Array])
@@ -219,6 +224,11 @@ def steps() -> None:
     assert_type(optim.report(tx, model, state), optim.Report)
     tx = optim.flat(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2))
     assert_type(tx.init(model), optim.TrainableState)
+    plain = optim.to_optax(tx, tx.init(model), eqx.filter(model, eqx.is_inexact_array))
+    assert_type(optim.from_optax(tx, plain, model), optim.TrainableState)
+    assert_type(optim.eval_params(lambda _, params: params, tx.init(model), model), Codec)
+    chosen: tp.Trainable = "encoder"
+    assert_type(optim.trainable(optax.sgd(0.1), chosen, frozen="zeros"), optim.ModelTransformation)
     if TYPE_CHECKING:
         optim.apply_updates(model, updates, state.layout)  # type: ignore
 

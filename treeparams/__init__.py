@@ -1,30 +1,24 @@
-"""treeparams: freeze, tie, average and flatten the parameters of JAX models.
+"""treeparams: choose what trains in a JAX model, once; all that follows keeps to it.
 
-A *layout* says once, statically, which leaves train and which of them are one; everything else is a walk over it. The
-folders and files, from the ground up - each imports only from those above it:
+A *layout* says, statically, which leaves of a model train and which of them are one. Everything else is a walk over it:
 
-    _tree         any pytree: what is static about it, paths, dtypes, declarations, messages; copy
-    _programs     programs as JAX traces them, and what their results depend on
-    _slots        from a model to its slots: layouts, ties, a model taken apart; layout, project, partition, combine
-    _forms        where slots lie: the canonical tree, one vector, stacks; what a rule keeps; Restructure, View
-    _jit          jit
-    _norm         global_norm
-    _walk         maptrainable, biwalk, mapreduce, trainables
-    _reached      reached: what a function has derivatives in
-    _grad         grad, value_and_grad, accumulate
-    _mixing       one step of an average, and the policies of `buffers`
-    _average      ema, Ema
-    _tie          tie, untie
-    _replace      replace: other values of some parameters
-    _ravel        ravel, stack
-    _summary      summary: a model as a table
-    _diff         diff: what differs between two trees, by path
-    optim         Optax over models; a module of its own, imported by name
-    nested        derivatives within losses, curvature, by sample; a module of its own, imported by name
-    matrices      matrices made of parameters, constraints; a module of its own, imported by name
-    saving        files, and what goes where, by name; a module of its own, imported by name
-    sharding      where parameters lie on devices, and a step over them; a module of its own, imported by name
-    plot          pictures of layouts; a module of its own, imported by name
+    declare        field, declare
+    lay out        layout, leaves, Layout, Slot, Trainable
+    differentiate  grad, value_and_grad, accumulate, project, reached, moved
+    walk           maptrainable, biwalk, mapreduce, trainables, replace, global_norm
+    one vector     ravel, Restructure, View
+    stacks         stack
+    tree           partition, combine, Rest, jit
+    tie            tie, untie
+    average        copy, ema, Ema
+    look           summary, Summary, diff, Diff
+
+    tp.optim       Optax over models
+    tp.nested      derivatives within losses, curvature, derivatives by sample
+    tp.matrices    matrices made of parameters, parameters that stay where they belong
+    tp.saving      files, and which array goes where, by name
+    tp.sharding    where parameters lie on devices, and a step over them
+    tp.plot        pictures of layouts
 """
 
 import importlib as _importlib
@@ -37,12 +31,13 @@ from ._forms.restructure import Restructure as Restructure
 from ._forms.view import View as View
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit
+from ._moved import moved as moved
 from ._norm import global_norm as global_norm
 from ._ravel import ravel as ravel, stack as stack
 from ._reached import reached as reached
 from ._replace import replace as replace
 from ._slots.index import Slot as Slot
-from ._slots.layout import Layout as Layout
+from ._slots.layout import Layout as Layout, Trainable as Trainable
 from ._slots.match import project as project
 from ._slots.parts import Rest as Rest, combine as combine, partition as partition
 from ._slots.trainable import layout as layout

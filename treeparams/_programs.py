@@ -12,14 +12,18 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._tree.dtypes import is_inexact
 
 Marks = list[int]
-Run = Callable[[Jaxpr, Sequence[int]], Marks]
+Run = Callable[[ClosedJaxpr | Jaxpr, Sequence[int]], Marks]
 """From a program within an operation, and the marks of its arguments, to those of its results."""
+Constant = Callable[[Any], int]
+"""The mark of a constant, from its value; from `None` where that is not at hand."""
 
 # Each result is of the operand at its own position.
 _PAIRED = {"device_put", "optimization_barrier"}
@@ -41,7 +45,7 @@ def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
         return _LOOPS[name](eqn, marks, run)
     program = called(eqn)
     if program is not None:
-        return run(_opened(program), marks)
+        return run(program, marks)
     if name in _PAIRED:
         return marks
     return [functools.reduce(operator.or_, marks, 0)] * len(eqn.outvars)
@@ -54,7 +58,7 @@ def is_followed(eqn: JaxprEqn) -> bool:
 
 def _through_cond(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     # Each result may be of any branch, and depends on the index that chooses.
-    branches = [run(branch.jaxpr, marks[1:]) for branch in eqn.params["branches"]]
+    branches = [run(branch, marks[1:]) for branch in eqn.params["branches"]]
     return [functools.reduce(operator.or_, each, marks[0]) for each in zip(*branches, strict=True)]
 
 
@@ -63,7 +67,7 @@ def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     start, end = scan_carries(eqn)
 
     def once(carried: Marks) -> Marks:
-        return run(eqn.params["jaxpr"].jaxpr, [*marks[:start], *carried, *marks[end:]])
+        return run(eqn.params["jaxpr"], [*marks[:start], *carried, *marks[end:]])
 
     carried = until_steady(once, marks[start:end])
     return [*carried, *once(carried)[end - start :]]
@@ -72,7 +76,7 @@ def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
 def _through_while(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
     # Its operands are constants of the condition, of the body, and carries. How often the body runs is up to the
     # condition, so all results depend on that.
-    condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     start = eqn.params["cond_nconsts"]
     end = start + eqn.params["body_nconsts"]
 
@@ -90,28 +94,34 @@ Step = Callable[[JaxprEqn, Marks, Run], Marks]
 """From one operation, and the marks of its operands, to those of its results."""
 
 
-def carry(jaxpr: Jaxpr, marks: Sequence[int], step: Step = through, constant: int = 0) -> Marks:
-    """The marks of a program's results, from those of its arguments; constants that are not zero have their own."""
-    return _Carrying(step, constant).run(jaxpr, marks)
+def carry(
+    program: ClosedJaxpr | Jaxpr, marks: Sequence[int], step: Step = through, constant: Constant | None = None
+) -> Marks:
+    """The marks of a program's results, from those of its arguments; without `constant`, constants have none."""
+    return _Carrying(step, constant).run(program, marks)
 
 
 class _Carrying:
     """Carries marks through a program and those within it, each once for the same marks."""
 
-    def __init__(self, step: Step, constant: int) -> None:
+    def __init__(self, step: Step, constant: Constant | None) -> None:
         self._step = step
         self._constant = constant
         self._done: dict[tuple[int, ...], Marks] = {}  # many operations may call one program
 
-    def run(self, jaxpr: Jaxpr, marks: Sequence[int]) -> Marks:
-        key = id(jaxpr), *marks
+    def run(self, program: ClosedJaxpr | Jaxpr, marks: Sequence[int]) -> Marks:
+        jaxpr = _opened(program)
+        consts = (
+            program.consts if isinstance(program, ClosedJaxpr) and program.consts else [None] * len(jaxpr.constvars)
+        )
+        key = id(jaxpr), *map(id, consts), *marks
         if key not in self._done:
-            self._done[key] = self._along(jaxpr, marks)
+            self._done[key] = self._along(jaxpr, consts, marks)
         return self._done[key]
 
-    def _along(self, jaxpr: Jaxpr, marks: Sequence[int]) -> Marks:
+    def _along(self, jaxpr: Jaxpr, consts: Sequence[Any], marks: Sequence[int]) -> Marks:
         known: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
-        known |= dict.fromkeys(jaxpr.constvars, self._constant)
+        known |= zip(jaxpr.constvars, map(self._mark, consts), strict=True)
         for eqn in jaxpr.eqns:
             its = self._marks_of(eqn.invars, known)
             # Without constants, nothing comes of nothing. With them, an operation without operands may make something.
@@ -121,9 +131,10 @@ class _Carrying:
 
     def _marks_of(self, atoms: Sequence[Any], known: Mapping[Any, int]) -> Marks:
         # A literal has no entry: it is a constant that stands in the operation itself.
-        return [
-            (self._constant if np.any(atom.val) else 0) if isinstance(atom, Literal) else known[atom] for atom in atoms
-        ]
+        return [self._mark(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+    def _mark(self, value: Any) -> int:
+        return self._constant(value) if self._constant else 0
 
 
 def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
@@ -156,6 +167,69 @@ def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
 
     operands = [atom.aval for atom in eqn.invars]
     return jax.make_jaxpr(of)(operands, operands)
+
+
+def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The program of a user's function; where that asks for values, the error says why it has none."""
+    try:
+        return jax.make_jaxpr(f)(*args)
+    except _NEEDS_VALUES as error:
+        error.add_note(_TRACED)
+        raise
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_TRACED = "its program is read: it is traced, as by jax.jit, so what it does must not depend on values of the model"
+
+
+def numbers_in(constant: Any) -> np.ndarray | None:
+    """The numbers of a constant of a program; `None` where they cannot be looked at."""
+    if isinstance(constant, Tracer) or constant is None:
+        return None
+    if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
+        return None
+    dtype = getattr(constant, "dtype", float)
+    return np.asarray(constant) if any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) else None
+
+
+def is_zeros(constant: Any) -> bool:
+    """Whether a constant of a program is zeros, as far as that can be looked at."""
+    numbers = numbers_in(constant)
+    return numbers is not None and not numbers.any()
+
+
+def makes_zeros(name: str, zeros: Sequence[bool]) -> bool:
+    """Whether an operation gives zeros, of operands of which some are zeros and the others finite."""
+    if name in _PRODUCTS:
+        return any(zeros)
+    if name == "div":
+        return zeros[0] and not zeros[1]  # and not of zero by zero
+    return name in _KEEPS_ZERO and all(zeros[_KEEPS_ZERO[name]])
+
+
+_PRODUCTS = frozenset({"and", "conv_general_dilated", "dot_general", "mul"})
+
+# Operations that make zeros where these operands are zeros; others, such as `exp`, may make anything of them.
+_KEEPS_ZERO = {
+    **dict.fromkeys(
+        (
+            "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "conj", "convert_element_type", "copy",
+            "cumsum", "device_put", "imag", "max", "min", "neg", "pad", "psum", "psum_invariant", "real", "reduce_max",
+            "reduce_min", "reduce_sum", "reshape", "rev", "sign", "slice", "split", "sqrt", "square", "squeeze",
+            "stop_gradient", "sub", "transpose",
+        ),
+        slice(None),
+    ),
+    **dict.fromkeys(("div", "dynamic_slice", "gather"), slice(1)),
+    "dynamic_update_slice": slice(2),
+    "scatter-add": slice(0, 3, 2),
+    "select_n": slice(1, None),
+}  # fmt: skip
 
 
 def is_floating(aval: object) -> bool:

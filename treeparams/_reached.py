@@ -10,7 +10,20 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._programs import Marks, Run, bind, carry, derivative, is_floating, is_followed, primitives, through
+from ._programs import (
+    Marks,
+    Run,
+    bind,
+    carry,
+    derivative,
+    is_floating,
+    is_followed,
+    is_zeros,
+    makes_zeros,
+    primitives,
+    through,
+    traced,
+)
 from ._slots.layout import Layout, Trainable, trained_at
 from ._slots.parts import Parts, put_together, take_apart
 from ._tree.text import describe
@@ -22,14 +35,6 @@ _FLAT = frozenset({"ceil", "floor", "round", "sign", "stop_gradient"})
 
 # They change an array in place (`jax.new_ref`), which is not followed.
 _WRITES = frozenset({"addupdate", "masked_swap", "swap"})
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-_TRACED = "to see what f reaches it is traced, as by jax.jit, so what it does must not depend on values of the model"
 
 
 def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Layout]:
@@ -86,11 +91,7 @@ def reaches(
             raise TypeError(f"with has_aux=True f must return a pair, (value, aux), got {describe(out)}")
         return [leaf for leaf in jtu.tree_leaves(out[0] if has_aux else out) if hasattr(leaf, "dtype")]
 
-    try:
-        program = jax.make_jaxpr(value)(list(parts.slots), list(filter(_is_shape, leaves))).jaxpr
-    except _NEEDS_VALUES as error:
-        error.add_note(_TRACED)
-        raise
+    program = traced(value, list(parts.slots), list(filter(_is_shape, leaves))).jaxpr
     if not _WRITES.isdisjoint(primitives(program)):
         return [True] * len(parts.slots)
     count = len(parts.slots)
@@ -213,36 +214,10 @@ def _dependent(program: Jaxpr, others: int, along: int) -> Marks:
         found = through(eqn, marks, run)
         if is_followed(eqn):
             return found
-        makes = _makes_something(name, [bool(mark & other) for mark in marks])
-        return [each | other if makes else each & ~other for each in found]
+        zeros = makes_zeros(name, [not mark & other for mark in marks])
+        return [each & ~other if zeros else each | other for each in found]
 
-    return carry(program, [*[other] * others, *(1 << i for i in range(along))], step, other)
+    def constant(value: Any) -> int:
+        return 0 if is_zeros(value) else other
 
-
-def _makes_something(name: str, given: list[bool]) -> bool:
-    """Whether an operation may give other values than zeros, given which operands may be other than zero."""
-    if name == "div" and not given[1]:  # of zero by zero
-        return True
-    if name in _PRODUCTS:
-        return all(given)
-    return name not in _KEEPS_ZERO or any(given[_KEEPS_ZERO[name]])
-
-
-_PRODUCTS = frozenset({"and", "conv_general_dilated", "dot_general", "mul"})
-
-# Operations that make zeros where these operands are zeros; others, such as `exp`, may make anything of them.
-_KEEPS_ZERO = {
-    **dict.fromkeys(
-        (
-            "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "conj", "convert_element_type", "copy",
-            "cumsum", "device_put", "imag", "max", "min", "neg", "pad", "psum", "real", "reduce_max", "reduce_min",
-            "reduce_sum", "reshape", "rev", "sign", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient",
-            "sub", "transpose",
-        ),
-        slice(None),
-    ),
-    **dict.fromkeys(("div", "dynamic_slice", "gather"), slice(1)),
-    "dynamic_update_slice": slice(2),
-    "scatter-add": slice(0, 3, 2),
-    "select_n": slice(1, None),
-}  # fmt: skip
+    return carry(program, [*[other] * others, *(1 << i for i in range(along))], step, constant)

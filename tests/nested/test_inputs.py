@@ -15,20 +15,6 @@ from treeparams import nested
 from ..zoo import ZOO, assert_close, enable_x64, flops, inexact_leaves
 
 
-def test_a_function_of_a_gradient():
-    """Of (-sum(x) / r^3)^3, by hand."""
-    gradient = nested.gradient(lambda model, x: 1 / jnp.linalg.norm(x))
-    h = lambda x: jnp.sum(gradient(None, x)) ** 3
-    with enable_x64(True):
-        x = np.arange(1.0, 6.0)
-        s, r = np.sum(x), np.linalg.norm(x)
-        want = 3 * (s / r**3) ** 2 * (-1 / r**3 + 3 * s * x / r**5)
-        value, backward, forward = jax.jit(lambda x: (h(x), jax.grad(h)(x), jax.jacfwd(h)(x)))(x)
-        np.testing.assert_allclose(value, -4.973265838810882e-05, rtol=1e-12)
-        for slope in (jax.grad(h)(x), backward, forward):
-            np.testing.assert_allclose(slope, want, rtol=1e-12)
-
-
 class Energy(eqx.Module):
     mlp: eqx.nn.MLP
     scale: jax.Array

@@ -18,7 +18,8 @@ from .._tree.dtypes import common_dtype
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
 from .._tree.structure import Structure
-from .._tree.text import first_few, in_columns
+from .._tree.tables import Table, as_html, as_text
+from .._tree.text import first_few
 from .._tree.types import PyTree
 from .index import Index, Slot
 from .said import Said, change
@@ -45,6 +46,7 @@ class Layout:
     """
 
     _index: Index  # where everything lies in the models that it was made from; for the other files of this library
+    _notes: tuple[str, ...] = ()  # lines that are printed below the table, and no part of the value
 
     def __init__(self, index: Index) -> None:
         """For this library's own use; users write `tp.layout(model)`."""
@@ -246,19 +248,28 @@ class Layout:
         return f"Layout({counts}, {self.dtype}; {frozen} frozen)"
 
     def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Table | str]:
         frozen, tied_to = self._index.frozen, self._index.tied_to
         rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in self.slots]
         rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
-        lines = in_columns(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
+        table = Table(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
         total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
         held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
         others = no_arrays(self._index.structure)
-        return "\n".join([*lines, total + held, *([f"not trained: {others}"] if others else [])])
+        return [table, total + held, *([f"not trained: {others}"] if others else []), *self._notes]
 
 
 Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
-"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`."""
+"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`.
+
+Annotate with it what you pass on: `def train(model, trainable: tp.Trainable = None)`.
+"""
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
 
@@ -340,6 +351,13 @@ def relaid(layout: Layout, said: Said) -> Layout:
     index = index_of(layout)
     trained = settle(index.structure, index.ties, said)
     return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
+
+
+def noted(layout: Layout, notes: Sequence[str]) -> Layout:
+    """An equal layout that prints these lines too."""
+    made = Layout(index_of(layout))
+    vars(made)["_notes"] = tuple(notes)
+    return made
 
 
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:

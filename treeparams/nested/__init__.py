@@ -9,18 +9,6 @@ sample by sample takes samples with a leading axis where f takes one: `nested.pa
 `gradient`, `jacobian`, `batched_jacobian` and `laplacian` are of a model's output in its input x, the first argument
 behind the model. All others are derivatives in the trained parameters of a model, ties once; frozen arrays cost
 nothing. You may give a tangent as a vector, as of `tp.ravel`, or as a tree, as of `tp.grad`, and get such a one back.
-
-The files, from the ground up:
-
-    _slots      real_vector; a loss as a function of the trained parameters; tangents, vectors or trees
-    _sweeps     a map over all values or some at a time; Jacobians in the fewer sweeps
-    _inputs     gradient, jacobian, batched_jacobian
-    _series     value, Jacobian and Laplacian of a result, through one equation
-    _laplacian  laplacian: the same through a program
-    _operator   hessian_operator, ggn_operator
-    _curvature  hvp, hessian
-    _jacobian   parameter_jacobian, linearised, per_example_gradients
-    _kernel     kernel
 """
 
 from ._curvature import hessian as hessian, hvp as hvp

@@ -1,4 +1,4 @@
-"""What is refused at the boundary between models and Optax: a second one, a mask around it, updates for gradients."""
+"""The boundary between models and Optax: what is refused there, such as a second one; updates without `None`."""
 
 import inspect
 import weakref
@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from .._slots.parts import Parts
 from .._tree.messages import OURS
+from .._tree.structure import flatten, is_array
 from .._tree.types import PyTree
 from ._state import ONE, TrainableState, nodes_of, rates_in
 
@@ -99,3 +100,23 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
                 f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
                 "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
             )
+
+
+def zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
+    """The updates with a zero at each number and array of numbers in the model where there is none."""
+    leaves, treedef = flatten(model)
+    steps = treedef.flatten_up_to(updates)
+    return jtu.tree_unflatten(treedef, map(_or_zero, leaves, steps))
+
+
+def _or_zero(leaf: Any, step: Any) -> Any:
+    """The step, or the zero that changes no number when it is added: -0.0 + 0.0 is 0.0."""
+    if step is not None:
+        return step
+    if is_array(leaf):
+        # There is no sum with a PRNG key, so that no update is right for code that adds one to each leaf.
+        is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
+        return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
+    # Numbers too: a plain `jax.jit` makes arrays of them.
+    kind: Any = type(leaf)
+    return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None

@@ -7,7 +7,7 @@ is copies of that form (see `_states`), divided once, when a state is made.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from .._slots.untrained import warn_of_nothing
 from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
+from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another, zeros_filled
 from ._history import History, asked, regrouped, remembered
 from ._scaled import ScaledState, check_names
 from ._separability import Kinds, check_form
@@ -51,7 +51,7 @@ class Rule:
 
     With `fills` a parameter without a gradient has a gradient of zeros, since the form has no holes. `words` are the
     name of the function that makes the rule, and what to write instead where the rule is not right over the form;
-    `trial` are arguments that the rule needs to be looked at.
+    `trial` are arguments that the rule needs to be looked at. `frozen` says what the updates are where nothing moves.
     """
 
     def __init__(
@@ -63,13 +63,17 @@ class Rule:
         fills: bool = False,
         words: tuple[str, str] = ("this form", "use optim.trainable"),
         trial: Mapping[str, Any] | None = None,
+        frozen: Literal["zeros"] | None = None,
     ) -> None:
+        if frozen not in (None, "zeros"):
+            raise ValueError(f'frozen must be None or "zeros", got {frozen!r}')
         if isinstance(tx, ModelTransformation):
             raise ValueError(ONE)
         self.tx = extended(tx)
         self.form_of = form_of
         self.trainable = trainable
         self.fills = fills
+        self.frozen = frozen
         self._words = words
         self._trial = dict(trial or {})
         self._right_for: Kinds = frozenset()  # kinds of leaves
@@ -144,6 +148,7 @@ class Rule:
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
         tree = parts.everywhere(steps)
+        tree = tree if self.frozen is None else zeros_filled(params, tree)
         note_updates(parts, tree, updates)
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
 

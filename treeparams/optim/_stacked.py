@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,13 @@ from ._sight import Run, Sight, Step, slots_of
 from ._state import ModelTransformation, Plain, nodes_of, settled, steady
 
 
-def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
+def stacked(
+    tx: Plain,
+    trainable: Trainable = None,
+    *,
+    trial: Mapping[str, Any] | None = None,
+    frozen: Literal["zeros"] | None = None,
+) -> ModelTransformation:
     """The same as `optim.trainable`, over stacks: one operation for each shape, rules for matrices included.
 
     >>> import jax.numpy as jnp, optax
@@ -60,6 +66,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
         tx: any Optax transformation; see above.
         trainable: as for `optim.trainable`.
         trial: examples of extra arguments that `tx` needs. `value`, `grad` and `value_fn` are there.
+        frozen: as for `optim.trainable`.
 
     Returns:
         A transformation that takes and returns what `optim.trainable` does. The updates of a parameter that waits are
@@ -71,7 +78,7 @@ def stacked(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] 
             of `optim.per_leaf`; a `where` selects nothing, or comes too late; otherwise as `optim.trainable`.
         TypeError: a flag is no bool; otherwise as `optim.trainable`.
     """
-    rule = _StackedRule(tx, trainable, trial)
+    rule = _StackedRule(tx, trainable, trial, frozen)
     return ModelTransformation(rule.init, rule.update)
 
 
@@ -174,9 +181,15 @@ def _check_shared(history: History) -> None:
 class _StackedRule(Rule):
     """As `Rule`, over stacks, with rows that wait; where `optim.groups` is in it, those of each group by themselves."""
 
-    def __init__(self, tx: Plain, trainable: Trainable, trial: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        tx: Plain,
+        trainable: Trainable,
+        trial: Mapping[str, Any] | None,
+        frozen: Literal["zeros"] | None,
+    ) -> None:
         words = "optim.stacked", WITHIN
-        super().__init__(tx, self._stacks_of, trainable, fills=True, words=words, trial=trial)
+        super().__init__(tx, self._stacks_of, trainable, fills=True, words=words, trial=trial, frozen=frozen)
 
     # -- Groups
 

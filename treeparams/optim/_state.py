@@ -130,6 +130,16 @@ def rule_of(tx: object) -> Any:
     raise TypeError(f"{expected}; the transformation is first")
 
 
+def model_state(state: PyTree) -> TrainableState:
+    """The state of the one transformation over models in it."""
+    states = nodes_of(TrainableState, state)
+    if len(states) != 1:
+        raise ValueError(
+            f"expected the state of one transformation over models, tx.init(model), got {len(states)}; {ONE}"
+        )
+    return states[0]
+
+
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
     return jtu.tree_map_with_path(functools.partial(_visit_injected, f, above), state, is_leaf=_is_injected)

@@ -1,0 +1,142 @@
+"""Code that adds an update to every leaf: updates of zeros, in place of `None`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim
+
+from ..zoo import ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+SPECIAL = [-0.0, 0.0, np.inf, -np.inf, np.nan, 1.5]
+
+
+def of_bits(*bits, dtype):
+    """Numbers by their bits, made without a calculation."""
+    return jnp.asarray(np.array(bits, np.dtype(f"u{jnp.dtype(dtype).itemsize}")).view(dtype))
+
+
+def model():
+    """Trained, without a gradient, and frozen arrays of each kind; a number."""
+    return {
+        "w": ramp(2, 3),
+        "no gradient": ramp(3, dtype=jnp.bfloat16),
+        "frozen": [
+            *(jnp.asarray(np.array(SPECIAL, dtype)) for dtype in ("f4", jnp.bfloat16)),
+            jnp.asarray(np.array([complex(-0.0, -0.0), complex(0.0, -0.0), complex(-0.0, np.nan)], "c8")),
+        ],
+        "numpy": np.array([-0.0, 2.0], "f4"),
+        "count": jnp.array(7),
+        "mask": jnp.array([True, False]),
+        "key": jax.random.PRNGKey(3),
+        "rate": -0.0,
+        "is_on": True,
+    }
+
+
+WHERE = ["w", "no gradient"]
+
+
+def bits_of(leaf):
+    array = np.asarray(leaf)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def test_updates_have_the_structure_and_dtypes_of_the_model():
+    before = model()
+    tx = optim.trainable(optax.sgd(0.1), WHERE, frozen="zeros")
+    updates, state = tx.update({"w": ramp(2, 3)}, tx.init(before), before)
+    assert jax.tree.structure(updates) == jax.tree.structure(before)  # code over dm-tree asks no more
+    kinds = lambda tree: [(jnp.asarray(leaf).dtype, jnp.shape(leaf)) for leaf in jax.tree.leaves(tree)]
+    assert kinds(updates) == kinds(before)
+    after = optax.apply_updates(before, updates)
+    np.testing.assert_allclose(after["w"], 0.9 * before["w"], rtol=1e-6)
+    for path in before.keys() - {"w"}:
+        assert [*map(bits_of, jax.tree.leaves(after[path]))] == [
+            bits_of(jnp.asarray(leaf)) for leaf in jax.tree.leaves(before[path])
+        ], path
+    stepped, _ = optim.step(tx, {"w": ramp(2, 3)}, state, before)
+    assert stepped["frozen"][0] is before["frozen"][0]
+
+
+def test_compiled_a_frozen_leaf_keeps_every_bit_and_zeros_are_no_constants():
+    before = {"w": ramp(2), "frozen": of_bits(0x7FC12345, 0x80000000, 0x7F812345, 0x00000001, dtype="f4")}
+    before["narrow"] = of_bits(0x7FC5, 0x8000, 0x8001, dtype=jnp.bfloat16)
+    programs = {}
+    for frozen in (None, "zeros"):
+        tx = optim.trainable(optax.sgd(0.1), "w", frozen=frozen)
+        state = tx.init(before)
+        programs[frozen] = jax.make_jaxpr(lambda m, s, tx=tx: tx.update({"w": m["w"]}, s, m))(before, state)
+    added = [str(eqn.primitive) for eqn in programs["zeros"].eqns[len(programs[None].eqns) :]]
+    assert (added, programs["zeros"].consts) == (["broadcast_in_dim"] * 2, [])
+
+    @jax.jit
+    def step(m):
+        return optax.apply_updates(m, tx.update({"w": m["w"]}, state, m)[0])
+
+    after = step(before)
+    assert [bits_of(after[path]) for path in ("frozen", "narrow")] == [bits_of(before[p]) for p in ("frozen", "narrow")]
+
+
+class TrainState(NamedTuple):
+    """As Flax has it."""
+
+    params: Any
+    tx: Any
+    opt_state: Any
+
+    @classmethod
+    def create(cls, params, tx):
+        return cls(params, tx, tx.init(params))
+
+    def apply_gradients(self, grads):
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self._replace(params=optax.apply_updates(self.params, updates), opt_state=opt_state)
+
+
+@forms
+def test_a_train_state_trains_what_is_not_frozen_with_ties(form):
+    shared = ramp(2, 3)
+    params = {"encoder": {"table": ramp(3)}, "embed": shared, "head": shared, "count": jnp.array(3)}
+    run = TrainState.create(params, form(optax.adamw(0.1), "!encoder", frozen="zeros"))
+    run = run.apply_gradients(jax.tree.map(lambda leaf: np.ones(leaf.shape, "f4"), params))
+    # The first step of Adam is as long as the rate, whatever the gradient; then comes the decay.
+    np.testing.assert_allclose(run.params["embed"], np.asarray(shared) * (1 - 0.1 * 1e-4) - 0.1, rtol=1e-5)
+    np.testing.assert_array_equal(run.params["embed"], run.params["head"])
+    np.testing.assert_array_equal(run.params["encoder"]["table"], params["encoder"]["table"])
+    assert int(run.params["count"]) == 3
+
+
+def test_what_nothing_can_be_added_to_has_no_zero():
+    before = {"w": ramp(2), "key": jax.random.key(0), "f": jnp.tanh, "text": "relu", "n": 2}
+    tx = optim.trainable(optax.sgd(0.1), frozen="zeros")
+    updates, _ = tx.update({"w": ramp(2)}, tx.init(before), before)
+    assert {path: updates[path] for path in ("key", "f", "text", "n")} == {"key": None, "f": None, "text": None, "n": 0}
+    arrays = {path: leaf if path == "w" else None for path, leaf in before.items()}  # as `eqx.filter` leaves it
+    state = tx.init(arrays)
+    assert optax.apply_updates(arrays, tx.update({"w": ramp(2)}, state, arrays)[0])["key"] is None
+
+
+def test_optax_fetches_value_and_gradient_over_the_parameters_of_a_partition():
+    loss = lambda params, rest: jnp.sum(tp.combine(params, rest)["w"] ** 2)
+    rule = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3, store_grad=True))
+    before = {"w": ramp(2), "frozen": ramp(2), "f": jnp.tanh}
+    tx = optim.trainable(rule, "w", frozen="zeros")
+    state = tx.init(before)
+    params, rest = tp.partition(before, state.layout)
+    value, grads = optax.value_and_grad_from_state(loss)(params, rest, state=state)
+    np.testing.assert_allclose((value, *grads["w"]), (jnp.sum(before["w"] ** 2), *2 * before["w"]), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("without_type_checks")
+@forms
+def test_another_word_is_refused(form):
+    with pytest.raises(ValueError, match='frozen must be None or "zeros", got True'):
+        form(optax.sgd(0.1), frozen=True)

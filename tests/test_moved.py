@@ -1,0 +1,359 @@
+"""What a step can change, read from its program, against what steps change when they are run."""
+
+import functools
+import importlib
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import treeparams as tp
+from treeparams import optim
+
+from .zoo import ramp
+
+# -- The law: what is told unmoved is the same, bit for bit, when the step is run --------------------------------------
+
+MODEL = {name: ramp(3) for name in ("held", "passed", "plain", "stopped", "unused", "zeroed")}
+RULES = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 10)),
+}
+
+
+def loss(model):
+    parts = model | {"stopped": jax.lax.stop_gradient(model["stopped"]), "unused": 0.0}
+    return jnp.sum(sum(parts.values()) ** 2)
+
+
+def by_hand(tx):
+    def step(model, state):
+        updates, state = tx.update(jax.grad(loss)(model), state, model)
+        return optax.apply_updates(model, updates), state
+
+    return tx, step
+
+
+def scanned(tx):
+    tx, step = by_hand(optax.MultiSteps(tx, 1))
+    return tx, lambda model, state: jax.lax.scan(lambda carry, _: (step(*carry), None), (model, state), None, 1)[0]
+
+
+def ours(tx):
+    tx = optim.trainable(tx, "!held")
+    return tx, lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model)
+
+
+WAYS = [(name, by_hand) for name in RULES] + [("momentum", scanned), ("rmsprop", scanned), ("adamw", ours)]
+ZEROS = {"stopped", "unused"}
+# Told to move though they do not: zero gradients, over a root of what may be infinite, a norm, a rate that is computed.
+IN_DOUBT = {"rmsprop", "clip", "schedule"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("rule", "way"), WAYS)
+def test_what_is_told_unmoved_does_not_change(rule, way):
+    tx, step = way(
+        optax.chain(
+            optax.masked(RULES[rule], {name: name != "passed" for name in MODEL}),  # hands its gradient on
+            optax.masked(optax.set_to_zero(), {name: name == "zeroed" for name in MODEL}),
+        )
+    )
+    # A state that has seen gradients of everything.
+    state = jax.tree.map(lambda x: x + 0.01 if eqx.is_inexact_array(x) else x, tx.init(MODEL))
+    told = set(tp.moved(step)(MODEL, state).paths)
+    with jax.disable_jit():
+        model, _ = step(MODEL, state)
+    changed = {path for path in MODEL if not np.array_equal(model[path], MODEL[path])}
+    assert changed <= told
+    assert told - changed == (ZEROS if rule in IN_DOUBT else set())
+    assert {"passed", "plain"} <= changed
+    assert ("held" in changed, "zeroed" in changed) == (way is not ours, False)
+
+
+# -- Programs ----------------------------------------------------------------------------------------------------------
+
+FOUR = {name: ramp(3) for name in "abcd"}
+ZERO = jnp.zeros(3)
+X = jnp.ones(3)
+
+
+def of(**changes):
+    """A step that changes some leaves: from the model and an array to each."""
+    return lambda m, x: m | {name: change(m, x) for name, change in changes.items()}
+
+
+def each(function):
+    return lambda m, x: {name: function(leaf, x) for name, leaf in m.items()}
+
+
+@jax.custom_vjp
+def forward(m):
+    return m | {"a": 2 * m["a"]}
+
+
+forward.defvjp(lambda m: (forward(m), None), lambda _, cotangent: (cotangent,))
+twice = of(a=lambda m, x: m["a"] * 2)
+PROGRAMS = {
+    "itself": (lambda m, x: m, ""),
+    "a tuple": (lambda m, x: (m, jnp.sum(m["a"])), ""),
+    "a list": (lambda m, x: [twice(m, x), 3], "a"),
+    "jit": (jax.jit(twice), "a"),
+    "jit, donated": (jax.jit(twice, donate_argnums=0), "a"),
+    "eqx.filter_jit": (eqx.filter_jit(twice, donate="all"), "a"),
+    "tp.jit": (tp.jit(twice, donate="all"), "a"),
+    "checkpoint": (jax.checkpoint(twice), "a"),
+    "vmap": (jax.vmap(lambda m, x: m | {"a": 2 * m["a"]}), "a"),
+    "a rule for vjp": (lambda m, x: forward(m), "a"),
+    "exchanged": (of(a=lambda m, x: m["b"], b=lambda m, x: m["a"]), "ab"),
+    "copies": (each(lambda w, x: jnp.array(w, copy=True)), ""),
+    "a barrier": (lambda m, x: jax.lax.optimization_barrier(m), ""),
+    "put on a device": (lambda m, x: jax.device_put(m, jax.devices()[0]), ""),
+    "plus zero": (each(lambda w, x: 0 + (w + 0.0) - 0.0), ""),
+    "zero less it": (each(lambda w, x: 0 - w), "abcd"),
+    "plus zeros": (each(lambda w, x: w + jnp.zeros_like(x)), ""),
+    "plus zeros that are closed over": (jax.jit(each(lambda w, x: w + ZERO)), ""),
+    "plus zeros that are an argument": (lambda m, x: jax.jit(each(lambda w, x: w + x))(m, ZERO), ""),
+    "plus NumPy's zeros": (each(lambda w, x: w + np.zeros(3, "f")), ""),
+    "plus zero times a number": (each(lambda w, x: w + -0.1 * (jnp.zeros_like(x) / 3)), ""),
+    "plus zero times infinity": (each(lambda w, x: w + 0 * jnp.inf), "abcd"),
+    "plus zero by zero": (each(lambda w, x: w + jnp.zeros_like(x) / jnp.zeros_like(x)), "abcd"),
+    "plus zero times what may be infinite": (
+        of(a=lambda m, x: m["a"] + 0.0 * x, b=lambda m, x: m["b"] + 0.0 * m["a"]),
+        "ab",
+    ),
+    "plus zero times an integer": (each(lambda w, x: w + (0 * x.astype(int)).astype(w.dtype)), ""),
+    "plus zero times a flag": (each(lambda w, x: w + 0.0 * (x > 1).astype(w.dtype)), ""),
+    "plus zero times a half of an integer": (
+        each(lambda w, x: w + (0 * x.astype(int).astype(jnp.float16)).astype(w.dtype)),
+        "abcd",
+    ),
+    "plus zeros that were multiplied": (each(lambda w, x: w - 0.1 * (jnp.zeros((3, 2)) @ jnp.ones(2))), ""),
+    "plus zeros, chosen": (each(lambda w, x: w + jnp.where(x > 1, 0.0, jnp.zeros(3))), ""),
+    "a choice of itself": (each(lambda w, x: jnp.where(x > 1, w, w + 0)), ""),
+    "a choice": (of(a=lambda m, x: jnp.where(x > 1, m["a"], m["b"])), "a"),
+    "a choice of zero or itself": (each(lambda w, x: jnp.where(x > 1, w, 0.0)), "abcd"),
+    "reshaped, in doubt": (each(lambda w, x: w[:, None][:, 0]), "abcd"),
+    "a branch": (lambda m, x: jax.lax.cond(x[0] > 0, twice, lambda m, x: m, m, x), "a"),
+    "equal branches": (
+        lambda m, x: jax.lax.switch(2, [lambda m, x: m, lambda m, x: m, each(lambda w, x: w + 0)], m, x),
+        "",
+    ),
+    "scan": (
+        lambda m, x: jax.lax.scan(lambda m, x: (m | {"b": m["a"] + x, "c": m["b"]}, m["a"]), m, jnp.ones((4, 3)))[0],
+        "bc",
+    ),
+    "scan, what is set to what it is": (
+        lambda m, x: jax.lax.scan(lambda m, x: (m | {"a": x}, x), m, jnp.ones((2, 3)))[0],
+        "a",
+    ),
+    "scan over the model": (lambda m, x: jax.lax.map(lambda m: m | {"a": m["b"]}, m), "a"),
+    "scan, a constant for each round": (
+        lambda m, x: jax.lax.scan(lambda s, row: ((m["a"], row["b"]), row | {"c": s[0][0]}), (m["a"], 0.0), m)[1],
+        "c",
+    ),
+    "while": (
+        lambda m, x: jax.lax.while_loop(lambda m: m["a"][0] < 2, lambda m: m | {"a": 2 * m["a"], "b": m["c"]}, m),
+        "ab",
+    ),
+    "fori_loop, in the second round": (
+        lambda m, x: jax.lax.fori_loop(0, 3, lambda i, m: m | {"a": m["b"], "b": m["c"]}, m),
+        "ab",
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "expected"), PROGRAMS.values(), ids=PROGRAMS)
+def test_programs(step, expected):
+    assert tp.moved(step)(FOUR, X).paths == tuple(expected)
+
+
+def test_arrays_that_are_divided_over_devices():
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=axes, devices=jax.devices()[:4])
+    shard_map = getattr(jax, "shard_map", None) or importlib.import_module("jax.experimental.shard_map").shard_map
+    model = jax.tree.map(lambda _: jnp.ones((4, 4)), FOUR)
+
+    def paths(ins, outs):
+        step = shard_map(lambda m: m | {"a": 2 * m["a"]}, mesh=mesh, in_specs=ins, out_specs=outs)
+        return tp.moved(step)(model).paths
+
+    assert paths(P("i"), P("i")) == ("a",)
+    assert paths(P(None, ("i", "j")), P(None, ("i", "j"))) == ("a",)
+    assert paths(P(("i", "j")), P(("j", "i"))) == tuple("abcd")  # rows change their places
+
+
+def test_an_array_in_a_wider_dtype_and_back():
+    model = {"bf16": ramp(3, dtype=jnp.bfloat16), "f32": ramp(3), "wide": ramp(3, dtype=jnp.bfloat16)}
+
+    def step(m):
+        wide = {name: leaf.astype(jnp.float32) + 0 for name, leaf in m.items()}
+        there = m["f32"].astype(jnp.bfloat16)
+        return wide | {"bf16": wide["bf16"].astype(jnp.bfloat16), "f32": there.astype(jnp.float32)}
+
+    assert tp.moved(step)(model).paths == ("f32", "wide")  # it is rounded; the dtype is another
+
+
+def test_within_a_trace_a_constant_may_be_anything():
+    paths = []
+
+    @jax.jit
+    def outer(zeros):
+        paths.append(tp.moved(lambda m: m | {"a": m["a"] + zeros})(FOUR).paths)
+        return zeros
+
+    outer(ZERO)
+    assert paths == [("a",)]
+
+
+def test_programs_that_are_called_at_many_places_are_walked_once():
+    f = lambda m: m
+    for _ in range(30):  # 2^30 calls, if each were followed
+        f = jax.jit(lambda m, f=f: f(f(m)))
+    assert tp.moved(f)(FOUR).paths == ()
+
+
+# -- Models and steps of all kinds -------------------------------------------------------------------------------------
+
+
+class Frozen(eqx.Module):
+    w: jax.Array
+    table: jax.Array = tp.field(trainable=False)
+    activation: object = jnp.tanh
+
+
+def test_a_leaf_that_is_declared_frozen_and_moves_is_trained_in_the_result():
+    model = Frozen(ramp(3), ramp(3))
+    decayed = tp.moved(lambda m: jax.tree.map(lambda x: 0.9 * x if eqx.is_array(x) else x, m))(model)
+    assert decayed == tp.layout(model, thaw="table")
+    assert decayed.paths == ("w", "table")
+    assert tp.moved(lambda m: m)(model).paths == ()
+
+
+def test_ties():
+    shared = ramp(2, 2)
+    model = {"embed": shared, "head": shared, "decoder": shared.T, "x": ramp(2)}
+    layout = tp.layout(model, ties={"decoder": ("embed", jnp.transpose)})
+    for place in ("embed", "head", "decoder"):
+        step = jax.jit(lambda m, place=place: m | {place: m[place] + 1})
+        assert tp.moved(step, layout=layout)(model) == layout.freeze("x")
+        assert tp.moved(step)(model).paths == (("decoder",) if place == "decoder" else ("embed",))
+    assert tp.moved(lambda m: m, layout=layout)(model) == layout.freeze(["embed", "head", "x"])
+    # The ends of a tie that came apart on the way here: one may take the place of the other.
+    apart = jax.eval_shape(lambda: model)
+    assert tp.moved(lambda m: m | {"head": m["embed"]}, layout=tp.layout(model))(apart).paths == ()
+    assert tp.moved(lambda m: m | {"head": m["embed"]})(apart).paths == ("head",)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "jit", [lambda f: f, jax.jit, eqx.filter_jit, tp.jit], ids=["eager", "jit", "filter_jit", "tp.jit"]
+)
+def test_a_step_of_ours_moves_what_its_state_trains(jit):
+    shared = ramp(3)
+    model = {"embed": shared, "head": shared, "b": ramp(3), "n": jnp.arange(3), "key": jax.random.key(0)}
+    tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adamw(1e-3)), "!b")
+    state = tx.init(model)
+
+    @jit
+    def step(model, state, x):
+        grads = tp.grad(lambda m: jnp.sum((m["embed"] + m["b"]) * m["head"] * x), state.layout)(model)
+        model, state = optim.step(tx, grads, state, model)
+        return model | {"n": model["n"] + 1, "key": jax.random.split(model["key"])[0]}, state
+
+    assert tp.moved(step)(model, state, np.ones(3, "f")) == state.layout
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_over_the_split_state_of_nnx():
+    graph, model = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    tx = optax.masked(optax.sgd(0.1), jax.tree_util.tree_map_with_path(lambda path, _: "bias" in str(path), model))
+
+    @nnx.jit
+    def step(model, state, x):
+        grads = jax.grad(lambda m: nnx.merge(graph, m)(x).sum())(model)
+        updates, state = tx.update(grads, state, model)
+        return optax.apply_updates(model, updates), state
+
+    assert tp.moved(step)(model, tx.init(model), X).paths == ("bias", "kernel")  # its gradient is handed on
+
+
+def test_an_array_of_the_model_in_the_state_is_not_the_model():
+    step = lambda model, state: (state["copy"], state)
+    assert tp.moved(step)(FOUR, {"copy": FOUR}).paths == tuple("abcd")
+
+
+def test_a_state_that_may_be_used_once_and_a_model_beside_it():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+
+    def step(norm, state, x, *, scale):
+        _, state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return eqx.tree_at(lambda n: n.bias, norm, norm.bias * scale), state
+
+    assert tp.moved(step)(norm, state, ramp(4, 3), scale=2.0).paths == ("bias",)
+
+
+def test_nothing_is_run_or_donated():
+    ran, model = [], {"w": ramp(3), "gone": ramp(3) + 1}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(model, x, rate):
+        jax.debug.callback(ran.append, x)
+        return model | {"w": model["w"] + rate * x.sum()}, x
+
+    large = jax.ShapeDtypeStruct((3, 10**12), jnp.float32)
+    assert tp.moved(step)(model, large, 0.1).paths == ("w",)
+    assert tp.moved(step)(jax.eval_shape(lambda: model), large, 0.1).paths == ("w",)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(model["gone"])
+    assert tp.moved(step)(model, X, rate=0.1).paths == ("w",)
+    jax.effects_barrier()
+    assert ran == []
+    assert not model["w"].is_deleted()
+
+
+# -- What the loss reaches ---------------------------------------------------------------------------------------------
+
+
+def test_the_loss_beside_each_path():
+    step = of(a=lambda m, x: m["a"] * 0.9, b=lambda m, x: m["b"] - x)
+    got = tp.moved(step, loss=lambda m: jnp.sum(m["b"] * m["c"]))(FOUR, X)
+    assert str(got).splitlines()[-5:] == [
+        "2 slots, 6 elements, 24 bytes; 6 elements frozen",
+        "a: moved, and the loss does not reach it (weight decay?)",
+        "c: not moved, but the loss reaches it (frozen?)",
+        "b: moved, and the loss reaches it",
+        "d: not moved, and the loss does not reach it",
+    ]
+    plain = tp.moved(step)(FOUR, X)
+    assert (got, hash(got)) == (plain, hash(plain))
+    assert got == tp.layout(FOUR, ["a", "b"])
+    again = pickle.loads(pickle.dumps(got))
+    assert (again, str(again)) == (plain, str(plain))
+    many = {f"w{i}": ramp(1) for i in range(60)}
+    lines = str(tp.moved(lambda m: m, loss=lambda m: m["w7"].sum())(many)).splitlines()
+    assert lines[-42:][1:2] + lines[-1:] == ["w7: not moved, but the loss reaches it (frozen?)", "... and 20 more"]
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; write def step\(model"):
+        tp.moved(lambda m: jnp.sum(m["a"]))(FOUR)
+    with pytest.raises(TypeError, match=r"got float32\[\], dict; write tp.moved\(lambda .* step\(.*\)\[1\]"):
+        tp.moved(lambda m: (jnp.sum(m["a"]), m))(FOUR)
+    with pytest.raises(TypeError, match="got float32"):  # a model that is one array is not any array
+        tp.moved(lambda w: (jnp.sum(w), w))(X)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        tp.moved(lambda m: (m, float(jnp.sum(m["a"]))))(FOUR)
+    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)

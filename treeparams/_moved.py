@@ -1,0 +1,274 @@
+"""The parameters that a training step can change: read from its program, never run."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ._programs import (
+    Marks,
+    Run,
+    carry,
+    is_floating,
+    is_followed,
+    makes_zeros,
+    numbers_in,
+    scan_carries,
+    through,
+    traced,
+)
+from ._reached import reached
+from ._slots.index import Index
+from ._slots.layout import Layout, index_of, noted, trained_at
+from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
+from ._slots.trainable import look_up
+from ._tree.dtypes import is_inexact
+from ._tree.lost_ties import keep_apart
+from ._tree.recognise import structure_of
+from ._tree.structure import Structure, flatten, same_treedef
+from ._tree.text import describe, first_lines
+from ._tree.types import PyTree, TreeDef
+
+P = ParamSpec("P")
+
+# A mark is a set, in bits, of what a value may be: zeros, finite numbers other than zero, anything, or an array of the
+# model as it was given, with a bit for each from `_FIRST` on. Where it has one bit, the value is that.
+_ZERO, _FINITE, _ANY, _FIRST = 1, 2, 4, 8
+
+
+def moved(
+    step: Callable[P, Any], *, loss: Callable[..., Any] | None = None, layout: Layout | None = None
+) -> Callable[P, Layout]:
+    """The parameters that a training step can change: `step(model, *args, **kwargs)`, anybody's.
+
+    >>> import jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> model = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+    >>> loss = lambda model: jnp.sum(jax.lax.stop_gradient(model["encoder"]) * model["head"])
+    >>> tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1))
+    >>> @jax.jit
+    ... def step(model, state):
+    ...     updates, state = tx.update(jax.grad(loss)(model), state, model)
+    ...     return optax.apply_updates(model, updates), state
+    >>> print(tp.moved(step, loss=loss)(model, tx.init(model)))
+    path     key         row  offset  size  tied to
+    encoder  float32[2]    0       0     2
+    head     float32[2]    1       2     2
+    2 slots, 4 elements, 16 bytes
+    encoder: moved, and the loss does not reach it (weight decay?)
+    head: moved, and the loss reaches it
+
+    In a test, with the layout that is to train: `assert tp.moved(step)(model, state, x) == state.layout`.
+
+    The step is traced and never run, so nothing is donated either. Arrays among its arguments stand for any values;
+    Python numbers among them, and what it closes over, for themselves. A parameter is unmoved where the model that the
+    step returns has the very array that it was given, through `jax.jit`, loops, branches, `jax.shard_map` and functions
+    with derivative rules of their own; and where zeros are added to it, or products of zeros and of finite numbers
+    that stand in the program. (`-0.0 + 0.0` is `0.0`, which is no move.) In doubt a parameter counts as moved: under
+    zero gradients and a rule with momentum, which may be left from before; under zeros times a computed rate, which may
+    be infinite. A tie moves if it does at any of its paths. Integers and keys are not told.
+
+    Args:
+        step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's
+            leaves. It returns the new model, or a tuple whose first item is the new model.
+        loss: a function of the model, to print beside each path whether the loss reaches it, as told by `tp.reached`.
+            Other arguments go into it beforehand: `lambda model: loss(model, x, y)`.
+        layout: a layout of such models, for ties that only it knows. Which parameters it trains does not matter.
+
+    Returns:
+        A function of the same arguments as `step`. It returns the layout of the model in which the parameters that the
+        step can change are trained, and no others, whatever is declared. What it prints for `loss` is no part of its
+        value: it is equal to the layout without these lines.
+
+    Raises:
+        ValueError: as `tp.layout`.
+        TypeError: the step returns no model; it is controlled by values, as under `jax.jit`.
+    """
+    call = cast(Callable[..., Any], step)
+
+    def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
+        leaves, treedef, structure = structure_of(model)
+        known, index = look_up(structure, layout, leaves)
+
+        def after(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+            return _parameters_in(call(model, *args, **kwargs), treedef, structure)
+
+        moves = {index.sources.get(i, i) for i in _changed(after, index, model, (args, kwargs))}
+        found = trained_at(known, sorted(moves))
+        if loss is None:
+            return found
+        hit = reached(loss, trained_at(known, index.distinct))(model)
+        return noted(found, _notes(index, moves, set(index_of(hit).positions)))
+
+    return cast(Any, layout_of)
+
+
+def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
+    """Of each parameter whether it moves, and whether the loss reaches it; first where these differ."""
+    words = {
+        (True, False): "moved, and the loss does not reach it (weight decay?)",
+        (False, True): "not moved, but the loss reaches it (frozen?)",
+        (True, True): "moved, and the loss reaches it",
+        (False, False): "not moved, and the loss does not reach it",
+    }
+    paths = index.structure.paths
+    rows = [
+        f"{paths[i]}: {said}" for key, said in words.items() for i in index.distinct if (i in moves, i in hit) == key
+    ]
+    return first_lines(rows, 40).splitlines()
+
+
+def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
+    """The leaves of the parameters that may not be in the new model as they were given."""
+    # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
+    halves = as_rest(model), as_rest(rest)
+
+    def of_arrays(*arrays: Sequence[Any]) -> list[Any]:
+        keep_apart([each for its in arrays for each in its])
+        model, rest = (put_together(with_kept_arrays(half, its), ()) for half, its in zip(halves, arrays, strict=True))
+        return after(model, *rest)
+
+    arrays = [arrays_in(half) for half in halves]
+    program = traced(of_arrays, *arrays)
+    # The arrays of a tie are one, also where they came apart on the way here.
+    tied = {each.leaf: each.source for each in index.ties if not each.transforms}
+    own = {i: _FIRST << tied.get(i, i) for i in index.structure.parameters}
+    dtypes = {mark: index.structure.spec(i).dtype for i, mark in own.items()}
+    order = index_in(halves[0]).gathers.order
+    given = {order[i]: mark for i, mark in own.items()}
+    marks = [given.get(k, _ANY) for k in range(len(arrays[0]))] + [_ANY] * len(arrays[1])
+    found = zip(own.items(), carry(program, marks, _Same(dtypes), _mark_of), program.out_avals, strict=True)
+    return [i for (i, mark), new, aval in found if new != mark or getattr(aval, "dtype", None) != dtypes[mark]]
+
+
+def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
+    """The parameters of the new model, in what a step returned."""
+    items = list(out) if isinstance(out, (tuple, list)) else []
+    found = [_parameters(each, treedef, structure) for each in [out, *items]]
+    new = next((each for each in found[:2] if each is not None), None)
+    if new is not None:
+        return new
+    instead = "write def step(model, ...) with return model; what a loss reaches tells tp.reached(loss)(model)"
+    for k, each in enumerate(found[1:]):
+        if each is not None:
+            instead = f"write tp.moved(lambda model, *args: step(model, *args)[{k}])(model, ...)"
+    raise TypeError(
+        "expected a step that returns the new model, or a tuple whose first item is the new model, got "
+        f"{', '.join(map(describe, items or [out]))}; {instead}"
+    )
+
+
+def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[Any] | None:
+    """The parameters of a tree that has the structure of the model; `None` if it has another."""
+    leaves, got = flatten(tree)
+    if not same_treedef(got, treedef):
+        return None
+    found = [leaves[i] for i in structure.parameters]
+    shapes = [structure.spec(i).shape for i in structure.parameters]
+    return found if [getattr(leaf, "shape", None) for leaf in found] == shapes else None
+
+
+# -- What passes through one operation ---------------------------------------------------------------------------------
+
+
+def _mark_of(constant: Any) -> int:
+    numbers = numbers_in(constant)
+    if numbers is None or not np.isfinite(numbers).all():
+        return _ANY
+    return _ZERO * (numbers.size == 0 or not numbers.all()) | _FINITE * bool(numbers.any())
+
+
+# Their results are their operands, in other memory or on other devices at most.
+_KEEPS = frozenset({"copy", "copy_p", "device_put", "layout_constraint", "mesh_cast", "name", "optimization_barrier"})
+_KEEPS |= {"pbroadcast", "pvary", "reshard", "sharding_constraint", "stop_gradient"}
+# Their results have the elements of their operand.
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+# They may give other numbers than their operands have: an index beyond the end, a maximum of nothing.
+_MAY_FILL = frozenset({"gather", "reduce_max", "reduce_min"})
+
+
+class _Same:
+    """What the results of one operation may be: sets, which are joined where either may come."""
+
+    def __init__(self, dtypes: dict[int, Any]) -> None:
+        self._dtypes = dtypes  # of each array of the model, by its mark
+
+    def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+        name = eqn.primitive.name
+        if name == "scan":
+            return _through_scan(eqn, marks, run)
+        if name == "shard_map":
+            return _through_shard_map(eqn, marks, run)
+        if name == "cond":  # which branch is taken does not matter where all give the same
+            marks = [0, *marks[1:]]
+        if name == "while":  # nor does it how often the body runs
+            run = functools.partial(_of_body, eqn.params["cond_jaxpr"], run)
+        if is_followed(eqn):
+            return through(eqn, marks, run)
+        return marks if name in _KEEPS else [self._result(eqn, marks)] * len(eqn.outvars)
+
+    def _result(self, eqn: JaxprEqn, marks: Marks) -> int:
+        name = eqn.primitive.name
+        if name == "select_n":
+            return functools.reduce(operator.or_, marks[1:])
+        if name in ("add", "add_any", "sub") and marks[1] == _ZERO:
+            return marks[0]
+        if name in ("add", "add_any") and marks[0] == _ZERO:
+            return marks[1]
+        if name == "convert_element_type" and marks[0] != _ZERO:
+            return self._converted(eqn, marks[0])
+        if name in _MOVES and _is_known(marks[0]):
+            return marks[0]
+        return _ZERO if _is_zero(eqn, marks) else _ANY
+
+    def _converted(self, eqn: JaxprEqn, mark: int) -> int:
+        """The mark after a cast: what was widened is itself again, and integers and bools become finite numbers."""
+        aval: Any = eqn.invars[0].aval
+        have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
+        if is_inexact(want) and not is_inexact(have):
+            return _ZERO | _FINITE if have == np.bool_ or jnp.iinfo(have).max <= float(jnp.finfo(want).max) else _ANY
+        return mark if have == want or np.can_cast(have, want, "safe") else _ANY
+
+
+def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
+    """Whether the result is zeros; zero times infinity is not."""
+    name = eqn.primitive.name
+    if name == "div":
+        return marks == [_ZERO, _FINITE]
+    finite = [_is_known(mark) or not is_floating(atom.aval) for atom, mark in zip(eqn.invars, marks, strict=True)]
+    return name not in _MAY_FILL and all(finite) and makes_zeros(name, [mark == _ZERO for mark in marks])
+
+
+def _is_known(mark: int) -> bool:
+    """Whether a value is of zeros and finite numbers that stand in the program."""
+    return not mark & ~(_ZERO | _FINITE)
+
+
+def _through_scan(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # A slice is another value than its array, so it has a mark of its own, above all others. What the body gives back
+    # in each round is put together to the array that was scanned over.
+    start, end = scan_carries(eqn)
+    free = max(map(int.bit_length, marks), default=0)
+    slices = {1 << free + k: mark for k, mark in enumerate(marks[end:]) if mark >= _FIRST}
+    own = [1 << free + k if mark >= _FIRST else mark for k, mark in enumerate(marks[end:])]
+    found = through(eqn, [*marks[:end], *own], run)
+    stacked = [slices.get(mark, mark if _is_known(mark) else _ANY) for mark in found[end - start :]]
+    return [*found[: end - start], *stacked]
+
+
+def _through_shard_map(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
+    # An array that is put together in another way than it was divided is another array.
+    kind = "specs" if "in_specs" in eqn.params else "names"  # before JAX 0.7
+    ins, outs = eqn.params[f"in_{kind}"], eqn.params[f"out_{kind}"]
+    found = through(eqn, marks, run)
+    return [
+        mark if all(own == way for own, each in zip(ins, marks, strict=True) if each & mark >= _FIRST) else _ANY
+        for mark, way in zip(found, outs, strict=True)
+    ]
+
+
+def _of_body(condition: Any, run: Run, program: Any, marks: Sequence[int]) -> Marks:
+    return [0] if program is condition else run(program, marks)

@@ -1,0 +1,273 @@
+"""from_optax, to_optax: a state of plain Optax as one of a transformation over models, and back.
+
+Plain Optax over a tree of arrays keeps its copies of that tree at the same paths as it does over the canonical tree,
+where these have anything. So the array at a place of a parameter's state has the same path in both; what differs is
+that plain Optax has one for each place of a tie, and one for each frozen array.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._forms.makers import tree_of
+from .._forms.owners import Entries, Place
+from .._forms.states import entries_of
+from .._slots.index import Index
+from .._slots.layout import Layout, index_of
+from .._slots.ties import Alias
+from .._tree.paths import join_path
+from .._tree.recognise import structure_of
+from .._tree.structure import is_array
+from .._tree.text import describe, first_few
+from .._tree.types import PyTree
+from ._history import History, asked, regrouped
+from ._state import TrainableState, in_own_buffers, model_state, nodes_of, rule_of, settled, steady
+
+_COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps end
+
+
+# -- From Optax --------------------------------------------------------------------------------------------------------
+
+
+def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState:
+    """The state of a transformation over models, made of one of plain Optax: a run that goes on under this library.
+
+    >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
+    >>> from treeparams import optim
+    >>> mlp, adam = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), optax.adam(1e-3)
+    >>> theirs = adam.init(eqx.filter(mlp, eqx.is_array))  # as a program without this library has it
+    >>> tx = optim.trainable(adam, "!layers.0")
+    >>> state = optim.from_optax(tx, theirs, mlp)
+    >>> state.layout.paths, state.runs[0][0].mu.layers[1].weight is theirs[0].mu.layers[1].weight
+    (('layers.1.weight', 'layers.1.bias'), True)
+
+    The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters. What it
+    has learned about frozen parameters, and about integers, is dropped. For a tie it has an array at each of its
+    places: they must be equal. Of complex parameters it must have been given the conjugates of JAX's gradients.
+
+    Args:
+        tx: an `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` around the rule that made the state.
+        optax_state: its state, of the model or any part of it that has what trains, such as
+            `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays of the same paths. Where a mask
+            or `optax.partition` stood around the rule, pass what is within,
+            `state.inner_states["train"].inner_state`.
+        model: the model as it is now.
+
+    Returns:
+        The state. Its arrays are not copied where they need not change.
+
+    Raises:
+        ValueError: the state has not what `tx` keeps, or has more, or other shapes or dtypes, or other values at two
+            places of a tie; it is traced; L-BFGS, whose memory is of all parameters together, is in it, and some of
+            them are frozen, tied or in another form; otherwise as `tx.init`.
+        TypeError: `tx` is plain Optax; otherwise as `tx.init`.
+    """
+    rule = rule_of(tx)
+    if nodes_of(TrainableState, optax_state):
+        raise ValueError("this is a state of a transformation over models already: pass it to tx.update as it is")
+    given = entries_of(optax_state)
+    if any(isinstance(leaf, Tracer) for leaf in given.values()):
+        raise ValueError("from_optax is called between steps, outside of jax.jit: it compares what is tied")
+    fresh = rule.init(model)
+    if not fresh.runs:
+        return fresh
+    layout = fresh.layout
+    tree = History(layout, *asked(rule.tx.init, tree_of(layout)))
+    arrays = _arrays_for(tree, given)
+    _check_memory(tree, given, is_tree=jtu.tree_structure(tree.state) == jtu.tree_structure(fresh.runs[0]))
+    plain = dataclasses.replace(tree, state=jtu.tree_unflatten(jtu.tree_structure(tree.state), arrays))
+    run = steady(regrouped([plain], rule.like(layout)), fresh.runs[0])
+    count = max([int(np.max(each)) for entries, each in given.items() if entries[-1:] in _COUNTS], default=0)
+    made = dataclasses.replace(fresh, runs=(run,), counts=(jnp.asarray(count, jnp.int32),))
+    return in_own_buffers(made, jax.tree.leaves(model))
+
+
+def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
+    """The arrays of a state over the canonical tree, out of one over a whole tree; nothing else may be in that."""
+    index, owned = index_of(tree.layout), list(tree.copies.owned())
+    leaf_at, taken = dict(zip(tree.layout.paths, index.positions, strict=True)), set[Entries]()
+    found: list[Any] = []
+    for entries, owners in owned:
+        names = {entries: None}
+        if owners is not None:
+            its = _places_of(index, leaf_at[owners.paths[0]])
+            names = {_at(owners.place, index, alias.leaf): alias for alias in its}
+        here = {name: alias for name, alias in names.items() if name in given}
+        taken.update(here)
+        has_value = any(alias is None or not alias.transforms for alias in here.values())
+        found.append(_one_of(index, given, here) if has_value else None)
+    shapes = list(tree.copies.arrays.items())
+    missing = [join_path(entries) for (entries, _), array in zip(shapes, found, strict=True) if array is None]
+    rest = [name for name in given if name not in taken]
+    if missing:
+        raise ValueError(
+            f"the state has nothing at {first_few(missing)}, where the transformation keeps an array, but has "
+            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another one, or over a tree of "
+            "other paths than eqx.filter(model, eqx.is_array)"
+        )
+    for (entries, want), array in zip(shapes, found, strict=True):
+        _check_kind(entries, want, array)
+    places = {owners.place for _, owners in owned if owners is not None}
+    _check_rest(index, places, rest)
+    return found
+
+
+def _places_of(index: Index, leaf: int) -> list[Alias]:
+    """The source of a tie and its aliases, those with a transform last; of an untied parameter itself."""
+    return [Alias(leaf, leaf, ()), *sorted(index.aliases.get(leaf, ()), key=lambda alias: bool(alias.transforms))]
+
+
+def _at(place: Place, index: Index, leaf: int) -> Entries:
+    """The path of an array that is at this place in the state of a parameter."""
+    return (*place[0], *index.structure.entries[leaf], *place[1])
+
+
+def _one_of(index: Index, given: Mapping[Entries, Any], here: Mapping[Entries, Alias | None]) -> Any:
+    """The array at the places of a tie, which must be one."""
+    (first, source), *others = here.items()
+    array = jnp.asarray(given[first])
+    for name, alias in others:
+        if source is None or alias is None:
+            continue
+        like = alias.value_from(array, index.structure.spec(alias.source))
+        if like.shape != jnp.shape(given[name]) or not np.array_equal(like, given[name], equal_nan=True):
+            paths = index.structure.paths
+            raise ValueError(
+                f"{paths[alias.leaf]!r} is tied to {paths[source.leaf]!r}, and the state has other values at "
+                f"{join_path(name)!r} than at {join_path(first)!r}: plain Optax has trained them apart. Untie them, "
+                "tp.untie(model), or begin with tx.init(model)"
+            )
+    return array
+
+
+def _check_kind(entries: Entries, want: Any, array: Any) -> None:
+    if (array.shape, array.dtype) != (want.shape, want.dtype):
+        raise ValueError(
+            f"the state has {describe(array)} at {join_path(entries)!r}, where the transformation keeps "
+            f"{describe(want)}: it was made by another one, or of another model"
+        )
+
+
+def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> None:
+    """Refuses arrays that are of no frozen array of the model."""
+    entries = index.structure.entries
+    known = {_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf}
+    leaf_at = {own: leaf for leaf, own in enumerate(entries)}
+    lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
+    if lost:
+        raise ValueError(
+            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another one, "
+            "or of another model"
+        )
+
+
+def _is_of_untrained(index: Index, leaf_at: Mapping[Entries, int], name: Entries) -> bool:
+    """Whether an array is of a leaf that is not trained, at a place that no trained one has, as in a group of its own.
+
+    Of a list, positions of a chain may be paths of parameters, too. So the longest path in it counts, and the last.
+    """
+    spans = [(stop - start, start) for start in range(len(name)) for stop in range(start + 1, len(name) + 1)]
+    size, start = max([span for span in spans if name[span[1] : sum(span)] in leaf_at], default=(0, 0))
+    return size > 0 and leaf_at[name[start : start + size]] not in index.by_leaf and name[-1:] not in _COUNTS
+
+
+def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool) -> None:
+    """Refuses L-BFGS but for the same parameters in the same form."""
+    if nodes_of(optax.ScaleByLBFGSState, tree.state) and not (is_tree and len(given) == len(tree.copies.arrays)):
+        raise ValueError(
+            "L-BFGS remembers steps of all parameters together, in one form: its state goes over to optim.trainable "
+            "alone, where all of them train and none is tied; begin with tx.init(model)"
+        )
+
+
+# -- To Optax ----------------------------------------------------------------------------------------------------------
+
+
+def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
+    """The state of plain Optax that one of a transformation over models is: the way back of `optim.from_optax`.
+
+    >>> import equinox as eqx, jax, optax
+    >>> from treeparams import optim
+    >>> mlp, adam = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), optax.adam(1e-3)
+    >>> tx = optim.trainable(adam)
+    >>> theirs = optim.to_optax(tx, tx.init(mlp), eqx.filter(mlp, eqx.is_array))
+    >>> theirs[0].mu.layers[0].weight.shape
+    (4, 2)
+
+    Args:
+        tx: the transformation over models that made the state.
+        state: its state, or that of a chain or wrapper around it.
+        params: the tree that plain Optax is to go on with, such as `eqx.filter(model, eqx.is_inexact_array)`: arrays
+            alone, at the paths of the model.
+
+    Returns:
+        What `tx` holds within, as if it had been made over `params`. The moments of a tie stand at all of its places,
+        through the transform of an alias that has one. Of parameters that are frozen it has what the state holds of
+        them, or what `init` makes: there is one step count, so Adam's first steps are too long for them.
+
+    Raises:
+        ValueError: parameters that train have not taken their steps together, as after `optim.set_trainable`; `params`
+            is of another model; the state is of another transformation.
+        TypeError: `tx` is plain Optax; `params` has functions or texts in it.
+    """
+    rule = rule_of(tx)
+    ours = model_state(state)
+    histories = rule.histories(ours)
+    running, held = histories[: len(ours.runs)], histories[len(ours.runs) :]
+    if len(running) > 1:
+        steps = [f"{first_few(each.layout.paths)} {int(np.max(each.count))}" for each in running]
+        raise ValueError(
+            f"parameters have not taken their steps together ({'; '.join(steps)}), and plain Optax has one count for "
+            "all of them; begin with its own init"
+        )
+    known = _known_in(params, ours.layout)
+    fresh = settled(rule.tx.init(params))
+    found = dict(entries_of(fresh))
+    shared = [(entries, history.copies.shared(entries)) for history in running for entries in history.copies.common]
+    trained = [each for history in running for each in _as_plain(history, known)]
+    lost = [join_path(entries) for entries, _ in [*shared, *trained] if entries not in found]
+    if lost:
+        raise ValueError(f"the state has {first_few(lost)}, for which plain Optax over params has no place")
+    for entries, array in [*(each for history in held for each in _as_plain(history, known)), *shared, *trained]:
+        if entries in found:
+            like = found[entries]
+            array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+            _check_kind(entries, like, array)
+            found[entries] = array
+    return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()), jax.tree.leaves(params))
+
+
+def _known_in(params: PyTree, layout: Layout) -> Set[str]:
+    """The paths of a tree that plain Optax takes, which has all that is trained."""
+    structure = structure_of(params)[2]
+    for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
+        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"expected the tree that plain Optax takes, arrays alone, as eqx.filter(model, eqx.is_array); got "
+                f"{describe(leaf)} at {path!r}"
+            )
+    for slot in layout.slots:
+        spec = structure.specs[structure.index[slot.path]] if slot.path in structure.index else None
+        if spec is None or spec.shape != slot.shape:
+            raise ValueError(f"expected {describe(slot)} at {slot.path!r} of params, got {spec and describe(spec)}")
+    return structure.index.keys()
+
+
+def _as_plain(history: History, known: Set[str]) -> Iterator[tuple[Entries, Any]]:
+    """The arrays of parameters in a history, by their paths in a state of plain Optax over a tree of known paths."""
+    index, copies = index_of(history.layout), history.copies
+    there = {leaf for leaf, path in enumerate(index.structure.paths) if path in known}
+    leaf_at = dict(zip(history.layout.paths, index.positions, strict=True))
+    for place, path in copies.at:
+        spec = index.structure.spec(leaf_at[path])
+        array = copies.piece(place, path).alone(spec.shape)
+        for alias in _places_of(index, leaf_at[path]):
+            if alias.leaf in there:
+                yield _at(place, index, alias.leaf), alias.value_from(array, spec)
