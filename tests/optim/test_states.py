@@ -300,3 +300,17 @@ def test_a_group_whose_parameters_all_wait_goes_on_without_them():
     assert_same((updates["b"], updates["a"]), (partial["b"], partial["a"]))
     again = optim.set_trainable(tx, after, model)
     assert_same(again.runs[0].inner_states["default"], after.runs[0].inner_states["default"])
+
+
+def test_a_state_prints_a_line_for_each_history_and_a_transformation_what_it_is():
+    model = {"a": ramp(2), "b": ramp(1)}
+    tx = optim.flat(optax.sgd(0.1, momentum=0.9), "a", frozen="zeros")
+    assert repr(tx) == "optim.flat(chain, trainable='a', frozen='zeros')"
+    state = tx.update(model, tx.init(model), model)[1]
+    assert repr(state) == "TrainableState\n  trains, 1 step taken: a"
+    both = optim.set_trainable(tx, state, model, "b")
+    assert repr(both) == "TrainableState\n  trains, 0 steps taken: b\n  waits, 1 step taken: a"
+    texts = []
+    jax.jit(lambda state: texts.append(repr(state)))(state)
+    assert texts == ["TrainableState\n  trains, int32[] steps taken: a"]
+    assert repr(jax.tree.map(lambda _: None, state)) == "TrainableState\n  trains, unknown steps taken: a"

@@ -61,7 +61,7 @@ class Rule:
         trainable: Trainable,
         *,
         fills: bool = False,
-        words: tuple[str, str] = ("this form", "use optim.trainable"),
+        words: tuple[str, str] = ("optim.trainable", "use plain Optax"),
         trial: Mapping[str, Any] | None = None,
         frozen: Literal["zeros"] | None = None,
     ) -> None:
@@ -78,6 +78,13 @@ class Rule:
         self._trial = dict(trial or {})
         self._right_for: Kinds = frozenset()  # kinds of leaves
         self._warned: set[int] = set()  # of layouts, by hash
+
+    def __repr__(self) -> str:
+        # Rules of Optax have no names; the function that makes one stands in the name of its `init`.
+        inner = getattr(self.tx.init, "__qualname__", type(self.tx).__name__).partition(".")[0]
+        options = {"trainable": self.trainable, "frozen": self.frozen}
+        said = [inner, *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
+        return f"{self._words[0]}({', '.join(said)})"
 
     # -- States
 

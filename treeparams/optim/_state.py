@@ -7,6 +7,7 @@ history of its own. The usual case is one.
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
@@ -15,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from jax.core import Tracer
 
 from .._forms.owners import Division
-from .._slots.layout import Layout
+from .._slots.layout import Layout, index_of
 from .._tree.static_keys import contents
 from .._tree.structure import is_array
-from .._tree.text import describe
+from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 
 T = TypeVar("T")
@@ -48,9 +50,15 @@ class Roles:
 contents[Roles] = lambda roles: [roles.layout]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainableState:
     """The state of `optim.trainable`, `optim.flat` and `optim.stacked`, a pytree.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> optim.trainable(optax.adam(1e-3)).init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    TrainableState
+      trains, 0 steps taken: a, b
 
     Attributes:
         runs: the states of the rule, one per history that trains; in the usual case one, `state.runs[0]`, which is
@@ -69,6 +77,22 @@ class TrainableState:
     def layout(self) -> Layout:
         """The parameters that train, and their ties: you may pass it to any function that takes `trainable`."""
         return self.roles.layout
+
+    def __repr__(self) -> str:
+        paths = index_of(self.layout).structure.paths
+        words = ["trains"] * len(self.roles.running) + ["waits"] * len(self.roles.held)
+        counts = itertools.chain(jax.tree.leaves(self.counts), itertools.repeat("unknown"))
+        lines = [
+            f"  {word}, {_in_words(count)} taken: {first_few([paths[leaf] or repr('') for leaf in leaves])}"
+            for word, leaves, count in zip(words, (*self.roles.running, *self.roles.held), counts, strict=False)
+        ]
+        return "\n".join(["TrainableState", *(lines or ["  nothing trains"])])
+
+
+def _in_words(count: Any) -> str:
+    if isinstance(count, Tracer) or getattr(count, "shape", None) != ():
+        return f"{describe(count) if is_array(count) else count} steps"
+    return "1 step" if count == 1 else f"{int(count):,} steps"
 
 
 TrainableState.__module__ = "treeparams.optim"
@@ -114,6 +138,9 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
     ) -> "ModelTransformation":
         """For this library's own use; users write `optim.trainable(tx)`."""
         return super().__new__(cls, cast(Any, init), cast(Any, update))
+
+    def __repr__(self) -> str:
+        return repr(rule_of(self))
 
 
 ModelTransformation.__module__ = "treeparams.optim"
