@@ -190,7 +190,7 @@ def test_workflows_use_actions_at_the_commit_that_was_read():
 
 
 def test_values_of_public_classes_pickle():
-    shared = np.ones(2)
+    shared = np.array([1.0, 2.0])
     model = {"a": shared, "b": shared, "frozen": np.ones(1), "name": "net"}
     layout = tp.layout(model, freeze="frozen")
     (vector, restructure), (params, rest) = tp.ravel(model, layout), tp.partition(model, layout)

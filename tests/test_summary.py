@@ -16,11 +16,11 @@ import pytest
 import treeparams as tp
 from treeparams import plot
 
-from .zoo import ZOO
+from .zoo import ZOO, ramp
 
 
 def model() -> Any:
-    embed, steps, weights = np.ones((10, 4), np.float32), jnp.array(0), {"<b>": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    embed, steps, weights = np.array(ramp(10, 4)), jnp.array(0), {"<b>": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     return {"act": jnp.tanh, "embed": embed, "head": embed, "layers": {"[red]": weights}, "steps": [steps, steps]}
 
 

@@ -29,7 +29,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     Models, gradients, optimiser states, averages, stacks, vectors: any two pytrees.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones((2, 3))
+    >>> shared = jnp.arange(6.0).reshape(2, 3)
     >>> model = {
     ...     "embed": shared,
     ...     "head": shared,
@@ -39,7 +39,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     ... }
     >>> other = {
     ...     **model,
-    ...     "head": jnp.ones((2, 3)),
+    ...     "head": jnp.copy(shared),
     ...     "norm": eqx.nn.LayerNorm(3, eps=1e-6),
     ...     "steps": jnp.array(0.0),
     ... }

@@ -162,7 +162,7 @@ def grad(
     """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
-    >>> weight = jnp.ones(2)  # one array: one gradient
+    >>> weight = jnp.array([1.0, 2.0])  # one array: one gradient
     >>> tp.grad(lambda m: jnp.sum(3 * m["x"] + 13 * m["z"]))({"x": weight, "z": weight})
     {'x': Array([16., 16.], dtype=float32), 'z': None}
 

@@ -36,11 +36,11 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     """`equinox.filter_jit` that keeps ties.
 
     >>> import jax.numpy as jnp, treeparams as tp
-    >>> weight = jnp.ones(2)
+    >>> weight = jnp.array([1.0, 2.0])
     >>> step = tp.jit(lambda model: tp.maptrainable(lambda x: x - 0.5, model), donate="all")
     >>> model = step({"a": weight, "b": weight, "activation": jnp.tanh})
     >>> model["a"] is model["b"], model["a"]
-    (True, Array([0.5, 0.5], dtype=float32))
+    (True, Array([0.5, 1.5], dtype=float32))
 
     Arrays that are one object among the arguments are one tracer inside, and one argument of the compiled program; one
     tracer among the results is one array outside. So the library finds the ties of an argument by itself, and you can

@@ -79,7 +79,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     """Lists the arrays of a model: which of them train, how large they are, and their ties.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
-    >>> embed = jnp.ones((10, 4))
+    >>> embed = jnp.arange(40.0).reshape(10, 4)
     >>> model = {
     ...     "embed": embed,
     ...     "norm": {"mean": jnp.zeros(4)},

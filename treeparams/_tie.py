@@ -13,7 +13,7 @@ from ._slots.ties import Alias, checked, find_ties, parameter_at
 from ._slots.trainable import look_up
 from ._slots.where import Where, select
 from ._tree.copying import copy_leaf
-from ._tree.lost_ties import keep_apart, note_ties
+from ._tree.lost_ties import keep_apart, note_said, note_ties, note_untied
 from ._tree.recognise import structure_of
 
 M = TypeVar("M")
@@ -41,6 +41,9 @@ def tie(
     A tie without a transform is in the model itself: one array object at both paths. One with a transform is not, since
     an array cannot tell that it was computed from another: declare it in a class (`tp.field(tied_to=...)`,
     `tp.declare`), or give it to a layout (`tp.layout(model, ties=...)`).
+
+    Whatever makes new arrays parts the two again: plain `jax.jit`, `jax.tree.map`, a cast, a file of Equinox.
+    `tp.layout` and `tx.init` warn of it; tie them again, or use `tp.jit` and `treeparams.saving`, which keep ties.
 
     Args:
         model: any pytree.
@@ -84,6 +87,7 @@ def tie(
     # The memory of ties may have met this kind of model apart, and then ignores ties that it meets later (see `meet`):
     # so it is told of these.
     pairs = [(each.source, each.leaf) for each in known if not each.transforms]
+    note_said(structure, pairs)
     if pairs and not isinstance(leaves[pairs[0][0]], Tracer):
         note_ties(structure, pairs)
     return jtu.tree_unflatten(treedef, leaves)
@@ -93,9 +97,12 @@ def untie(model: M, where: Where | None = None) -> M:
     """The model with an array of its own at every path of a tie.
 
     >>> import jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> tp.layout(tp.untie({"a": shared, "b": shared})).ties
     {}
+
+    Untying is a word of yours that is remembered: no warning says of such models, or of what you make of them, that a
+    tie was lost. That holds too for two arrays that were one before `jax.jit` or the like parted them.
 
     Args:
         model: any pytree.
@@ -111,6 +118,7 @@ def untie(model: M, where: Where | None = None) -> M:
     leaves, treedef, structure = structure_of(model)
     chosen = frozenset(structure.parameters) if where is None else select(structure, where)
     sources = {structure.first[i] for i in chosen}
+    note_untied(structure, [i for i in structure.parameters if structure.first[i] in sources])
     for i in structure.parameters:
         if structure.first[i] != i and structure.first[i] in sources:
             leaves[i] = copy_leaf(leaves[i])

@@ -43,7 +43,7 @@ def maptrainable(
     With a gradient and a state you say for each how to read several entries of a tie: those of the gradient are added,
     those of the state are one value.
 
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> tied = {"a": shared, "b": shared}
     >>> grads = {"a": jnp.ones(2), "b": 2 * jnp.ones(2)}
     >>> state = {"a": 7 * jnp.ones(2), "b": 7 * jnp.ones(2)}
@@ -160,7 +160,7 @@ def mapreduce(
     """Folds `f` of the trained parameters with `op`.
 
     >>> import operator, jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(3)
+    >>> shared = jnp.arange(3.0)
     >>> model = {"a": shared, "b": shared, "c": jnp.ones(2)}
     >>> tp.mapreduce(lambda x: x.size, operator.add, model, init=0)  # the tie counts once
     5

@@ -184,7 +184,7 @@ def test_the_raw_parameters_are_what_is_averaged_and_tied(model: dict[str, Any])
     average = tp.ema(tp.copy(model), jax.tree.map(lambda leaf: leaf + 1, model), decay=0.5)
     np.testing.assert_allclose(average["simplex"].raw, model["simplex"].raw + 0.5, rtol=1e-6)
     assert all_hold(average)
-    assert tp.layout([model["simplex"]] * 2).ties == {"0.raw": ("1.raw",)}
+    assert tp.layout([model["simplex"], model["simplex"], S]).ties == {"0.raw": ("1.raw",)}
 
 
 def test_training_goes_down_and_stays_on_the_set(model: dict[str, Any], standard_promotion: None):
@@ -243,7 +243,7 @@ def test_parts_of_matrices_are_materialised_and_matrices_stay():
 
 
 def test_ours_and_those_of_paramax_hold_one_another():
-    positive = matrices.Positive(put(1, 1))
+    positive = matrices.Positive(put(1, 2))
     nested = with_raw(positive, positive)
     model = {
         "ours in ours": nested,

@@ -55,7 +55,8 @@ def test_updates_may_be_gradients_where_nothing_could_go_wrong():
     state = tx.init(model)
     again, _ = tx.update(tx.update(tp.copy(model), state, model)[0], state, model)
     np.testing.assert_array_equal(again["a"], 0.25)
-    tied = {"a": model["a"], "b": model["a"]}
+    shared = jnp.array([1.0, 2.0])
+    tied = {"a": shared, "b": shared}
     hands_on = optim.trainable(optax.identity())
     chain = optax.chain(hands_on, tx)
     with pytest.raises(ValueError, match=r"updates of another transformation over models"):

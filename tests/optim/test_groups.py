@@ -29,8 +29,9 @@ def groups(rules, default=None, trainable=None, form=optim.trainable):
 
 
 def rates(tx, model, state=None, grads=None):
-    """The rates of plain gradient descent, by path: the updates where all gradients are one."""
-    grads = jax.tree.map(np.ones_like, tp.partition(model)[0]) if grads is None else grads
+    """The rates of plain gradient descent, by path: the updates where the gradient is one, at the first element."""
+    if grads is None:
+        grads = jax.tree.map(lambda x: 1 + np.arange(x.size, dtype=x.dtype).reshape(x.shape), tp.partition(model)[0])
     updates, _ = tx.update(grads, tx.init(model) if state is None else state, model)
     return {path: -float(leaf.ravel()[0]) for path, leaf in tp.trainables(updates).items()}
 
@@ -101,7 +102,7 @@ def _plus_nothing(x):
 
 @forms
 def test_a_tie_goes_where_its_own_path_goes(form):
-    shared = jnp.ones(2)
+    shared = jnp.array([1.0, 2.0])
     model = {"embed": shared, "head": shared, "body": jnp.ones(1)}
     both = ("embed", "head")
     tx = groups({both: optax.sgd(1.0), "**": optax.sgd(2.0)}, None, both, form)

@@ -85,7 +85,7 @@ def test_a_tie_is_reset_whole():
     for where in ("embed", "head", lambda m: m.head):
         after = optim.set_trainable(tx, state, model, reset=where)
         assert [[int(count) for count in after.counts], *map(len, after.roles.running)] == [[1, 0], 1, 1]
-    shared = jnp.ones(2)
+    shared = jnp.array([1.0, 2.0])
     model = {"a": shared, "b": shared, "c": jnp.ones(1)}
     _, state = tx.update(tp.copy(model), tx.init(model), model)
     for where in ("a", ("a", "b")):

@@ -211,7 +211,7 @@ def test_two_boundaries_in_one_combination_are_refused_by_themselves():
 
 
 def test_masks_and_partitions_stand_within():
-    shared = jnp.ones(2)
+    shared = jnp.array([1.0, 2.0])
     model = {"a": shared, "b": shared}
     one = optim.trainable(optax.sgd(0.1))
     for outside in (

@@ -269,7 +269,7 @@ def test_groups(form):
 
 
 def test_ties_are_those_of_the_state():
-    shared = jnp.ones(2)
+    shared = jnp.array([1.0, 2.0])
     model = {"a": shared, "b": shared, "c": jnp.ones(1)}
     tx = optim.trainable(optax.sgd(0.1))
     state = tx.init(model)

@@ -45,7 +45,7 @@ def shared() -> dict[str, Any]:
 
 
 def test_the_same_array_is_tied_wherever_it_stands():
-    array, view = leaf(2, 2), np.ones((2, 2))
+    array, view = leaf(2, 2), np.array(leaf(2, 2))
     model = {"a": [array, view], "b": Pair(array, (view, array)), "c": leaf(2, 2)}
     assert tp.layout(model).ties == {"a.0": ("b.first", "b.second.1"), "a.1": ("b.second.0",)}
     assert tp.layout(model).paths == ("a.0", "a.1", "c")

@@ -152,14 +152,15 @@ def test_it_is_silent_for_what_is_frozen_has_other_shapes_or_its_own_layout():
     jax.eval_shape(tp.grad(loss), {name: ramp(3, *leaf.shape) for name, leaf in model.items()})
     jax.eval_shape(tp.grad(loss), {"embed": ramp(2, 3), "head": ramp(2, 3), "other": ramp(2)})
     apart = {name: leaf + 0 for name, leaf in model.items()}
-    own = tp.layout(apart)
+    with pytest.warns(UserWarning, match="'embed' and 'head' were one array .* equal bit for bit"):
+        own = tp.layout(apart)
     assert own.ties == {}
     jax.eval_shape(tp.grad(loss, own), apart)
 
 
 def test_shared_cotangents_teach_no_ties():
     model = {"one": eqx.nn.Linear(3, 3, key=jax.random.key(0)), "other": eqx.nn.Linear(3, 3, key=jax.random.key(1))}
-    of = lambda model: jnp.sum(model["one"](jnp.ones(3)) + model["other"](jnp.ones(3)))
+    of = lambda model: jnp.sum(jnp.arange(3.0) * (model["one"](jnp.ones(3)) + model["other"](jnp.ones(3))))
     grads = tp.grad(of)(model)
     grads = eqx.tree_at(lambda g: g["other"].bias, grads, grads["one"].bias)  # one object, as newer JAX has it
     tp.trainables(grads)

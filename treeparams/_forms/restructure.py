@@ -97,7 +97,7 @@ class Restructure(Generic[M]):
         """The form of a gradient, the transpose of calling: ties are summed, missing leaves are zero.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
-        >>> shared = jnp.ones(2)
+        >>> shared = jnp.array([1.0, 2.0])
         >>> model = {"a": shared, "b": shared, "c": jnp.ones(1)}
         >>> _, restructure = tp.ravel(model)
         >>> restructure.ravel_gradient({"a": jnp.ones(2), "b": 10 * jnp.ones(2)})

@@ -9,6 +9,7 @@ The files, from the ground up:
     said       which parameters are trained: masks, declarations, freeze and thaw
     ties       ties: by identity, declared, given
     index      Slot; where each leaf lies
+    accidents  warnings of ties that nobody can have meant, and of ties that were parted
     rules      the one reader of `{where: value}`: the first entry that selects a parameter
     untrained  numbers, and models that train nothing, in words
     layout     Layout

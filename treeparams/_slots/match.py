@@ -144,7 +144,7 @@ def project(
     """The canonical tree of a gradient, however you came by it.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"a": shared, "b": shared, "mean": jnp.zeros(2)}
     >>> loss = lambda m: jnp.sum(3 * m["a"] + 13 * m["b"] + m["mean"])
     >>> grads = jax.grad(loss)(model)  # two halves, and the mean's

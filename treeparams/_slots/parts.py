@@ -262,7 +262,7 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     """The inverse of `tp.partition`: the model of these parameters.
 
     >>> import jax.numpy as jnp, treeparams as tp
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> params, rest = tp.partition({"a": shared, "b": shared})
     >>> model = tp.combine({"a": 2 * params["a"], "b": None}, rest)
     >>> model["a"] is model["b"]

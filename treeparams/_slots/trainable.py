@@ -7,12 +7,13 @@ from typing import Any
 
 from .._tree.declare import Given
 from .._tree.difference import Difference, compare, spec_rows
-from .._tree.lost_ties import given_to, likeness, note_given, warn_of_lost_ties
+from .._tree.lost_ties import given_to, likeness, note_given
 from .._tree.messages import warn
 from .._tree.recognise import structure_of
 from .._tree.structure import Structure
 from .._tree.text import describe, first_few, first_lines
 from .._tree.types import PyTree
+from .accidents import warn_of_accidents
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
@@ -36,8 +37,9 @@ def layout(
     >>> tp.layout(mlp, "!layers.0").paths, tp.layout(mlp, freeze="layers.0").paths  # the same in two ways
     (('layers.1.weight', 'layers.1.bias'), ('layers.1.weight', 'layers.1.bias'))
 
-    Two paths with the same array object are one parameter. So is an alias that a class declares (`tp.field`), or one
-    that is passed:
+    Two paths with the same array object are one parameter. (If that array is one number throughout, as zeros that two
+    biases begin with, a warning asks whether you mean it: `tp.untie`, or `tp.tie`.) So is an alias that a class
+    declares (`tp.field`), or one that is passed:
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
@@ -49,7 +51,7 @@ def layout(
     ties by identity**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is
     static, and every function of this library takes it as its `trainable`.
 
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> tied = {"a": shared, "b": shared}
     >>> known = tp.layout(tied)
     >>> jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]), known)(model))(tied)
@@ -86,7 +88,11 @@ def layout(
 
     Warns:
         UserWarning: once for each kind of model. The model is traced, and one of its structure was met before with ties
-            that it no longer has. Or a dict, list or tuple holds a Python float beside parameters; it does not train.
+            that it no longer has. Or it is not traced, and what was one array are now two that are equal bit for bit.
+            Or trained paths hold one array that is one number throughout, though nobody says that they are one (a
+            class, `ties`, `tp.tie`) and they are no part of a layer that is used twice; or the model is a list, tuple
+            or dictionary of one and the same node. Or a dict, list or tuple holds a Python float beside parameters; it
+            does not train.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
@@ -101,8 +107,7 @@ def layout(
     made = _make(structure, trainable, freeze, thaw, ties)
     if ties is not None:
         note_given(structure, index_of(made).ties)
-    if structure.is_traced:
-        warn_of_lost_ties(structure, leaves, index_of(made).sources, index_of(made).trained)
+    warn_of_accidents(index_of(made), leaves)
     return made
 
 
@@ -133,7 +138,7 @@ def warn_of_forgotten_ties(index: Index) -> None:
 def _is_forgotten(index: Index, tie: Alias) -> bool:
     """Whether a layout trains the two ends of a tie, or one of them, and does not know that they are one."""
     if index.structure.is_traced and not tie.transforms:
-        return False  # `warn_of_lost_ties` looks at these
+        return False  # `warn_of_accidents` looks at these
     if not (index.trained[tie.leaf] or index.trained[tie.source]):
         return False
     # The layout may know the tie the other way round, or with a third leaf as the source of both.
@@ -144,7 +149,7 @@ def _is_forgotten(index: Index, tie: Alias) -> bool:
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
     """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
 
-    With the leaves of a traced model, ties that it has lost are warned of.
+    With the leaves of the model, accidents with its ties are warned of.
     """
     if isinstance(trainable, Layout):
         index = index_of(trainable)
@@ -157,8 +162,8 @@ def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | 
     else:
         found = _make(structure, trainable)
     index = index_of(found)
-    if structure.is_traced and leaves is not None:
-        warn_of_lost_ties(structure, leaves, index.sources, index.trained)
+    if leaves is not None:
+        warn_of_accidents(index, leaves)
     return found, index
 
 

@@ -1,19 +1,22 @@
-"""The memory of ties that a trace, or a layout that is not passed on, would lose without a word.
+"""The memory of ties that a trace, another operation, or a layout that is not passed on, would lose without a word.
 
 It takes in the ties by identity of trees met outside of a trace (`meet`, `note_ties`), the tracers that are apart
-because the arrays were (`keep_apart`), and the ties that a layout was given (`note_given`). It gives a warning, once
-(`warn_of_lost_ties`), and the ties given to models of a kind (`given_to`). It holds no arrays.
+because the arrays were (`keep_apart`), the ties that a layout was given (`note_given`), and pairs of leaves that
+somebody has said are one (`said`), or has parted (`note_untied`). It tells which pairs of a model are apart that were
+one (`parted`), and the ties given to models of a kind (`given_to`); it warns, once, of those that a trace has lost
+(`warn_of_lost_ties`). It holds no arrays.
 """
 
 import collections
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.core import Tracer
 
-from .messages import warn, was_warned
+from .marks import Marks, holding
+from .messages import warn
 from .structure import Spec, Structure
 from .text import first_few
 
@@ -24,6 +27,12 @@ _given: "collections.OrderedDict[tuple[int, ...], dict[Any, None]]" = collection
 _on_purpose: dict[int, "weakref.ref[Tracer]"] = {}  # tracers that are apart because the arrays were, by identity
 _MET = 1024  # kinds
 _changing = threading.Lock()
+_changes = 0
+
+said = Marks()
+"""Pairs that are one because somebody has said so: a class, a layout's `ties=`, `tp.tie`."""
+_untied = Marks()  # pairs that are two because somebody has parted them
+_told = Marks()  # pairs that a trace has lost, and of which there was a warning
 
 
 def meet(structure: Structure, is_call: bool) -> None:
@@ -53,17 +62,21 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: 
     path has at least `above` entries; without `above` a node of a kind that was met apart is remembered too.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
-    for number, node in enumerate(structure.nodes):
-        inside = [(a - node.start, b - node.start) for a, b in map(sorted, pairs) if node.start <= a < b < node.stop]
-        if not inside or len(node.entries) < (above or 0):
-            continue
-        kind, found = structure.kind_of(number), (shapes[node.start : node.stop], inside)
-        if above is not None and kind in _met_apart:
+    inside: dict[int, list[tuple[int, int]]] = {}  # each node that holds pairs
+    for a, b in map(sorted, pairs):
+        for number in holding(structure, a, b):
+            start = structure.nodes[number].start
+            inside.setdefault(number, []).append((a - start, b - start))
+    for number in sorted(inside):
+        node, kind = structure.nodes[number], structure.kind_of(number)
+        found = shapes[node.start : node.stop], inside[number]
+        if len(node.entries) < (above or 0) or (above is not None and kind in _met_apart):
             continue
         with _changing:
             _met_apart.discard(kind)
             if found not in _met_tied.setdefault(kind, []):
                 _met_tied[kind].append(found)
+                _note_change()
             while len(_met_tied) > _MET:
                 _met_tied.popitem(last=False)
 
@@ -95,25 +108,63 @@ def given_to(structure: Structure) -> Iterable[Any]:
     return _given.get(likeness(structure), ()) if _given else ()
 
 
+def note_said(structure: Structure, pairs: Sequence[tuple[int, int]]) -> None:
+    """Remembers pairs of leaves that somebody ties, by hand: parted before, they no longer are."""
+    said.add(structure, pairs)
+    _untied.discard(structure, pairs)
+    _note_change()
+
+
+def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
+    """Remembers that somebody parts these leaves from those that they are one with, or were in a model met before."""
+    chosen, identical = frozenset(leaves), enumerate(structure.first)
+    pairs = {*[(first, i) for i, first in identical if first != i], *_met_pairs(structure)}
+    _untied.add(structure, [pair for pair in pairs if not chosen.isdisjoint(pair)])
+
+
+def changes() -> int:
+    """How often this memory has changed so that a tie may count as lost that did not before."""
+    return _changes
+
+
+def _note_change() -> None:
+    global _changes
+    _changes += 1
+
+
+def parted(structure: Structure, sources: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The pairs of leaves that were one array in a model met before, and are two in this one by all that is known.
+
+    Without those that somebody has parted.
+    """
+    pairs = [pair for pair in dict.fromkeys(_met_pairs(structure)) if _are_two(structure, sources, *pair)]
+    return _untied.without(structure, pairs)
+
+
+def _met_pairs(structure: Structure) -> Iterator[tuple[int, int]]:
+    """The pairs of leaves that were one array in models of the kind of this one, or of a node in it."""
+    for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
+        for shapes, pairs in _met_tied.get(kind, ()):
+            if _are_mapped(structure.specs[node.start : node.stop], shapes):
+                yield from [(a + node.start, b + node.start) for a, b in pairs]
+
+
 def warn_of_lost_ties(
     structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Sequence[bool]
 ) -> None:
-    """Warns, once per kind of structure, where a traced model has two arrays in place of one that was met before.
+    """Warns, once, where a traced model has two arrays in place of one that was met before.
 
     It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones: they have no gradient
     that could part them.
     """
-    for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
-        if was_warned(kind) or kind not in _met_tied:
-            continue
-        for shapes, pairs in _met_tied[kind]:
-            within = [(a + node.start, b + node.start) for a, b in pairs]
-            apart = [pair for pair in within if _are_two(structure, sources, *pair) and any(trained[i] for i in pair)]
-            lost = [pair for pair in apart if not all(id(leaves[i]) in _on_purpose for i in pair)]
-            if lost and _are_mapped(structure.specs[node.start : node.stop], shapes):
-                names = [f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]
-                warn(_LOST.format(first_few(names)), about=kind)
-                break
+    pairs = [pair for pair in parted(structure, sources) if any(trained[i] for i in pair)]
+    pairs = [pair for pair in pairs if not all(id(leaves[i]) in _on_purpose for i in pair)]
+    lost = _told.without(structure, pairs)
+    if lost:
+        _told.add(structure, lost)
+        warn(
+            _LOST.format(first_few([f"{structure.paths[one]!r} and {structure.paths[other]!r}" for one, other in lost]))
+        )
 
 
 def _are_two(structure: Structure, sources: Mapping[int, int], a: int, b: int) -> bool:

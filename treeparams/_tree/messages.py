@@ -30,11 +30,6 @@ def warn(message: str, about: Hashable = None) -> None:
     warnings.warn(message, UserWarning, stacklevel=levels)
 
 
-def was_warned(about: Hashable) -> bool:
-    """Whether a warning has been given about it."""
-    return about in _warned_of
-
-
 def name_deleted(error: Exception, tree: PyTree) -> None:
     """Raises an error that names the array of a tree that has been deleted, where there is one.
 

@@ -133,7 +133,7 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
     looked_at = {id(value): value for value in statics if type(value) not in SIMPLE}.values()
     settled = all(map(is_settled, looked_at))
     known = _Known(tree, leaves, treedef, context, statics, settled)
-    if not known.structure.is_traced:
+    if not known.structure.is_traced and jax.ShapeDtypeStruct not in known.types:
         meet(known.structure, is_call=not by_shape)
     if all(map(_is_harmless, looked_at)):
         with _changing:

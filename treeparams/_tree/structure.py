@@ -93,13 +93,13 @@ class Structure:
         return tuple(map(self.kind_of, range(len(self.nodes))))
 
     def kind_of(self, number: int) -> int:
-        """Equal for nodes with the same paths, classes and dtypes below, whatever their shapes and static values."""
+        """Equal for nodes with the same paths and classes below, whatever their shapes, dtypes and static values."""
         node = self.nodes[number]
         entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
         if node.entries:
             entries = tuple([each[len(node.entries) :] for each in entries])
-        dtypes = tuple(map(getattr, specs, itertools.repeat("dtype"), itertools.repeat(None)))
-        return hash((entries, dtypes, tuple(map(_CLS, self.nodes[number : node.last]))))
+        are_parameters = tuple(map(getattr, specs, itertools.repeat("parameter"), itertools.repeat(None)))
+        return hash((entries, are_parameters, tuple(map(_CLS, self.nodes[number : node.last]))))
 
     @functools.cached_property
     def _hash(self) -> int:

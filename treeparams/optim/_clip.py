@@ -42,7 +42,7 @@ def clip_by_global_norm(
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.sgd(1.0)))
     >>> gradients = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([2.0, 2.0])}

@@ -40,7 +40,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"a": shared, "b": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.sgd(0.1))
     >>> state = tx.init(model)
@@ -50,7 +50,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     ...     return optim.step(tx, grads, state, model)
     >>> model, state = train(model, state)
     >>> print(model["a"], model["b"], model["steps"])
-    [0.7 0.7] [0.7 0.7] 3
+    [0.7 1.7] [0.7 1.7] 3
 
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them,
@@ -106,7 +106,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
 
     >>> import jax.numpy as jnp
     >>> from treeparams import optim
-    >>> shared = jnp.ones(2, jnp.bfloat16)
+    >>> shared = jnp.array([1.0, 2.0], jnp.bfloat16)
     >>> updates = {"a": jnp.ones(2), "b": jnp.ones(2), "n": None}
     >>> model = optim.apply_updates({"a": shared, "b": shared, "n": 3}, updates)
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]

@@ -25,7 +25,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     >>> import os, tempfile, jax.numpy as jnp, optax
     >>> from treeparams import optim, saving
     >>> path = os.path.join(tempfile.mkdtemp(), "run.safetensors")
-    >>> shared = jnp.ones(2)
+    >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"embed": shared, "head": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.adam(0.1))
     >>> saving.save(path, {"model": model, "optimiser": tx.init(model)}, metadata={"run": "7"})

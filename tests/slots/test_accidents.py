@@ -1,0 +1,353 @@
+"""Accidents with ties: arrays that are one though nobody says so, and arrays that are two though nobody said so."""
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import treeparams as tp
+from treeparams import optim
+from treeparams._slots import accidents
+
+from ..zoo import Pair, ramp
+
+zeros = lambda *shape: jnp.zeros(shape)
+one_array = lambda *paths: pytest.warns(UserWarning, match=".*".join(map(repr, paths)) + ": one array, the same number")
+lost = lambda *paths: pytest.warns(UserWarning, match=" and ".join(map(repr, paths)) + " were one array")
+
+
+def with_equal_biases(zero: Any) -> dict[str, Any]:
+    return {"w": ramp(3, 3), "b1": zero, "b2": zero}
+
+
+class Tower(eqx.Module):
+    layers: Any
+    norm: Any = None
+    head: Any = tp.field(tied_to="layers.0", default=None)
+
+
+class Block(eqx.Module):
+    norm: Any
+    weight: Any
+    bias: Any
+
+
+def block() -> Block:
+    return Block(jnp.ones(3), ramp(3, 3), zeros(3))
+
+
+# -- One array, though nobody says so ----------------------------------------------------------------------------------
+
+
+VERBS = {
+    "layout": tp.layout,
+    "layout with freeze": lambda model: tp.layout(model, freeze="w"),
+    "a where": lambda model: tp.trainables(model, ["b1", "b2"]),
+    "partition": tp.partition,
+    "ravel": tp.ravel,
+    "grad": tp.grad(lambda model: jnp.sum(model["b1"])),
+    "project": lambda model: tp.project(model, {}),
+    "replace": lambda model: tp.replace(model, {"w": 1.0}),
+    "summary": tp.summary,
+    "init": optim.trainable(optax.sgd(1.0)).init,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
+    model = with_equal_biases(zeros(3))
+    remedies = r"tp.untie\(model\), .*tied_to=.*tp.tie\(model, 'b2', to='b1'\).*, ties={'b2': 'b1'}"
+    with pytest.warns(UserWarning, match=f"^'b1' and 'b2': one array, the same number .*{remedies}") as caught:
+        VERBS[verb](model)
+    assert [each.filename for each in caught] == [__file__]  # it points at the caller
+    for again in (model, with_equal_biases(jnp.ones(4)), {"net": model, "temperature": ramp(2)}):
+        tp.layout(again)
+
+
+def net_with_one_bias() -> Any:
+    net = Tower([block(), block(), block()])
+    return eqx.tree_at(lambda m: [layer.bias for layer in m.layers], net, [zeros(3)] * 3)
+
+
+ACCIDENTS = {
+    "biases of a net": (net_with_one_bias, ["layers.0.bias", "layers.1.bias", "layers.2.bias"]),
+    "a NumPy array": (lambda: with_equal_biases(np.zeros(3, np.float32)), ["b1", "b2"]),
+    "a narrow one, not of zeros": (lambda: with_equal_biases(jnp.full(3, 2, jnp.bfloat16)), ["b1", "b2"]),
+    "within a class": (lambda: Tower(with_equal_biases(zeros(2, 2))), ["layers.b1", "layers.b2"]),
+    "beside a declared tie": (lambda: Tower([zero := zeros(2)], zero, zero), ["layers.0", "norm"]),
+    "two norms": (lambda: [Block(zero := zeros(3), ramp(2), ramp(2)), Block(zero, *ramp(2, 2))], ["0.norm", "1.norm"]),
+    "nodes of zeros alone": (lambda: Tower({"a": (no := [zeros(2), zeros()]), "c": no}), ["layers.a.0", "layers.c.0"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "paths"), ACCIDENTS.values(), ids=ACCIDENTS)
+def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], paths: list[str]):
+    with one_array(*paths):
+        layout = tp.layout(make())
+    assert layout.ties[paths[0]][: len(paths) - 1]  # a tie it stays
+
+
+COPIES = {
+    "a list": (lambda one: [one] * 4, r"4 times one and the same node: '0', '1', '2', '3' hold the same arrays"),
+    "a tuple": (lambda one: (one, one), r"2 times one and the same node: '0', '1' hold"),
+    "a dict": (lambda one: {"online": one, "target": one}, r"'online', 'target' hold"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), COPIES.values(), ids=COPIES)
+def test_an_ensemble_that_is_one_member_is_noticed(make: Callable[[Any], Any], words: str):
+    model = make({"w": ramp(2, 3), "f": jnp.tanh, "layers": [ramp(3)]})
+    with pytest.warns(
+        UserWarning, match=words + r".*model = tp.untie\(model\).*tp.copy.*tp.tie\(model, alias, to=path"
+    ):
+        tp.ravel(model)
+    tp.layout(model)  # once
+    apart = jax.tree.map(lambda leaf: tp.copy(leaf), model)
+    assert tp.layout(apart).ties == {}  # as the warning asked for, so nothing was lost
+
+
+def table() -> Any:
+    return tp.tie({"w": ramp(2), "a": zeros(2), "b": zeros(2), "c": zeros(2)}, "b", to="a")
+
+
+SHARED = {
+    "another value in one place": lambda: with_equal_biases(jnp.array([0.0, 0.0, 1.0])),
+    "one element, and none": lambda: [one := zeros(1), one, none := zeros(0), none, number := zeros(), number],
+    "a layer with its norm and bias": lambda: Tower([one := block(), block(), one]),
+    "a layer many times": lambda: {"embed": ramp(2), "layers": [block()] * 12},
+    "a layer in two classes": lambda: Pair(Tower(one := block()), {"deep": [one]}),
+    "two children of one": lambda: {"a": (one := block()), "b": one, "c": block()},
+    "a list of one array": lambda: [ramp(3)] * 4,
+    "layers in a tuple of its own class": lambda: Pair(one := block(), one),
+    "a declared tie": lambda: tp.tie(Tower([zeros(2)], None, zeros(2))),
+    "a declared tie by identity": lambda: Tower([zero := zeros(2)], None, zero),
+    "tp.tie": lambda: table(),
+    "tp.tie, within": lambda: {"net": table(), "w": ramp(2)},
+    "tp.tie of two aliases": lambda: tp.tie(table(), "c", to="b"),
+    "tp.tie, and then a part": lambda: tp.tie({"net": table()}, "net.c", to="net.a")["net"],
+    "frozen by its class": lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch"),
+    "integers": lambda: with_equal_biases(jnp.zeros(3, int)),
+    "shapes": lambda: with_equal_biases(jax.ShapeDtypeStruct((3,), jnp.float32)),
+    "copies of what is no node": lambda: [ramp(2), one := {"w": ramp(2)}, one],
+    "nothing": lambda: [{}, {}],
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_what_is_shared_or_said_is_silent(make: Callable[[], Any]):
+    tp.layout(make())
+
+
+def test_ties_that_are_given_or_frozen_are_silent_and_values_of_others_are_read_once(monkeypatch):
+    read = []
+    values = accidents._values
+    monkeypatch.setattr(accidents, "_values", lambda array: read.append(array) or values(array))
+    model = with_equal_biases(zeros(3))
+    jax.eval_shape(lambda model: tp.layout(model).size, model)  # inside of a trace there is nothing to read
+    tp.layout(model, freeze=["b1", "b2"])
+    tp.layout(model, ties={"b2": "b1"})
+    tp.layout(model)
+    tp.layout({"net": model})
+    assert not read
+    shared = {"x": ramp(2), "y": ramp(3)}
+    for _ in range(3):
+        tp.layout(shared | {"z": shared["x"]})
+        tp.layout(shared | {"z": shared["x"]}, lambda model: (model["x"], model["z"]))  # not remembered
+    assert len(read) == 1
+
+
+def test_the_remedies_are_silent():
+    for mend in (tp.untie, lambda model: tp.tie(model, "b2", to="b1"), lambda model: model | {"b2": zeros(3)}):
+        tp.layout(mend(with_equal_biases(zeros(3))))
+    model = with_equal_biases(zeros(3))
+    layout = tp.layout(model, ties={"b2": "b1"})
+    assert tp.layout(tp.combine(*tp.partition(model, layout))) == layout
+
+
+# -- Two arrays that were one ------------------------------------------------------------------------------------------
+
+
+_count = itertools.count()
+
+
+def tied() -> dict[str, Any]:
+    """A model of a structure that this process has not met: that of one that is known teaches nothing new."""
+    embed = ramp(2, 3)
+    return {"embed": embed, "head": embed, f"zero{next(_count)}": zeros(2)}
+
+
+def reloaded(model: Any) -> Any:
+    eqx.tree_serialise_leaves(file := io.BytesIO(), model)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, model)
+
+
+everywhere = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec())
+PART = {
+    "a file of Equinox": reloaded,
+    "tree.map": lambda model: jax.tree.map(lambda a: a * 1, model),
+    "a cast": lambda model: jax.tree.map(lambda a: a.astype(jnp.bfloat16), model),
+    "NumPy and back": lambda model: jax.tree.map(lambda a: jnp.array(np.asarray(a)), model),
+    "jit": jax.jit(lambda model: model),
+    "filter_jit": eqx.filter_jit(lambda model: model),
+    "filter_shard": lambda model: eqx.filter_shard(model, everywhere),
+}
+KEEP = {
+    "tree.map of the identity": lambda model: jax.tree.map(lambda a: a, model),
+    "device_put": jax.device_put,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "tp.copy": tp.copy,
+    "tp.jit": tp.jit(lambda model: model),
+    "tp.ema": lambda model: tp.ema(tp.copy(model), model, decay=0.5),
+}
+WAYS = {
+    "layout": tp.layout,
+    "trainable": optim.trainable(optax.sgd(1.0)).init,
+    "flat": optim.flat(optax.sgd(1.0)).init,
+    "stacked": optim.stacked(optax.sgd(1.0)).init,
+    "within": lambda model: tp.layout({"net": model, "temperature": ramp(2)}),
+    "a mask": lambda model: tp.layout(model, jax.tree.map(lambda _: True, model)),
+}
+
+
+@pytest.mark.parametrize("name", [*PART, *KEEP])
+def test_operations_that_part_a_tie_are_noticed(name: str):
+    tp.layout(model := tied())
+    after = (PART | KEEP)[name](model)
+    if name in KEEP:
+        assert tp.layout(after).ties == {"embed": ("head",)}
+        return
+    assert after["embed"] is not after["head"]
+    call = r"model = tp.tie\(model, 'head', to='embed'\);.*model = tp.untie\(model\)"
+    with pytest.warns(
+        UserWarning, match=f"^'embed' and 'head' were one array .* two, equal bit for bit.*{call}"
+    ) as caught:
+        tp.layout(after)
+    assert [each.filename for each in caught] == [__file__]
+    tp.layout(after)  # once
+    tp.layout(PART["tree.map"](model))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layouts_and_optimisers_notice_it(way: str):
+    tp.layout(model := tied())
+    prefix = "net." if way == "within" else ""
+    with lost(f"{prefix}embed", f"{prefix}head"):
+        WAYS[way](PART["tree.map"](model))
+
+
+def test_a_tie_in_a_nested_node_is_lost_once():
+    tp.layout(model := {"net": tied(), "temperature": ramp(2)})
+    with lost("net.embed", "net.head") as caught:
+        tp.layout(after := PART["tree.map"](model))
+    assert len(caught) == 1
+    tp.layout(after["net"])
+    with lost("net.embed", "net.head") as caught:
+        jax.eval_shape(lambda model: tp.layout(model).size, after)
+    assert len(caught) == 1
+    jax.eval_shape(lambda net: tp.layout(net).size, after["net"])
+
+
+def test_what_is_tied_again_is_one_and_a_tie_lost_later_is_noticed_though_the_model_is_known():
+    before = {"embed": ramp(2, 3), "head": ramp(2, 3, start=2)}
+    tp.layout(before)
+    model = tp.tie(before, "head", to="embed")
+    assert tp.layout(before).ties == {}
+    model = jax.tree.map(lambda a: a + 1, tp.untie(model))
+    tp.layout(model)
+    again = tp.tie(model, "head", to="embed")
+    assert tp.layout(again).ties == {"embed": ("head",)}
+
+
+def test_a_known_model_is_looked_at_again_when_a_tie_is_met():
+    apart = {"embed": ramp(2, 3), "head": ramp(2, 3)}
+    tp.layout(apart)
+    tp.tie(apart, "head", to="embed")
+    with lost("embed", "head"):
+        tp.layout(apart)
+
+
+def test_what_untie_made_is_remembered_and_so_is_what_follows_from_it():
+    for part in (tp.untie, lambda model: tp.untie(model, "head"), lambda model: tp.untie({"net": model})["net"]):
+        tp.layout(model := tied())
+        apart = part(model)
+        for follow in (*PART.values(), *KEEP.values()):
+            assert tp.layout(follow(apart)).ties == tp.layout({"net": follow(apart)}).ties == {}
+        jax.eval_shape(tp.grad(lambda model: jnp.sum(model["embed"])), apart)
+        with lost("embed", "head"):  # tied again, it may be lost again
+            tp.layout(PART["tree.map"](tp.tie(apart, "head", to="embed")))
+        accidents._compared.clear()
+    tp.layout(model := tied())
+    tp.layout(tp.untie(PART["jit"](model)))  # the remedy for a model that has lost it already
+
+
+def test_untying_one_tie_parts_no_other():
+    a, b = ramp(2), ramp(3)
+    tp.layout(model := {"a": a, "a2": a, "b": b, "b2": b})
+    with lost("b", "b2"):
+        tp.layout(PART["tree.map"](tp.untie(model, ["a", "a2"])))
+
+
+SILENT = {
+    "other values": lambda model: model | {"head": model["embed"] + 1},
+    "zeros": lambda model: {name: jnp.zeros_like(leaf) for name, leaf in model.items()},
+    "one number": lambda model: {name: jnp.full_like(leaf, 3) for name, leaf in model.items()},
+    "another shape": lambda model: dict.fromkeys(model, zeros(1)) | {"embed": ramp(4), "head": ramp(4)},
+    "one of another dtype": lambda model: model | {"head": model["embed"].astype(jnp.float16)},
+    "other paths": lambda model: {"embed": ramp(2, 3), "other": ramp(2, 3), "head": zeros(2)},
+    "gradients": lambda model: tp.grad(lambda model: jnp.sum(model["embed"] * model["head"]))(model),
+}
+
+
+@pytest.mark.parametrize("make", SILENT.values(), ids=SILENT)
+def test_what_is_apart_on_purpose_is_silent(make: Callable[[Any], Any]):
+    tp.layout(model := tied())
+    assert tp.layout(make(model)).ties == {}
+
+
+def test_ties_that_are_known_frozen_or_forgotten_are_not_lost():
+    tp.layout(model := tied())
+    after = PART["tree.map"](model)
+    tp.layout(after, ties={"head": "embed"})
+    tp.layout(after, freeze="head")
+    tp.layout(after, "embed")
+    tx = optim.trainable(optax.sgd(1.0))
+    tower = tp.tie(Tower([ramp(2)], None, ramp(2)))
+    assert tp.layout(PART["tree.map"](tower)).ties == {"layers.0": ("head",)}
+    with pytest.warns(UserWarning, match="a layout of such a model ties 'head' to 'embed'") as caught:
+        tx.init(after)
+    assert len(caught) == 1
+
+
+def test_shapes_are_no_model_that_was_met_apart():
+    model = tied()
+    shapes = jax.eval_shape(lambda: PART["tree.map"](model))
+    tp.layout(shapes)
+    tp.layout(model)
+    tp.layout(shapes)  # of which nothing can be compared
+    with lost("embed", "head"):
+        tp.layout(PART["tree.map"](model))
+
+
+def test_arrays_over_several_devices_and_such_as_are_gone():
+    split = NamedSharding(everywhere.mesh, PartitionSpec("data"))
+    model = jax.device_put(tied(), split)
+    with one_array("b1", "b2"):
+        tp.layout(with_equal_biases(jax.device_put(zeros(4), split)))
+    tp.layout(model := tp.tie(model, "head", to="embed"))
+    with lost("embed", "head"), jax.transfer_guard("disallow"):
+        tp.layout(model | {"head": jax.device_put(np.asarray(model["embed"]), split)})
+    gone = {"a": (array := ramp(2) * 0), "c": array, "d": ramp(2)}
+    array.delete()
+    tp.layout(gone)
