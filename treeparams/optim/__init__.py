@@ -4,6 +4,7 @@
 ground up:
 
     _state         TrainableState
+    _master        master: a rule over wide copies of narrow parameters
     _named         what a rule is shown while it is read
     _entries       `{where: value}` within plain Optax, and a check of it in the whole model
     _groups        groups: a rule for each part; report: which leaf goes where
@@ -34,6 +35,7 @@ from ._adjust import adjust as adjust
 from ._clip import ClipState as ClipState, clip_by_global_norm as clip_by_global_norm, clip_state as clip_state
 from ._flat import flat as flat
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
+from ._master import MasterState as MasterState, master as master
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
 from ._scaled import ScaledState as ScaledState, scaled as scaled
 from ._set_trainable import set_trainable as set_trainable

@@ -1,12 +1,19 @@
 """flat: Optax over one vector, for rules that are the same on a vector as on the leaves in it."""
 
+import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-from .._forms.makers import vector_of
-from .._slots.layout import Trainable
+import jax
+
+from .._forms.form import Form
+from .._forms.makers import vector_of, vectors_of
+from .._slots.layout import Layout, Trainable
+from ._history import remembered
+from ._master import MasterState
 from ._rule import Rule
-from ._state import ModelTransformation, Plain
+from ._state import ModelTransformation, Plain, nodes_of
 
 
 def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | None = None) -> ModelTransformation:
@@ -44,6 +51,27 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
         ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
         TypeError: as `optim.trainable`.
     """
-    words = "optim.flat", "use optim.trainable"
-    rule = Rule(tx, vector_of, trainable, fills=True, words=words, trial=trial)
+    rule = _FlatRule(tx, trainable, trial)
     return ModelTransformation(rule.init, rule.update)
+
+
+class _FlatRule(Rule):
+    """As `Rule`, over one vector; where `optim.master` is in it, over one for each dtype."""
+
+    def __init__(self, tx: Plain, trainable: Trainable, trial: Mapping[str, Any] | None) -> None:
+        words = "optim.flat", "use optim.trainable"
+        super().__init__(tx, self._vector_of, trainable, fills=True, words=words, trial=trial)
+
+    def _vector_of(self, layout: Layout) -> Form:
+        return remembered(self, layout, "form", functools.partial(self._make_vector, layout))
+
+    def _make_vector(self, layout: Layout) -> Form:
+        # Of several dtypes one vector has the widest, in which it does not show that a parameter is narrow.
+        form, by_dtype = vector_of(layout), vectors_of(layout)
+        return by_dtype if by_dtype != form and self._has_master(form) else form
+
+    def _has_master(self, form: Form) -> bool:
+        """Whether `optim.master` is in the rule."""
+        with contextlib.suppress(Exception):  # `init` says why
+            return bool(nodes_of(MasterState, jax.eval_shape(self.tx.init, form.shapes())))
+        return False

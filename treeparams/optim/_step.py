@@ -1,11 +1,13 @@
 """step, apply_updates: the model after a step."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._forms.states import Piece
 from .._slots.layout import Layout, trained_at
 from .._slots.match import per_slot
 from .._slots.parts import take_apart
@@ -13,6 +15,7 @@ from .._slots.trainable import look_up
 from .._tree.dtypes import common_dtype, is_complex
 from .._tree.recognise import structure_of
 from .._tree.types import PyTree
+from ._master import copies_in, landed
 from ._state import ONE, TrainableState, extended, nodes_of
 
 M = TypeVar("M")
@@ -57,7 +60,8 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M
     except (ValueError, TypeError):
         _model_state(state)  # plain Optax fails in many ways at a model, none of which names the reason
         raise
-    return _moved(model, updates, _model_state(after).layout), after
+    state_after = _model_state(after)
+    return _moved(model, updates, state_after.layout, _copies(state_after)), after
 
 
 def _model_state(state: PyTree) -> TrainableState:
@@ -67,6 +71,16 @@ def _model_state(state: PyTree) -> TrainableState:
             f"expected the state of one transformation over models, tx.init(model), got {len(states)}; {ONE}"
         )
     return states[0]
+
+
+def _copies(state: TrainableState) -> dict[str, Piece]:
+    """The wide copy of each parameter that `optim.master` keeps one of."""
+    return {
+        path: Piece(array, owners, number)
+        for run, division in zip(state.runs, state.roles.divisions, strict=False)
+        for owners, array in copies_in(run, division)
+        for number, path in enumerate(owners.paths)
+    }
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
@@ -97,13 +111,19 @@ def apply_updates(model: M, updates: PyTree) -> M:
     """
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
     layout, index = look_up(structure_of(model)[2], None)
-    return _moved(model, updates, trained_at(layout, index.distinct))
+    return _moved(model, updates, trained_at(layout, index.distinct), {})
 
 
-def _moved(model: M, updates: PyTree, layout: Layout) -> M:
+def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, Piece]) -> M:
+    """The model after a step; parameters of which there are wide copies are these, rounded."""
     parts = take_apart(model, layout)
     steps = per_slot(parts.index, updates, "first", exact_shapes=True)
-    return parts.model(list(map(added, layout.paths, parts.slots, steps)))
+    slots = list(map(added, layout.paths, parts.slots, steps))
+    for slot, path in enumerate(layout.paths if copies else ()):
+        old, step = parts.slots[slot], steps[slot]
+        if path in copies and step is not None:
+            slots[slot] = landed(old, step, copies[path].alone(old.shape), slots[slot])
+    return parts.model(slots)
 
 
 def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
