@@ -1,8 +1,12 @@
-"""What is refused at the boundary between models and Optax: a second one, a mask around it, updates for gradients."""
+"""What is refused at the boundary between models and Optax: a second one, a mask around it, updates for gradients.
+
+And what is warned of: narrow parameters that do not train.
+"""
 
 import inspect
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +16,11 @@ import optax
 from jax.core import Tracer
 
 from .._slots.parts import Parts
-from .._tree.messages import OURS
+from .._tree.messages import OURS, warn
+from .._tree.text import first_few
 from .._tree.types import PyTree
 from ._state import ONE, TrainableState, nodes_of, rates_in
+from ._step import added
 
 # By their states.
 _OTHER = {
@@ -99,3 +105,49 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
                 f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
                 "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
             )
+
+
+# -- Narrow parameters -------------------------------------------------------------------------------------------------
+
+
+class _Looks(NamedTuple):
+    """What the first steps outside of a trace do to the narrow parameters of a kind of model."""
+
+    seen: int  # how many
+    still: frozenset[int]  # the parameters that no step changes
+    lost: frozenset[int]  # those that have had a step that is not zero, and changes nothing
+
+
+_LOOKS = 3
+_looks: dict[int, _Looks] = {}  # of each kind, by the hash of its layout
+
+
+def notice_loss(parts: Parts[Any], steps: Sequence[Any]) -> None:
+    """Warns, once for a kind of model, of narrow parameters that the first steps do not change."""
+    if not parts.index.narrow_slots:
+        return
+    kind, paths = hash(parts.layout), parts.layout.paths
+    seen, still, lost = _looks.get(kind, _Looks(0, frozenset(parts.index.narrow_slots), frozenset()))
+    given = [(slot, parts.slots[slot], steps[slot]) for slot in still if steps[slot] is not None]
+    if seen == _LOOKS or any(isinstance(each, Tracer) for pair in given for each in pair):
+        return
+    for slot, leaf, step in given:
+        # Each by itself, since within one program the sum might never be rounded.
+        is_as_before, is_zero = map(bool, _as_before(leaf, step, added(paths[slot], leaf, step)))
+        still = still if is_as_before else still - {slot}
+        lost = lost if is_zero or not is_as_before else lost | {slot}
+    _looks[kind] = _Looks(seen + 1 if still else _LOOKS, still, lost)
+    stuck = [paths[slot] for slot in sorted(still & lost)]
+    if stuck and seen + 1 == _LOOKS:
+        dtype = parts.layout[stuck[0]].dtype
+        warn(
+            f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
+            "between neighbouring numbers rounds to none. Train float32 copies, "
+            "optim.trainable(optim.master(optax.adam(1e-3)))"
+        )
+
+
+@jax.jit
+def _as_before(leaf: jax.Array, step: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether a parameter is as it was before its step, and whether the step is zero."""
+    return jnp.all(after == leaf), jnp.all(step == 0)

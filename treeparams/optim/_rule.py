@@ -23,7 +23,7 @@ from .._slots.parts import Parts, kept_arrays, take_apart
 from .._tree.messages import warn
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
-from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, refuse_another
+from ._boundary import check_model, check_no_updates, check_run, check_ties, note_updates, notice_loss, refuse_another
 from ._history import History, asked, regrouped, remembered
 from ._scaled import ScaledState, check_names
 from ._separability import Kinds, check_form
@@ -143,6 +143,7 @@ class Rule:
         parts = take_apart(params, state.roles.layout)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
+        notice_loss(parts, steps)
         tree = parts.everywhere(steps)
         note_updates(parts, tree, updates)
         return tree, TrainableState(runs, state.held, (*counts, *state.counts[len(runs) :]), state.roles)
