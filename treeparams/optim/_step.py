@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._forms.states import Piece
+from .._forms.block import Block, cut_blocks
+from .._forms.owners import Owners
 from .._slots.layout import Layout, trained_at
 from .._slots.match import per_slot
 from .._slots.parts import take_apart
@@ -73,14 +74,28 @@ def _model_state(state: PyTree) -> TrainableState:
     return states[0]
 
 
-def _copies(state: TrainableState) -> dict[str, Piece]:
+def _copies(state: TrainableState) -> dict[str, jax.Array]:
     """The wide copy of each parameter that `optim.master` keeps one of."""
+    divisions = zip(state.runs, state.roles.divisions, strict=False)
+    found = [pair for run, division in divisions for pair in copies_in(run, division)]
+    if not found:
+        return {}
+    blocks = [_block(owners, copy, [state.layout[path].shape for path in owners.paths]) for owners, copy in found]
+    pieces = cut_blocks(blocks, [copy for _, copy in found])
     return {
-        path: Piece(array, owners, number)
-        for run, division in zip(state.runs, state.roles.divisions, strict=False)
-        for owners, array in copies_in(run, division)
-        for number, path in enumerate(owners.paths)
+        path: piece
+        for (owners, _), own in zip(found, pieces, strict=True)
+        for path, piece in zip(owners.paths, own, strict=True)
     }
+
+
+def _block(owners: Owners, copy: jax.Array, shapes: list[tuple[int, ...]]) -> Block:
+    """Where the pieces of parameters of these shapes lie in a copy."""
+    if owners.axis is None:
+        return Block.single(copy.shape, copy.dtype)
+    if owners.has_rows:
+        return Block.rows(shapes[0], copy.dtype, len(shapes))
+    return Block.vector(shapes, [copy.dtype] * len(shapes), copy.dtype, copy.size)
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
@@ -114,7 +129,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
     return _moved(model, updates, trained_at(layout, index.distinct), {})
 
 
-def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, Piece]) -> M:
+def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, jax.Array]) -> M:
     """The model after a step; parameters of which there are wide copies are these, rounded."""
     parts = take_apart(model, layout)
     steps = per_slot(parts.index, updates, "first", exact_shapes=True)
@@ -122,7 +137,7 @@ def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, Piece
     for slot, path in enumerate(layout.paths if copies else ()):
         old, step = parts.slots[slot], steps[slot]
         if path in copies and step is not None:
-            slots[slot] = landed(old, step, copies[path].alone(old.shape), slots[slot])
+            slots[slot] = landed(old, step, copies[path], slots[slot])
     return parts.model(slots)
 
 
