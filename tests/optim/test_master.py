@@ -46,13 +46,12 @@ def _ways():
     """The form, the rule with `optim.master` or without, and whether a leaf is frozen and thawed meanwhile."""
     plain = lambda of: of(_rule())
     in_groups = lambda of: optim.groups({"[ac]": optim.per_leaf(of(_rule()))}, default=of(optim.per_leaf(_rule())))
-    chain = optax.chain(optim.scaled({"a": 0.5}), optax.MultiSteps(_rule(), 2))
-    clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(chain))
+    scaled = optax.chain(_rule(), optim.scaled({"b": 0.5}))
+    clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
     return {
-        "tree": (optim.trainable, plain, True),
+        "tree": (optim.trainable, clipped, True),
         "vectors": (optim.flat, plain, True),
         "stacks in groups": (optim.stacked, in_groups, False),
-        "behind a clip": (optim.trainable, clipped, False),
     }
 
 
@@ -62,13 +61,13 @@ def test_equals_optax_over_wide_parameters_rounded(way):
     tx, plain = form(rule(optim.master)), form(rule(lambda tx: tx))
     model, wide = _model(), _wide(_model())
     state, of_wide = tx.init(model), plain.init(wide)
-    for time in range(5):
-        if is_frozen_meanwhile and time in (1, 3):
+    for time in range(4):
+        if is_frozen_meanwhile and time in (1, 2):
             trained = "!a" if time == 1 else None
             state = optim.set_trainable(tx, state, model, trained)
             of_wide = optim.set_trainable(plain, of_wide, wide, trained)
         grads = _grads(model, time)
-        if way == "tree" and time == 4:
+        if way == "tree" and time == 3:
             del grads["h"]
         model, state = optim.step(tx, grads, state, model)
         wide, of_wide = optim.step(plain, grads, of_wide, wide)
@@ -99,10 +98,9 @@ def test_trains_what_rounds_away_in_one_program(form):
     assert sum(copy.size for copy in copies) == 4
 
 
-@forms
-def test_what_is_changed_from_outside_begins_anew(form):
+def test_what_is_changed_from_outside_begins_anew():
     model = _model()
-    tx = form(optim.master(optax.sgd(1e-3)))
+    tx = optim.flat(optim.master(optax.sgd(1e-3)))
     once, state = optim.step(tx, _grads(model), tx.init(model), model)
     changed = tp.replace(once, {"a": once["a"].at[0, 1].set(5.0), "b": once["b"].at[0].set(jnp.inf)})
     zero = jax.tree.map(jnp.zeros_like, _grads(model))
@@ -143,11 +141,10 @@ class _Tied(eqx.Module):
     two: jax.Array
 
 
-@forms
-def test_ties_are_kept_and_states_saved_and_moved(form, tmp_path):
+def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
     embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
     model = _Tied(embed, embed.T, shared, shared)
-    tx = form(optim.master(optax.adam(1e-3)))
+    tx = optim.flat(optim.master(optax.sgd(1e-3, momentum=0.9)))
     state = tx.init(model)
     loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).one * _wide(m).two)
     step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
@@ -158,25 +155,22 @@ def test_ties_are_kept_and_states_saved_and_moved(form, tmp_path):
     saving.save(tmp_path / "run", {"model": model, "state": state})
     loaded = saving.load(tmp_path / "run", {"model": model, "state": state})
     assert_same(loaded["state"], state)
-    if form is optim.trainable:
-        return
-    other = optim.trainable(optim.master(optax.adam(1e-3)))
+    other = optim.trainable(optim.master(optax.sgd(1e-3, momentum=0.9)))
     moved = saving.plan(model, model).state(state, other.init(tp.tie(model, state.layout)))
     grads = tp.grad(loss, state.layout)(model)
     assert_same(optim.step(other, grads, moved, model)[0], optim.step(tx, grads, state, model)[0])
 
 
-@pytest.mark.parametrize("form", ["tree", "stacks"])
-def test_over_devices_copies_lie_as_their_parameters(form):
+def test_over_devices_copies_lie_as_their_parameters():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     model = {"a": ramp(8, 2, dtype=LOW), "b": ramp(8, 2, dtype=LOW, start=1e-3), "c": ramp(8)}
     loss = lambda m, x: jnp.mean((x @ (_wide(m)["a"] + _wide(m)["b"])) ** 2) + jnp.sum(m["c"] ** 2)
-    rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form=form)
+    rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form="stacks")
     init, step = sharding.step(loss, rule, plan)
     params, state = init(model)
     tx = optim.trainable(rule)
     alone, own = model, tx.init(model)
-    for time in range(3):
+    for time in range(2):
         x = jnp.sin(jnp.arange(32.0).reshape(4, 8) + time)
         params, state, _ = step(params, state, x)
         alone, own = optim.step(tx, tp.grad(loss)(alone, x), own, alone)
@@ -195,14 +189,13 @@ def test_dtypes():
         np.testing.assert_array_equal(leaf, np.float32([0.9, 2.9]).astype(name))
     with enable_x64():
         model = {"w": jnp.ones(1, jnp.float32), "z": jnp.ones(1, jnp.complex64), "d": jnp.ones(1)}
-        tx = optim.trainable(optim.master(optax.sgd(1e-9), jnp.float64))
-        copies = optim.step(tx, model, tx.init(model), model)[1].runs[0].copies
+        tx = optim.trainable(optim.master(optax.identity(), jnp.float64))
+        copies = tx.init(model).runs[0].copies
         assert {name: copy if copy is None else copy.dtype.name for name, copy in copies.items()} == {
             "w": "float64",
             "z": "complex128",
             "d": None,
         }
-        assert copies["w"] == 1 - 1e-9
     single = {"w": jnp.ones(1), "z": jnp.ones(1, jnp.complex64), "n": np.int32(1)}
     assert optim.master(optax.sgd(1.0)).init({**single, "n": None}).copies == dict.fromkeys(single)
 
@@ -257,7 +250,7 @@ def _steps(tx, model, count, apply=None):
             model = apply(model, updates)
 
 
-@forms
+@pytest.mark.parametrize("form", [optim.flat, optim.stacked])
 def test_says_once_that_steps_are_lost(form):
     slow = optax.sgd(optax.warmup_constant_schedule(0.0, 1e-4, 2))  # its first step is zero
     model = {"scale": jnp.ones(2, LOW), "moves": jnp.zeros(2, LOW), form.__name__: jnp.ones(2)}
@@ -267,9 +260,8 @@ def test_says_once_that_steps_are_lost(form):
     _steps(form(slow), model, 4)  # once
 
 
-@forms
-def test_says_nothing_else(form):
-    words = lambda word: {"scale": jnp.ones(2, LOW), form.__name__ + word: jnp.ones(2)}
+def test_says_nothing_else():
+    form, words = optim.trainable, lambda word: {"scale": jnp.ones(2, LOW), word: jnp.ones(2)}
     slow = optax.sgd(1e-4)
     _steps(form(optim.master(slow)), words("copied"), 4)
     _steps(form(optax.sgd(1e-2)), words("moves"), 4)
