@@ -31,6 +31,7 @@ def flat(tx: Plain, trainable: Trainable = None, *, trial: Mapping[str, Any] | N
     ((2,), None)
 
     **One vector has no holes**: a leaf without a gradient counts as zero here, so its moments decay and it may move.
+    It has the widest dtype of its leaves; with `optim.master` in `tx` there is a vector for each dtype.
 
     For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
     muon, clipping by block, masks by shape) are refused at the first `init`, and so are those that go by names (masks

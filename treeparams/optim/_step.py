@@ -48,8 +48,9 @@ def step(tx: Any, grads: PyTree, state: S, model: M, **extra: object) -> tuple[M
         **extra: for `tx`, such as `value` and `value_fn`.
 
     Returns:
-        The model and the next state. Each parameter keeps its dtype; frozen leaves are the same objects. Outside of a
-        trace one array stands at all paths of a tie.
+        The model and the next state. Each parameter keeps its dtype, and is its wide copy rounded where
+        `optim.master` keeps one; frozen leaves are the same objects. Outside of a trace one array stands at all paths
+        of a tie.
 
     Raises:
         ValueError: the state is not that of one transformation over models; as `tx.update`.
@@ -110,7 +111,8 @@ def apply_updates(model: M, updates: PyTree) -> M:
     (dtype(bfloat16), True, 3)
 
     The arrays at the paths of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (So you may use
-    `eqx.apply_updates` as well; it adds as JAX promotes dtypes.)
+    `eqx.apply_updates` as well; it adds as JAX promotes dtypes.) With `optim.master` use `optim.step`, which knows the
+    copies.
 
     Args:
         model: any pytree.

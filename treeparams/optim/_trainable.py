@@ -54,7 +54,7 @@ def trainable(tx: Plain, trainable: Trainable = None) -> ModelTransformation:
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
-            since it was made.
+            since it was made; the first three steps change nothing of a bfloat16 or float16 leaf, see `optim.master`.
 
     Raises:
         TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: as `tp.project`, and for a line search
