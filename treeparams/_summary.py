@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ._forms.restructure import Restructure, known_leaves
+from ._slots.index import Index
 from ._slots.layout import Layout, Trainable
 from ._slots.trainable import look_up
 from ._slots.untrained import no_arrays
@@ -49,7 +50,7 @@ class Summary:
         totals: one for each role, `"trained"`, `"frozen"`, `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
-    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], values: str) -> None:
+    def __init__(self, rows: Sequence[Row], shown: Sequence[Row], narrow: str, values: str) -> None:
         """For this library's own use; users write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
@@ -64,6 +65,8 @@ class Summary:
                 counts = ((total.elements, "element"), (total.arrays, "array"))
                 words = " in ".join(f"{count:,} {noun}{'s' if count != 1 else ''}" for count, noun in counts)
                 below.append([role, f"{words}, {in_bytes(total.nbytes)}"])
+        if narrow:
+            below.append(["narrow", narrow])
         if values:
             below.append(["no arrays", values])
         self._lines = [*table, "", *in_columns(below[0], below[1:])]
@@ -108,6 +111,15 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     trained    4,194,816 elements in 2 arrays, 16.8 MB
     frozen     474,021,888 elements in 16 arrays, 1.9 GB
     no arrays  activation (function), final_activation (function)
+
+    The line "narrow" counts what trains in less than single precision:
+
+    >>> tp.summary({"w": jnp.ones(3, jnp.bfloat16)})
+    path  shape  dtype     elements  bytes  role
+    w     3      bfloat16         3    6 B  trained
+    <BLANKLINE>
+    trained  3 elements in 1 array, 6 B
+    narrow   3 trained in bfloat16, where small steps round to none; optim.master and tp.Ema keep float32
 
     Of a `Restructure` you see where each parameter lies: in which stack and row, or at which elements of the vector.
 
@@ -157,7 +169,20 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
             _joined(path, list(members))
             for path, members in itertools.groupby(rows, lambda row: join_path(split_path(row.path)[:depth]))
         ]
-    return Summary(rows, shown, no_arrays(structure))
+    return Summary(rows, shown, _of_narrow(index, rows), no_arrays(structure))
+
+
+def _of_narrow(index: Index, rows: Sequence[Row]) -> str:
+    """What there is to know of trained parameters with less than single precision, if there are any."""
+    paths = {index.slots[slot].path for slot in index.narrow_slots}
+    own = [row for row in rows if row.path in paths]
+    if not own:
+        return ""
+    dtypes = first_few(list(dict.fromkeys(row.dtype for row in own)))
+    return (
+        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to none; optim.master and "
+        "tp.Ema keep float32"
+    )
 
 
 def _joined(path: str, rows: Sequence[Row]) -> Row:

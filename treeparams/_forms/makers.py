@@ -49,6 +49,25 @@ def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIn
     return forms[dtype, pad_to]
 
 
+def vectors_of(layout: Layout) -> Form:
+    """One vector for each dtype among the slots of a layout; the only one by itself."""
+    dtypes: dict[str, list[int]] = {}
+    for i, slot in enumerate(layout.slots):
+        dtypes.setdefault(str(slot.dtype), []).append(i)
+    if len(dtypes) < 2:
+        return vector_of(layout)
+    forms = index_of(layout).forms
+    if "vectors" not in forms:
+        members, treedef = jtu.tree_flatten(dtypes, is_leaf=lambda node: isinstance(node, list))
+        own = [[layout.slots[i] for i in slots] for slots in members]
+        blocks = [Block.vector([s.shape for s in slots], [s.dtype for s in slots], slots[0].dtype) for slots in own]
+        for slots, block in zip(own, blocks, strict=True):
+            _check_vector(slots, block.dtype, block.size)
+        words = "vectors, one for each dtype"
+        forms["vectors"] = Form(treedef, tuple(blocks), tuple(map(tuple, members)), layout.paths, words)
+    return forms["vectors"]
+
+
 def reals_of(layout: Layout) -> Form:
     """One real vector, over the slots in reals: of a complex slot all real parts, then all imaginary ones."""
     forms = index_of(layout).forms

@@ -54,6 +54,12 @@ class Division:
     problem: str = ""  # why that could not be told
 
     @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """All entries of paths, without those of parameters."""
+        places = {owners.place for owners in self.owners if owners is not None}
+        return frozenset(entry for place in places for entries in place for entry in entries)
+
+    @functools.cached_property
     def _hash(self) -> int:
         return hash((self.owners, self.problem))
 

@@ -115,6 +115,11 @@ class Index:
     def complex_slots(self) -> tuple[int, ...]:
         return tuple([slot for slot, dtype in enumerate(self.dtypes) if is_complex(dtype)])
 
+    @functools.cached_property
+    def narrow_slots(self) -> tuple[int, ...]:
+        """Those with fewer bits than single precision, in which small steps round to none."""
+        return tuple([slot for slot, dtype in enumerate(self.dtypes) if dtype.itemsize < 4])
+
     # -- Trees
 
     @functools.cached_property

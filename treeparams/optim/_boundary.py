@@ -1,8 +1,12 @@
-"""The boundary between models and Optax: what is refused there, such as a second one; updates without `None`."""
+"""The boundary between models and Optax: what is refused there, such as a second one; updates without `None`.
+
+And what is warned of: narrow parameters that do not train.
+"""
 
 import inspect
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +17,13 @@ from jax.core import Tracer
 
 from .._slots.parts import Parts, take_apart
 from .._slots.trainable import MisfitError
-from .._tree.messages import OURS
+from .._tree.messages import OURS, warn
 from .._tree.recognise import structure_of
 from .._tree.structure import flatten, is_array
+from .._tree.text import first_few
 from .._tree.types import PyTree
 from ._state import ONE, TrainableState, nodes_of, rates_in
+from ._step import added
 
 # By their states.
 _OTHER = {
@@ -139,3 +145,49 @@ def _or_zero(leaf: Any, step: Any) -> Any:
     # Numbers too: a plain `jax.jit` makes arrays of them.
     kind: Any = type(leaf)
     return kind(-0.0) if isinstance(leaf, (bool, int, float, complex, np.number, np.bool_)) else None
+
+
+# -- Narrow parameters -------------------------------------------------------------------------------------------------
+
+
+class _Looks(NamedTuple):
+    """What the first steps outside of a trace do to the narrow parameters of a kind of model."""
+
+    seen: int  # how many
+    still: frozenset[int]  # the parameters that no step changes
+    lost: frozenset[int]  # those that have had a step that is not zero, and changes nothing
+
+
+_LOOKS = 3
+_looks: dict[int, _Looks] = {}  # of each kind, by the hash of its layout
+
+
+def notice_loss(parts: Parts[Any], steps: Sequence[Any]) -> None:
+    """Warns, once for a kind of model, of narrow parameters that the first steps do not change."""
+    if not parts.index.narrow_slots:
+        return
+    kind, paths = hash(parts.layout), parts.layout.paths
+    seen, still, lost = _looks.get(kind, _Looks(0, frozenset(parts.index.narrow_slots), frozenset()))
+    given = [(slot, parts.slots[slot], steps[slot]) for slot in still if steps[slot] is not None]
+    if seen == _LOOKS or any(isinstance(each, Tracer) for pair in given for each in pair):
+        return
+    for slot, leaf, step in given:
+        # Each by itself, since within one program the sum might never be rounded.
+        is_as_before, is_zero = map(bool, _as_before(leaf, step, added(paths[slot], leaf, step)))
+        still = still if is_as_before else still - {slot}
+        lost = lost if is_zero or not is_as_before else lost | {slot}
+    _looks[kind] = _Looks(seen + 1 if still else _LOOKS, still, lost)
+    stuck = [paths[slot] for slot in sorted(still & lost)]
+    if stuck and seen + 1 == _LOOKS:
+        dtype = parts.layout[stuck[0]].dtype
+        warn(
+            f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
+            "between neighbouring numbers rounds to none. Train float32 copies, "
+            "optim.trainable(optim.master(optax.adam(1e-3)))"
+        )
+
+
+@jax.jit
+def _as_before(leaf: jax.Array, step: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether a parameter is as it was before its step, and whether the step is zero."""
+    return jnp.all(after == leaf), jnp.all(step == 0)

@@ -18,6 +18,7 @@ from .._tree.recognise import structure_of
 from .._tree.text import describe, in_columns, quoted
 from .._tree.types import PyTree
 from ._entries import Keys, check_entries, entries_of
+from ._master import copies_in
 from ._named import Named
 from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
@@ -249,6 +250,9 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     b     3      float32  default  0            1
     c     1      float32  default  1            0
 
+    Where bfloat16 or float16 parameters train, the column "copy" says in which dtype `optim.master` keeps a copy of
+    each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers.
+
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
         model: any pytree. No state is made of it.
@@ -270,7 +274,8 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     layout = take_apart(model, rule.trainable if state is None else state.layout).layout
     header, index = ["path", "shape", "dtype", "group"], index_of(layout)
     names: dict[str, list[str]] = {path: [] for path in layout.paths}
-    shapes = rule.like(layout).state if names else ()
+    like = rule.like(layout) if names else None
+    shapes = () if like is None else like.state
     check_groups(shapes, index)
     for group in groups_in(shapes):
         for path in _paths_at(rule.form_of(layout), group.paths):
@@ -281,10 +286,15 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         header += ["history", "steps"]
         runs = zip((*state.roles.running, *state.roles.held), state.counts, strict=True)
         steps = {leaf: [str(n), str(count)] for n, (leaves, count) in enumerate(runs) for leaf in leaves}
+    narrow = {layout.paths[slot]: "none" for slot in index.narrow_slots}
+    if narrow and like is not None:
+        header.append("copy")
+        narrow |= {path: str(copy.dtype) for owners, copy in copies_in(shapes, like.division) for path in owners.paths}
     rows = []
     for leaf in index.distinct:
         path, spec = structure.paths[leaf], structure.spec(leaf)
         group = groups.get(path, "frozen") or "trained"
-        row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *steps.get(leaf, ["", ""])]
+        counts = steps.get(leaf, ["", ""]) if state is not None else []
+        row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *counts, narrow.get(path, "")]
         rows.append(row[: len(header)])
     return Report(groups, "\n".join(in_columns(header, rows, [5])))

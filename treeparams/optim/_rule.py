@@ -29,6 +29,7 @@ from ._boundary import (
     check_run,
     check_ties,
     note_updates,
+    notice_loss,
     refuse_another,
     taken_apart,
     zeros_filled,
@@ -168,6 +169,7 @@ class Rule:
         parts = taken_apart(params, state, updates)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
+        notice_loss(parts, steps)
         tree = parts.everywhere(steps)
         tree = tree if self.frozen is None else zeros_filled(params, tree)
         note_updates(parts, tree, updates)

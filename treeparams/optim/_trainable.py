@@ -1,12 +1,19 @@
 """trainable, flat: the boundary between models and Optax, over the tree and over one vector."""
 
+import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .._forms.makers import tree_of, vector_of
-from .._slots.layout import Trainable
+import jax
+
+from .._forms.form import Form
+from .._forms.makers import tree_of, vector_of, vectors_of
+from .._slots.layout import Layout, Trainable
+from ._history import remembered
+from ._master import MasterState
 from ._rule import Rule
-from ._state import ModelTransformation, Plain
+from ._state import ModelTransformation, Plain, nodes_of
 
 
 def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"] | None = None) -> ModelTransformation:
@@ -61,7 +68,7 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
-            since it was made.
+            since it was made; the first three steps change nothing of a bfloat16 or float16 leaf, see `optim.master`.
 
     Raises:
         TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: the gradients are the model itself, or
@@ -95,6 +102,7 @@ def flat(
     ((2,), None)
 
     **One vector has no holes**: a leaf without a gradient counts as zero here, so its moments decay and it may move.
+    It has the widest dtype of its leaves; with `optim.master` in `tx` there is a vector for each dtype.
 
     For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
     muon, clipping by block, masks by shape) are refused at the first `init`, and so are those that go by names (masks
@@ -116,6 +124,27 @@ def flat(
         ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
         TypeError: as `optim.trainable`.
     """
-    words = "optim.flat", "use optim.trainable"
-    rule = Rule(tx, vector_of, trainable, fills=True, words=words, trial=trial, frozen=frozen)
+    rule = _FlatRule(tx, trainable, trial, frozen)
     return ModelTransformation(rule.init, rule.update)
+
+
+class _FlatRule(Rule):
+    """As `Rule`, over one vector; where `optim.master` is in it, over one for each dtype."""
+
+    def __init__(self, tx: Plain, trainable: Trainable, trial: Mapping[str, Any] | None, frozen: Any) -> None:
+        words = "optim.flat", "use optim.trainable"
+        super().__init__(tx, self._vector_of, trainable, fills=True, words=words, trial=trial, frozen=frozen)
+
+    def _vector_of(self, layout: Layout) -> Form:
+        return remembered(self, layout, "form", functools.partial(self._make_vector, layout))
+
+    def _make_vector(self, layout: Layout) -> Form:
+        # Of several dtypes one vector has the widest, in which it does not show that a parameter is narrow.
+        form, by_dtype = vector_of(layout), vectors_of(layout)
+        return by_dtype if by_dtype != form and self._has_master(form) else form
+
+    def _has_master(self, form: Form) -> bool:
+        """Whether `optim.master` is in the rule."""
+        with contextlib.suppress(Exception):  # `init` says why
+            return bool(nodes_of(MasterState, jax.eval_shape(self.tx.init, form.shapes())))
+        return False

@@ -12,11 +12,13 @@ import numpy as np
 
 from .._average import Ema
 from .._forms.form import Form
+from .._forms.owners import divide
 from .._slots.layout import Layout, index_of
 from .._tree.text import describe
 from .._tree.types import PyTree
+from ..optim._master import MasterState, copies_in, landed
 from ..optim._scaled import ByParameter, spread, told
-from ..optim._state import ModelTransformation, extended, settled, steady
+from ..optim._state import ModelTransformation, extended, nodes_of, settled, steady
 from ..optim._step import added
 
 Average = float | Callable[[Any], Ema[Any]]
@@ -28,6 +30,7 @@ class Update:
     """One step of a rule, and of an average if there is one."""
 
     rule: Any  # plain Optax that takes extra arguments
+    form: Form  # of the parameters
     by_parameter: ByParameter
     make_average: Callable[[PyTree], Ema[Any]] | None = None
 
@@ -40,7 +43,7 @@ class Update:
                 "form how it rests: pass what is within it, such as optax.adam(1e-3)"
             )
         by_parameter = functools.partial(spread, index_of(layout), layout, form)
-        return cls(extended(tx), by_parameter, None if average is None else ema_maker(average))
+        return cls(extended(tx), form, by_parameter, None if average is None else ema_maker(average))
 
     def start(self, params: PyTree) -> tuple[PyTree, Ema[Any] | None]:
         """The state of the rule, and the average."""
@@ -54,9 +57,20 @@ class Update:
         before = told(state, self.by_parameter)
         updates, after = self.rule.update(jax.tree.map(jnp.conj, gradients), before, params, value=value)
         leaves, treedef = jtu.tree_flatten(params)
-        leaves = list(map(added, map(str, range(len(leaves))), leaves, treedef.flatten_up_to(updates)))
-        params = treedef.unflatten(leaves)
+        steps = treedef.flatten_up_to(updates)
+        moved = list(map(added, map(str, range(len(leaves))), leaves, steps))
+        for i, copy in self._copies(after).items():
+            moved[i] = moved[i] if steps[i] is None else landed(leaves[i], steps[i], copy, moved[i])
+        params = treedef.unflatten(moved)
         return params, steady(told(after, None), state), None if average is None else average.update(params)
+
+    def _copies(self, state: PyTree) -> dict[int, jax.Array]:
+        """The wide copy of each array of the parameters that `optim.master` keeps one of."""
+        if not nodes_of(MasterState, state):
+            return {}
+        blocks = {tuple([self.form.paths[slot] for slot in slots]): i for i, slots in enumerate(self.form.members)}
+        division = divide(self.rule.init, self.form, state)
+        return {blocks[owners.paths]: copy for owners, copy in copies_in(state, division)}
 
 
 def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:

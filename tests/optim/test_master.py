@@ -1,0 +1,311 @@
+"""Wide copies of narrow parameters: each parameter is its copy rounded, and the copies train as Optax trains them."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeparams as tp
+from treeparams import optim, saving, sharding
+
+from ..zoo import assert_close, assert_same, enable_x64, ramp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+forms = pytest.mark.parametrize("form", [optim.trainable, optim.flat, optim.stacked])
+LOW, HALF = jnp.bfloat16, jnp.float16
+
+
+def _model():
+    low = {"a": ramp(2, 2, dtype=LOW), "b": ramp(2, 2, dtype=LOW, start=1e-3)}
+    return low | {"c": ramp(2, 2), "h": ramp(2, 2, dtype=HALF), "n": 7}
+
+
+def _grads(model, time=0):
+    """In single precision, with steps of any size among them."""
+    grow = lambda path, leaf: 10.0 ** (time % 3) * jnp.sin(jnp.arange(leaf.size) + time).reshape(leaf.shape)
+    return tp.maptrainable(grow, model, with_path=True)
+
+
+def _wide(model):
+    return tp.maptrainable(lambda leaf: leaf.astype(jnp.float32), model)
+
+
+def _rounded(wide, like):
+    return tp.maptrainable(lambda leaf, own: leaf.astype(own.dtype), wide, like, tied="first")
+
+
+def _rule():
+    return optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9))
+
+
+def _ways():
+    """The form, the rule with `optim.master` or without, and whether a leaf is frozen and thawed meanwhile."""
+    plain = lambda of: of(_rule())
+    in_groups = lambda of: optim.groups({"[ac]": optim.per_leaf(of(_rule()))}, default=of(optim.per_leaf(_rule())))
+    scaled = optax.chain(_rule(), optim.scaled({"b": 0.5}))
+    clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
+    return {
+        "tree": (optim.trainable, clipped, True),
+        "vectors": (optim.flat, plain, True),
+        "stacks in groups": (optim.stacked, in_groups, False),
+    }
+
+
+@pytest.mark.parametrize("way", _ways())
+def test_equals_optax_over_wide_parameters_rounded(way):
+    form, rule, is_frozen_meanwhile = _ways()[way]
+    tx, plain = form(rule(optim.master)), form(rule(lambda tx: tx))
+    model, wide = _model(), _wide(_model())
+    state, of_wide = tx.init(model), plain.init(wide)
+    for time in range(4):
+        if is_frozen_meanwhile and time in (1, 2):
+            trained = "!a" if time == 1 else None
+            state = optim.set_trainable(tx, state, model, trained)
+            of_wide = optim.set_trainable(plain, of_wide, wide, trained)
+        grads = _grads(model, time)
+        if way == "tree" and time == 3:
+            del grads["h"]
+        model, state = optim.step(tx, grads, state, model)
+        wide, of_wide = optim.step(plain, grads, of_wide, wide)
+        assert_same(model, _rounded(wide, model))
+    assert {name: leaf.dtype.name for name, leaf in tp.trainables(model).items()} == DTYPES
+
+
+DTYPES = {"a": "bfloat16", "b": "bfloat16", "c": "float32", "h": "float16"}
+
+
+@forms
+def test_trains_what_rounds_away_in_one_program(form):
+    model = {"w": jnp.ones(2, LOW), "v": jnp.ones(2, LOW), "wide": jnp.ones(3)}
+    after = {}
+    for name, rule in {"narrow": optax.adam(1e-4), "master": optim.master(optax.adam(1e-4))}.items():
+        tx = form(rule)
+
+        def body(carry, _, tx=tx):
+            return optim.step(tx, jax.tree.map(jnp.ones_like, carry[0]), carry[1], carry[0]), None
+
+        run = jax.jit(lambda carry, body=body: jax.lax.scan(body, carry, length=200)[0], donate_argnums=0)
+        after[name], state = run((tp.copy(model), tx.init(model)))
+    assert np.all(after["narrow"]["w"] == 1)
+    np.testing.assert_array_equal(after["master"]["w"], jnp.asarray([0.98, 0.98], LOW))
+    np.testing.assert_allclose(after["master"]["wide"], 0.98, 1e-4)
+    copies = jax.tree.leaves(state.runs[0].copies)
+    assert {copy.dtype.name for copy in copies} == {"float32"}
+    assert sum(copy.size for copy in copies) == 4
+
+
+def test_what_is_changed_from_outside_begins_anew():
+    model = _model()
+    tx = optim.flat(optim.master(optax.sgd(1e-3)))
+    once, state = optim.step(tx, _grads(model), tx.init(model), model)
+    changed = tp.replace(once, {"a": once["a"].at[0, 1].set(5.0), "b": once["b"].at[0].set(jnp.inf)})
+    zero = jax.tree.map(jnp.zeros_like, _grads(model))
+    twice, after = optim.step(tx, zero, state, changed)
+    assert_same(twice, changed)
+    back, _ = optim.step(tx, tp.maptrainable(lambda leaf: -leaf, _grads(model)), after, twice)
+    keep, _ = optim.step(tx, tp.maptrainable(lambda leaf: -leaf, _grads(model)), state, once)
+    at = np.array([[True, False], [True, True]])
+    np.testing.assert_array_equal(back["a"][at], keep["a"][at])
+    np.testing.assert_array_equal(back["a"][at], model["a"][at])  # nothing was lost on the way
+    assert back["a"][0, 1] == LOW(5.0 + 1e-3 * np.sin(1))
+    np.testing.assert_array_equal(np.isinf(back["b"]), [[True, True], [False, False]])
+
+
+def test_with_eqx_apply_updates_while_a_step_is_less_than_a_factor_of_two():
+    model = {"w": jnp.asarray([1.0, 1.0, -0.5], LOW)}
+    tx = optim.trainable(optim.master(optax.sgd(1.0)))
+    state, wide = tx.init(model), _wide(model)
+    for step in ([0.3, 0.01, 0.1], [0.2, 1e-3, -0.2]):
+        grads = {"w": jnp.asarray(step)}
+        updates, state = tx.update(grads, state, model)
+        assert updates["w"].dtype == LOW
+        model = eqx.apply_updates(model, updates)
+        wide = {"w": wide["w"] - grads["w"]}
+        assert_same(model, _rounded(wide, model))
+    far = {"w": jnp.asarray([0.5 - 1e-5, 0.0, 0.0])}  # to 1e-5, which no sum of narrow numbers gives
+    updates, after = tx.update(far, state, model)
+    summed, stepped = optim.apply_updates(model, updates), optim.step(tx, far, state, model)[0]
+    assert (summed["w"][0], stepped["w"][0]) == (0.0, LOW(after.runs[0].copies["w"][0]))
+    again, _ = optim.step(tx, {"w": jnp.zeros(3)}, after, summed)
+    assert_same(again, summed)
+
+
+class _Tied(eqx.Module):
+    embed: jax.Array
+    head: jax.Array = tp.field(tied_to="embed", transform=jnp.transpose)
+    one: jax.Array
+    two: jax.Array
+
+
+def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
+    embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
+    model = _Tied(embed, embed.T, shared, shared)
+    tx = optim.flat(optim.master(optax.sgd(1e-3, momentum=0.9)))
+    state = tx.init(model)
+    loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).one * _wide(m).two)
+    step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
+    for _ in range(3):
+        model, state = step(model, state)
+    np.testing.assert_array_equal(model.head, model.embed.T)
+    np.testing.assert_array_equal(model.one, model.two)
+    saving.save(tmp_path / "run", {"model": model, "state": state})
+    loaded = saving.load(tmp_path / "run", {"model": model, "state": state})
+    assert_same(loaded["state"], state)
+    other = optim.trainable(optim.master(optax.sgd(1e-3, momentum=0.9)))
+    moved = saving.plan(model, model).state(state, other.init(tp.tie(model, state.layout)))
+    grads = tp.grad(loss, state.layout)(model)
+    assert_same(optim.step(other, grads, moved, model)[0], optim.step(tx, grads, state, model)[0])
+
+
+def test_over_devices_copies_lie_as_their_parameters():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    model = {"a": ramp(8, 2, dtype=LOW), "b": ramp(8, 2, dtype=LOW, start=1e-3), "c": ramp(8)}
+    loss = lambda m, x: jnp.mean((x @ (_wide(m)["a"] + _wide(m)["b"])) ** 2) + jnp.sum(m["c"] ** 2)
+    rule, plan = optim.master(optax.sgd(0.5)), sharding.plan(model, mesh, {"**": "split"}, form="stacks")
+    init, step = sharding.step(loss, rule, plan)
+    params, state = init(model)
+    tx = optim.trainable(rule)
+    alone, own = model, tx.init(model)
+    for time in range(2):
+        x = jnp.sin(jnp.arange(32.0).reshape(4, 8) + time)
+        params, state, _ = step(params, state, x)
+        alone, own = optim.step(tx, tp.grad(loss)(alone, x), own, alone)
+    for copy, leaf in zip(jax.tree.leaves(state.rule.copies), jax.tree.leaves(params), strict=False):
+        assert not leaf.sharding.is_fully_replicated
+        assert copy.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        np.testing.assert_array_equal(copy.astype(LOW), leaf)  # large steps among them
+    assert_close(plan.model(params), alone, 2**-7)
+
+
+def test_dtypes():
+    model = {str(jnp.dtype(each)): jnp.asarray([1.0, 3.0], each) for each in (jnp.float8_e4m3fn, LOW, HALF)}
+    tx = optim.trainable(optim.master(optax.sgd(0.1)))
+    after, _ = optim.step(tx, jax.tree.map(lambda leaf: jnp.ones(2), model), tx.init(model), model)
+    for name, leaf in after.items():
+        np.testing.assert_array_equal(leaf, np.float32([0.9, 2.9]).astype(name))
+    with enable_x64():
+        model = {"w": jnp.ones(1, jnp.float32), "z": jnp.ones(1, jnp.complex64), "d": jnp.ones(1)}
+        tx = optim.trainable(optim.master(optax.identity(), jnp.float64))
+        copies = tx.init(model).runs[0].copies
+        assert {name: copy if copy is None else copy.dtype.name for name, copy in copies.items()} == {
+            "w": "float64",
+            "z": "complex128",
+            "d": None,
+        }
+    single = {"w": jnp.ones(1), "z": jnp.ones(1, jnp.complex64), "n": np.int32(1)}
+    assert optim.master(optax.sgd(1.0)).init({**single, "n": None}).copies == dict.fromkeys(single)
+
+
+def test_plain_optax_shares_no_buffer_and_leaves_out_what_has_no_gradient():
+    tx = optim.master(optax.contrib.schedule_free(optax.sgd(1e-3), 1e-3))  # keeps parameters
+    params = {"a": jnp.ones(3), "b": jnp.ones(3, LOW), "c": jnp.ones(3, LOW)}
+    state = tx.init(params)
+    leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    tx = optim.master(optax.sgd(0.1))
+    state = tx.init(params)
+    grads = {"a": jnp.ones(3), "b": None, "c": jnp.ones(3)}
+    updates, after = tx.update(grads, state, params)
+    assert (updates["b"], updates["c"].dtype) == (None, LOW)
+    assert_same(after.copies, {"a": None, "b": jnp.ones(3), "c": jnp.ones(3) - jnp.float32(0.1)}, identity=False)
+    masked = optax.masked(tx, {"a": True, "b": False, "c": True})
+    assert_same(masked.update(params, masked.init(params), params)[0]["b"], params["b"])
+
+
+def test_functions_are_called_with_what_is_trained():
+    model, seen = {"w": jnp.asarray([1.0, 0.5, 3.0], LOW)}, []
+
+    def loss(model):
+        seen.append(model["w"].dtype)
+        return jnp.sum(model["w"] ** 2)
+
+    def update(updates, state, params, value_fn, grad, grad_fn, note):
+        value, gradient = jax.value_and_grad(value_fn)(params)
+        seen.extend([value.dtype, gradient["w"].dtype, grad["w"].dtype, grad_fn(params)["w"].dtype, params["w"].dtype])
+        return jax.tree.map(lambda each: -0.5 * each, gradient), state
+
+    tx = optim.trainable(optim.master(optax.GradientTransformationExtraArgs(lambda params: (), update)))
+    extra = {"grad": model, "value_fn": loss, "grad_fn": tp.grad(loss), "note": "as it is"}
+    model, _ = optim.step(tx, model, tx.init(model), model, **extra)
+    single = [np.dtype(np.float32)]
+    assert seen == [LOW, *single * 3, LOW, *single * 2] or seen == [LOW, LOW, *single * 5]
+    np.testing.assert_array_equal(model["w"], jnp.zeros(3, LOW))
+
+
+# -- Where a narrow parameter trains without it ------------------------------------------------------------------------
+
+
+def _steps(tx, model, count, apply=None):
+    state = tx.init(model)
+    for _ in range(count):
+        grads = jax.tree.map(jnp.ones_like, model)
+        if apply is None:
+            model, state = optim.step(tx, grads, state, model)
+        else:
+            updates, state = tx.update(grads, state, model)
+            model = apply(model, updates)
+
+
+@pytest.mark.parametrize("form", [optim.flat, optim.stacked])
+def test_says_once_that_steps_are_lost(form):
+    slow = optax.sgd(optax.warmup_constant_schedule(0.0, 1e-4, 2))  # its first step is zero
+    model = {"scale": jnp.ones(2, LOW), "moves": jnp.zeros(2, LOW), form.__name__: jnp.ones(2)}
+    with pytest.warns(UserWarning, match=r"change nothing at scale: in bfloat16 .*optim\.master\(") as found:
+        _steps(form(slow), model, 3)
+    assert found[0].filename == __file__
+    _steps(form(slow), model, 4)  # once
+
+
+def test_says_nothing_else():
+    form, words = optim.trainable, lambda word: {"scale": jnp.ones(2, LOW), word: jnp.ones(2)}
+    slow = optax.sgd(1e-4)
+    _steps(form(optim.master(slow)), words("copied"), 4)
+    _steps(form(optax.sgd(1e-2)), words("moves"), 4)
+    _steps(form(optax.sgd(0.0)), words("zero"), 4)
+    _steps(form(slow), words("too early"), 2)
+    jitted = form(slow)
+    model = words("in a trace")
+    run = jax.jit(functools.partial(optim.step, jitted))
+    state = jitted.init(model)
+    for _ in range(4):
+        model, state = run(model, state, model)
+
+
+def test_says_so_with_eqx_apply_updates():
+    with pytest.warns(UserWarning, match="change nothing at w: in float16"):
+        _steps(optim.trainable(optax.sgd(1e-4)), {"w": jnp.ones(2, HALF)}, 3, eqx.apply_updates)
+
+
+def test_report_and_summary_name_narrow_parameters():
+    model = _model() | {"frozen": jnp.ones(1, LOW)}
+    tx = optim.trainable(optim.groups({"a": optim.master(optax.sgd(1.0))}, default=optax.sgd(1.0)), "!frozen")
+    lines = str(optim.report(tx, model)).splitlines()
+    assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "default", "frozen", "none"]
+    lines = str(optim.report(tx, model, tx.init(model))).splitlines()
+    assert [line.split()[-1] for line in lines] == ["copy", "float32", "none", "0", "frozen", "none"]
+    flat = optim.flat(optim.master(optax.sgd(1.0)))
+    assert str(optim.report(flat, _model())).split().count("float32") == 4  # of `c` the dtype
+    assert "copy" not in str(optim.report(flat, {"a": jnp.ones(1)}))
+    narrow = "narrow     12 trained in bfloat16, float16, where small steps round to none; optim.master and tp.Ema"
+    assert narrow in str(tp.summary(model, "!frozen"))
+    assert "narrow" not in str(tp.summary(model, "c"))
+
+
+def test_errors(without_type_checks):
+    for call, error, match in (
+        (lambda: optim.master(optax.sgd(1.0), jnp.int32), TypeError, r"floating one such as jnp.float32, got"),
+        (lambda: optim.master(optax.sgd(1.0), "wide"), TypeError, r"floating one such as jnp.float32, got"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.complex64), TypeError, "of complex parameters they are complex"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.float64), ValueError, "float64 need 64 bits: jax.config.update"),
+        (lambda: optim.master(optim.trainable(optax.sgd(1.0))), ValueError, "stands outermost"),
+        (lambda: optim.master(optax.sgd), TypeError, "call it with its arguments"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    tx, params = optim.master(optax.sgd(1.0)), {"a": jnp.ones(1, LOW)}
+    with pytest.raises(ValueError, match=r"write tx.update\(grads, state, params\)"):
+        tx.update(params, tx.init(params))

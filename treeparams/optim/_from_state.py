@@ -1,0 +1,151 @@
+"""value_and_grad_from_state, eval_params: what the state of an optimiser has beside its own arrays."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.core import Tracer
+
+from .._forms.form import Form
+from .._forms.makers import stacks_of, tree_of, vector_of
+from .._forms.owners import Division
+from .._grad import value_and_grad
+from .._slots.layout import Layout, trained_at
+from .._slots.parts import take_apart
+from .._tree.paths import key_text, quote
+from .._tree.types import PyTree
+from ._history import History
+from ._state import TrainableState, model_state
+
+M = TypeVar("M")
+
+
+def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """As `tp.value_and_grad(f)`, out of the state where a line search has left both in it.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"w": jnp.array([1.0, 2.0]), "steps": 3, "activation": jnp.tanh}
+    >>> loss = lambda model: jnp.sum(model["w"] ** 2)
+    >>> tx = optim.trainable(
+    ...     optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(9, store_grad=True))
+    ... )
+    >>> state, value_and_grad = tx.init(model), optim.value_and_grad_from_state(loss)
+    >>> for _ in range(2):
+    ...     value, grads = value_and_grad(model, state=state)
+    ...     model, state = optim.step(tx, grads, state, model, value=value, grad=grads, value_fn=loss)
+    >>> round(float(value), 3), model["steps"], model["activation"] is jnp.tanh
+    (1.8, 3, True)
+
+    It is `optax.value_and_grad_from_state` for models with frozen parts, ties, functions and integers in them. A line
+    search ends with the loss and its gradient where it arrived, which is where the next step begins, so that each step
+    evaluates the loss once less. The model and the further arguments must be those that the search has seen: with
+    another batch for each step write `tp.value_and_grad`. `f` is called where the state has no finite value, as before
+    the first step; and for parameters that have not taken their steps together, as after `optim.set_trainable`.
+
+    Args:
+        f: the loss, a function of the model and further arguments, as you pass it to the line search as `value_fn`.
+
+    Returns:
+        A function of the same arguments and `state=`, the state of `optim.trainable`, `flat` or `stacked`. It returns
+        the value, in the dtype that the state has it in, and the canonical gradient.
+
+    Raises:
+        ValueError: when called: no line search in the state keeps value and gradient, or several do; the state is not
+            that of one transformation over models; as `tp.value_and_grad`.
+        TypeError: when called: as `tp.value_and_grad`.
+    """
+
+    @functools.wraps(f)
+    def of_state(model: Any, /, *args: Any, state: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
+        ours = model_state(state)
+        compute = functools.partial(value_and_grad(f, ours.layout), model, *args, **kwargs)
+        if len(ours.runs) != 1:
+            return compute()
+        value, slots = _searched(ours)
+        kept = value, take_apart(model, ours.layout).canonical(slots)
+
+        def computed() -> tuple[Any, PyTree]:
+            found, grads = compute()
+            return jax.lax.convert_element_type(found, value.dtype), grads
+
+        if isinstance(value, Tracer):
+            return jax.lax.cond(jnp.isfinite(value), lambda: kept, computed)
+        return kept if bool(jnp.isfinite(value)) else computed()
+
+    return of_state
+
+
+def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
+    """The value, and the gradient of each slot, that a line search has left in a state."""
+    nodes = jtu.tree_flatten_with_path(state.runs[0], is_leaf=_has_searched)[0]
+    found = [(path, node) for path, node in nodes if _has_searched(node)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one line search that keeps value and gradient in the state, found {len(found)}: optax.lbfgs() "
+            "has one, and optax.scale_by_backtracking_linesearch(..., store_grad=True); else write tp.value_and_grad"
+        )
+    ((path, node),) = found
+    place = (tuple([quote(key_text(key)) for key in (*path, jtu.GetAttrKey("grad"))]), ())
+    copies = History(state.layout, state.runs[0], state.roles.divisions[0]).copies
+    slots = state.layout.slots
+    pieces = [copies.piece(place, slot.path).alone(slot.shape) for slot in slots]
+    return node.value, [piece.astype(slot.dtype) for piece, slot in zip(pieces, slots, strict=True)]
+
+
+def _has_searched(node: object) -> bool:
+    has_both = {"value", "grad"} <= set(getattr(node, "_fields", ()))
+    return has_both and getattr(node, "grad") is not None and jnp.ndim(getattr(node, "value")) == 0  # noqa: B009
+
+
+def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
+    """The model with the parameters that a function of Optax makes of an optimiser's state and its parameters.
+
+    >>> import equinox as eqx, jax, optax
+    >>> from treeparams import optim
+    >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    >>> tx = optim.flat(optax.contrib.schedule_free_sgd(0.1), "!layers.0")
+    >>> evaluated = optim.eval_params(optax.contrib.schedule_free_eval_params, tx.init(mlp), mlp)
+    >>> evaluated.layers[0].weight is mlp.layers[0].weight, evaluated.layers[1].weight.shape
+    (True, (1, 4))
+
+    Args:
+        f: called with the state of the rule within, `state.runs[0]`, and the parameters in the form that the state has
+            them in: a canonical tree, a vector, stacks. Of a chain it takes one state: `lambda state, params:
+            optax.contrib.schedule_free_eval_params(state[1], params)`. Parameters that have not taken their steps
+            together, as after `optim.set_trainable`, have a state for each history, and `f` is called with each.
+        state: that of `optim.trainable`, `flat` or `stacked`, or of a chain or wrapper around it.
+        model: the model that was trained.
+
+    Returns:
+        The model. A tie has its new value at all places; what does not train is as it was.
+
+    Raises:
+        ValueError: the state is not that of one transformation over models; it is in the stacks of `optim.groups`; the
+            model does not fit it; `f` returns other shapes.
+    """
+    ours = model_state(state)
+    parts = take_apart(model, ours.layout)
+    values = list(parts.slots)
+    for run, positions, division in zip(ours.runs, ours.roles.running, ours.roles.divisions, strict=False):
+        form = _form_of(trained_at(ours.layout, positions), division)
+        slots = [parts.index.by_leaf[position] for position in positions]
+        made = form.read(f(run, form.holding([values[slot] for slot in slots])))
+        for slot, value in zip(slots, made, strict=True):
+            values[slot] = values[slot] if value is None else value
+    return parts.model(values)
+
+
+def _form_of(layout: Layout, division: Division) -> Form:
+    """The form of the parameters of which a state is copies."""
+    owned = {(each.paths, each.axis is None) for each in division.owners if each is not None}
+    for make in (tree_of, vector_of, stacks_of):
+        form = make(layout)
+        blocks = zip(form.members, form.blocks, strict=True)
+        known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}
+        if owned <= known:
+            return form
+    raise ValueError("the state is in stacks of groups, so there is no form to call the function with; call it by hand")

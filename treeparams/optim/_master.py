@@ -1,0 +1,257 @@
+"""master: plain Optax that trains wide copies of narrow parameters.
+
+A bfloat16 number has 8 significant bits. A step of 0.001 from 1.0 is less than half the spacing between neighbouring
+numbers, so the sum rounds back to 1.0, in this step and in all others. Here the rule trains float32 copies, and each
+parameter is its copy, rounded.
+
+An update is added by somebody else, in the parameter's dtype. The difference of two narrow numbers is a narrow number
+where they differ by less than a factor of two (Sterbenz), so then the sum is the rounded copy, bit for bit. Else it may
+not be: no bfloat16 number added to 1.0 gives 1e-5. So `optim.step`, which knows the state, writes the rounded copy
+itself (`landed`), wherever the update is still the one that was made here.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from .._forms.owners import Division, Owners
+from .._tree.dtypes import is_complex, is_inexact
+from .._tree.structure import is_array
+from .._tree.text import describe
+from .._tree.types import PyTree
+from ._state import ONE, ModelTransformation, Plain, extended, in_own_buffers
+
+_FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
+"""Extra arguments of rules of Optax that are functions of parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterState:
+    """The state of `optim.master`, a pytree.
+
+    Attributes:
+        copies: a tree like the parameters: the wide copy of each narrow one, `None` at the others.
+        inner: the state of the rule, over the copies and the parameters that are wide already.
+    """
+
+    copies: Any
+    inner: Any
+
+
+MasterState.__module__ = "treeparams.optim"
+jtu.register_dataclass(MasterState, ["copies", "inner"], [])
+
+
+def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransformationExtraArgs:
+    """Trains bfloat16 and float16 parameters by float32 copies, so that no small step is lost.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from treeparams import optim
+    >>> model = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.zeros(2)}
+    >>> tx = optim.trainable(optim.master(optax.sgd(1e-3)))
+    >>> state = tx.init(model)
+    >>> for _ in range(100):  # in bfloat16 alone, 1 - 0.001 is 1
+    ...     model, state = optim.step(tx, {"w": jnp.ones(2)}, state, model)
+    >>> print(model["w"], state.runs[0].copies["w"].round(4), state.runs[0].copies["b"])
+    [0.898438 0.898438] [0.9 0.9] None
+
+    Each parameter is its copy, rounded to the parameter's dtype; under `optim.step` bit for bit after every step. The
+    gradients that you pass may be narrow or wide. It costs 4 bytes for each narrow element, and rules keep their
+    moments in float32 too: with Adam, 12 bytes beside the 2 of a bfloat16 weight, where 4 would be without. A parameter
+    that is as wide as `dtype` has no copy.
+
+    It is plain Optax, and stands anywhere within `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
+    and `optim.per_leaf`, and in `sharding.step`. **Put all that makes the step within it**: clips, weight decay,
+    `optim.scaled`, `optax.apply_if_finite`, `optax.MultiSteps`, which then adds up in float32. What changes updates
+    behind it leaves parameters that are not their copies.
+
+    **A parameter that you change yourself stays changed**: an element that is not its copy rounded when a step begins
+    (`tp.replace`, a part that was loaded, a projection) has been changed from outside, and its copy begins anew from
+    it. So keep the state when you save: a copy that begins anew has lost what was below the rounding.
+
+    **With `eqx.apply_updates`, or `optim.apply_updates`**, which know no state, a parameter is its copy rounded as long
+    as a step changes it by less than a factor of two. In another step its copy begins anew from the sum.
+
+    Functions among the extra arguments (`value_fn`, `grad_fn`) are called with parameters in their own dtypes, rounded,
+    since that is the model that you train. So a line search tries steps in narrow numbers; it does better on a model
+    that is wide.
+
+    Args:
+        tx: any Optax transformation or chain. All that it is shown is wide.
+        dtype: the dtype of the copies, floating. Narrower parameters have one; of a complex parameter, which counts by
+            its real part, it is complex.
+
+    Returns:
+        A transformation with a `MasterState`. Each update has the dtype of its parameter. `None`, or
+        `optax.MaskedNode`, is no step: the copy stays as it is.
+
+    Raises:
+        TypeError: `dtype` is not floating; `tx` is no transformation.
+        ValueError: `dtype` is float64 and JAX has 32 bits; `tx` is a transformation over models; `update`: there are no
+            parameters.
+    """
+    if isinstance(tx, ModelTransformation):
+        raise ValueError(ONE)
+    wide = _checked(dtype)
+    rule = _Master(extended(tx), wide)
+    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+
+
+def _checked(dtype: DTypeLike) -> np.dtype:
+    try:
+        given = jnp.dtype(dtype)
+    except TypeError:
+        given = None
+    if given is None or not jnp.issubdtype(given, jnp.floating):
+        raise TypeError(
+            f"dtype is that of the wide copies, a floating one such as jnp.float32, got {describe(dtype)}; of complex "
+            "parameters they are complex by themselves"
+        )
+    if jax.dtypes.canonicalize_dtype(given) != given:
+        raise ValueError(f'copies in {given} need 64 bits: jax.config.update("jax_enable_x64", True) at the start')
+    return given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Master:
+    """A rule, and the dtype of the copies that it is shown in place of narrower parameters."""
+
+    tx: optax.GradientTransformationExtraArgs
+    dtype: np.dtype
+
+    def init(self, params: PyTree) -> Any:
+        """The copies, and the state of the rule over them."""
+        copies = jax.tree.map(self.copy_of, params)
+        state = MasterState(copies, self.tx.init(jax.tree.map(_copy_or_own, params, copies)))
+        return in_own_buffers(state, jtu.tree_leaves(params))  # a rule may keep what it is given
+
+    def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        """The updates in the dtypes of the parameters, and the next copies and state."""
+        if params is None:
+            raise ValueError("optim.master needs the parameters: write tx.update(grads, state, params)")
+        before = jax.tree.map(_current, params, state.copies)
+        extra = {name: self._argument(name, value, params) for name, value in extra.items()}
+        made, inner = self.tx.update(self.widened(updates), state.inner, before, **extra)
+        steps, treedef = jtu.tree_flatten(made, is_leaf=_is_nothing)
+        copies, currents, olds = map(treedef.flatten_up_to, (state.copies, before, params))
+        for i, step in enumerate(steps):
+            if not (_is_nothing(step) or copies[i] is None):
+                copies[i], steps[i] = _step(currents[i], step, olds[i])
+        return treedef.unflatten(steps), MasterState(treedef.unflatten(copies), inner)
+
+    def copy_of(self, leaf: Any) -> jax.Array | None:
+        """The copy of a narrow parameter; of another one there is none."""
+        wide = self._wide(leaf)
+        return None if wide is None else jax.lax.convert_element_type(leaf, wide)
+
+    def widened(self, tree: PyTree) -> PyTree:
+        """A tree with its narrow arrays as wide ones."""
+        return jax.tree.map(lambda leaf: _copy_or_own(leaf, self.copy_of(leaf)), tree)
+
+    def _wide(self, leaf: Any) -> Any:
+        """The dtype of the copy of a parameter."""
+        if not (is_array(leaf) and is_inexact(leaf.dtype)) or jnp.finfo(leaf.dtype).bits >= jnp.finfo(self.dtype).bits:
+            return None
+        return jnp.result_type(self.dtype, jnp.complex64) if is_complex(leaf.dtype) else self.dtype
+
+    def _argument(self, name: str, value: Any, params: PyTree) -> Any:
+        """An extra argument as a rule understands it that is shown copies."""
+        if name == "grad":
+            return self.widened(value)
+        if name not in _FUNCTIONS or not callable(value):
+            return value
+        return self._over_copies(value, params)
+
+    def _over_copies(self, f: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+        """A function of parameters as one of copies, which it is given rounded; gradients it returns are wide."""
+
+        def of_copies(copies: PyTree, *args: Any, **kwargs: Any) -> Any:
+            rounded = jax.tree.map(lambda leaf, copy: _rounded(copy, leaf.dtype), params, copies)
+            return self.widened(f(rounded, *args, **kwargs))
+
+        return functools.wraps(f)(of_copies)  # Optax looks at the names of its arguments
+
+
+def _is_nothing(node: object) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _copy_or_own(leaf: Any, copy: jax.Array | None) -> Any:
+    return leaf if copy is None else copy
+
+
+def _current(leaf: Any, copy: jax.Array | None) -> Any:
+    """What a rule is shown of a parameter: its copy, which begins anew where the parameter has been changed."""
+    return leaf if copy is None else _kept(leaf, copy)
+
+
+# Outside of a trace each of these is one call, and not some ten.
+
+
+@functools.partial(jax.jit, inline=True)
+def _kept(leaf: jax.Array, copy: jax.Array) -> jax.Array:
+    """A copy, with the elements of the parameter that are not those of the copy, rounded."""
+    rounded = _rounded(copy, leaf.dtype)
+    is_same = (rounded == leaf) | (jnp.isnan(rounded) & jnp.isnan(leaf))
+    return jnp.where(is_same, copy, jax.lax.convert_element_type(leaf, copy.dtype))
+
+
+@functools.partial(jax.jit, inline=True)
+def _step(copy: jax.Array, step: jax.Array, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The copy after a step, and the update of the parameter."""
+    copy = copy + jax.lax.convert_element_type(step, copy.dtype)
+    return copy, _difference(_rounded(copy, leaf.dtype), leaf)
+
+
+def _difference(rounded: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The update of a parameter that is to be a rounded copy."""
+    return jnp.where(rounded == leaf, jnp.zeros((), leaf.dtype), rounded - leaf)  # that of infinities is NaN
+
+
+def _rounded(copy: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """A copy in the dtype of its parameter."""
+    narrow, wide = jnp.finfo(dtype), jnp.finfo(copy.dtype)
+    # Compilers may leave out a cast down that is followed by one up (`xla_allow_excess_precision`). Where these numbers
+    # were compared so, no parameter would be its copy rounded. They leave out no rounding that is asked for by itself,
+    # which is the same where exponents have the same range, as in bfloat16 and float32.
+    if narrow.nexp == wide.nexp and narrow.nmant < wide.nmant:
+        copy = jax.lax.reduce_precision(copy, narrow.nexp, narrow.nmant)
+    return jax.lax.convert_element_type(copy, dtype)
+
+
+# -- Where the step is applied -----------------------------------------------------------------------------------------
+
+
+def copies_in(state: PyTree, division: Division) -> Iterator[tuple[Owners, Any]]:
+    """The wide copies in the state of a rule, and the parameters that each is of."""
+    if "copies" not in division.names:  # of most states that is all that is asked
+        return
+    owners = iter(division.owners)
+    for node in jtu.tree_leaves(state, is_leaf=_is_master):
+        leaves = jtu.tree_leaves(node)
+        count = len(jtu.tree_leaves(node.copies)) if isinstance(node, MasterState) else 0
+        for n, (own, leaf) in enumerate(zip(itertools.islice(owners, len(leaves)), leaves, strict=True)):
+            if n < count and own is not None:
+                yield own, leaf
+
+
+def _is_master(node: object) -> bool:
+    return isinstance(node, MasterState)
+
+
+@functools.partial(jax.jit, inline=True)
+def landed(leaf: jax.Array, step: jax.Array, copy: jax.Array, moved: jax.Array) -> jax.Array:
+    """A parameter after a step: its copy rounded, where the update is the one that leads there; else as it `moved`."""
+    if step.dtype != leaf.dtype:
+        return moved
+    rounded = _rounded(copy, leaf.dtype)
+    return jnp.where(step == _difference(rounded, leaf), rounded, moved)
