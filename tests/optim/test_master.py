@@ -49,7 +49,7 @@ def _ways():
     scaled = optax.chain(_rule(), optim.scaled({"b": 0.5}))
     clipped = lambda of: optax.chain(optim.clip_by_global_norm(1e9), of(scaled))
     return {
-        "tree": (optim.trainable, clipped, True),
+        "tree": (optim.trainable, clipped, False),
         "vectors": (optim.flat, plain, True),
         "stacks in groups": (optim.stacked, in_groups, False),
     }
@@ -82,7 +82,7 @@ DTYPES = {"a": "bfloat16", "b": "bfloat16", "c": "float32", "h": "float16"}
 def test_trains_what_rounds_away_in_one_program(form):
     model = {"w": jnp.ones(2, LOW), "v": jnp.ones(2, LOW), "wide": jnp.ones(3)}
     after = {}
-    for name, rule in {"narrow": optax.adam(1e-4), "master": optim.master(optax.adam(1e-4))}.items():
+    for name, rule in {"narrow": optax.sgd(1e-4), "master": optim.master(optax.sgd(1e-4))}.items():
         tx = form(rule)
 
         def body(carry, _, tx=tx):
@@ -144,7 +144,7 @@ class _Tied(eqx.Module):
 def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
     embed, shared = ramp(2, 3, dtype=LOW), ramp(3, dtype=LOW)
     model = _Tied(embed, embed.T, shared, shared)
-    tx = optim.flat(optim.master(optax.sgd(1e-3, momentum=0.9)))
+    tx = optim.flat(optim.master(optax.sgd(1e-3)))
     state = tx.init(model)
     loss = lambda m: jnp.sum(jnp.sin(_wide(m).embed @ _wide(m).head)) + jnp.sum(_wide(m).one * _wide(m).two)
     step = jax.jit(lambda model, state: optim.step(tx, tp.grad(loss, state.layout)(model), state, model))
@@ -155,7 +155,7 @@ def test_ties_are_kept_and_states_saved_and_moved(tmp_path):
     saving.save(tmp_path / "run", {"model": model, "state": state})
     loaded = saving.load(tmp_path / "run", {"model": model, "state": state})
     assert_same(loaded["state"], state)
-    other = optim.trainable(optim.master(optax.sgd(1e-3, momentum=0.9)))
+    other = optim.trainable(optim.master(optax.sgd(1e-3)))
     moved = saving.plan(model, model).state(state, other.init(tp.tie(model, state.layout)))
     grads = tp.grad(loss, state.layout)(model)
     assert_same(optim.step(other, grads, moved, model)[0], optim.step(tx, grads, state, model)[0])
