@@ -1,6 +1,5 @@
 """summary: the arrays of a model, which of them train, how large they are, and their ties."""
 
-import html
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from ._slots.trainable import look_up
 from ._slots.untrained import no_arrays
 from ._tree.paths import join_path, split_path
 from ._tree.recognise import structure_of
-from ._tree.text import count_of, first_few, in_bytes, in_columns
+from ._tree.tables import Table, as_html, as_text
+from ._tree.text import count_of, first_few, in_bytes
 from ._tree.types import PyTree
 
 _HEADER = ("path", "shape", "dtype", "elements", "bytes", "role", "place", "tied to")
@@ -58,7 +58,6 @@ class Summary:
         cells = [_HEADER, *(row.cells() for row in shown)]
         empty = [i for i in _OPTIONAL if not any(row[i] for row in cells[1:])]
         header, *lines = [[cell for i, cell in enumerate(row) if i not in empty] for row in cells]
-        table = in_columns(header, lines, right=_NUMBERS)
         below = []
         for role, total in self.totals.items():
             if total.arrays or role == "trained":
@@ -69,13 +68,13 @@ class Summary:
             below.append(["narrow", narrow])
         if values:
             below.append(["no arrays", values])
-        self._lines = [*table, "", *in_columns(below[0], below[1:])]
+        self._blocks = [Table(header, lines, right=_NUMBERS), "", Table(below[0], below[1:])]
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines)
+        return as_text(self._blocks)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        return as_html(self._blocks)
 
 
 def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:

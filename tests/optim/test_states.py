@@ -307,7 +307,7 @@ def test_a_state_prints_a_line_for_each_history_and_a_transformation_what_it_is(
     model = {"a": ramp(2), "b": ramp(1)}
     tx = optim.flat(optax.sgd(0.1, momentum=0.9), "a", frozen="zeros")
     assert repr(tx) == "optim.flat(chain, trainable='a', frozen='zeros')"
-    state = tx.update(model, tx.init(model), model)[1]
+    state = tx.update(tp.copy(model), tx.init(model), model)[1]
     assert repr(state) == "TrainableState\n  trains, 1 step taken: a"
     both = optim.set_trainable(tx, state, model, "b")
     assert repr(both) == "TrainableState\n  trains, 0 steps taken: b\n  waits, 1 step taken: a"

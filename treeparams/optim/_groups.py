@@ -15,7 +15,8 @@ from .._slots.parts import take_apart
 from .._slots.where import name_of
 from .._tree.paths import join_path
 from .._tree.recognise import structure_of
-from .._tree.text import describe, in_columns, quoted
+from .._tree.tables import Table, as_html, as_text
+from .._tree.text import describe, quoted
 from .._tree.types import PyTree
 from ._entries import Keys, check_entries, entries_of
 from ._master import copies_in
@@ -221,16 +222,17 @@ class Report:
 
     Attributes:
         groups: `{path: group}` of each trained parameter; the empty text where there is one rule for all.
-        table: the text that is printed.
+        table: the rows, each of the texts that are printed.
     """
 
     groups: dict[str, str]
-    table: str
+    table: Table
 
-    def __str__(self) -> str:
-        return self.table
+    def __repr__(self) -> str:
+        return as_text([self.table])
 
-    __repr__ = __str__
+    def _repr_html_(self) -> str:
+        return as_html([self.table])
 
 
 Report.__module__ = "treeparams.optim"
@@ -297,4 +299,4 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
         counts = steps.get(leaf, ["", ""]) if state is not None else []
         row = [path, ",".join(map(str, spec.shape)), str(spec.dtype), group, *counts, narrow.get(path, "")]
         rows.append(row[: len(header)])
-    return Report(groups, "\n".join(in_columns(header, rows, [5])))
+    return Report(groups, Table(header, rows, [5]))
