@@ -74,7 +74,8 @@ def test_every_public_name_is_listed_once():
 
 def exists(name):
     try:
-        return not inspect.ismodule(pkgutil.resolve_name(name))
+        found = pkgutil.resolve_name(name)
+        return not inspect.ismodule(found) or found is getattr(tp, name.rpartition(".")[2], None)
     except (AttributeError, ImportError):
         return False
 
@@ -110,12 +111,13 @@ def test_names_documented_elsewhere_exist_and_are_listed_once():
 
 def test_anchors_of_names_in_signatures_name_something():
     anchors = re.findall(r"\{ #(\S+) \}", "".join(path.read_text() for path in PAGES.values()))
-    assert len(anchors) == 8
-    assert all(pkgutil.resolve_name(anchor) for anchor in anchors)
+    named = [anchor for anchor in anchors if "." in anchor]  # others are of headings
+    assert len(named) == 7
+    assert all(pkgutil.resolve_name(anchor) for anchor in named)
 
 
 def test_names_on_pages_are_links():
-    undocumented = {"jax.config.update", "jax.sharding.reshard", "optax.MaskedNode"}
+    undocumented = {"jax.config.update", "jax.sharding.reshard", "optax.MaskedNode", "treeparams.plot"}
     seen = collections.Counter()
     for page in PAGES.values():
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

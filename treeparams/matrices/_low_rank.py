@@ -140,6 +140,7 @@ def lora(
     layers.1.bias         float32[2]      0      48     2
     layers.0.weight.base  float32[8,4]       frozen    32
     5 slots, 50 elements, 200 bytes; 32 elements frozen
+    not trained: activation (function), final_activation (function)
 
     At first the model computes the same. (Not so an embedding, which looks rows up and multiplies nothing: leave it
     out.) Within a plain `jax.jit` ties are not known. To train the factors alone, pass
