@@ -12,10 +12,11 @@ from jax.core import Tracer
 from ._slots.layout import Layout
 from ._tree.difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._tree.dtypes import is_complex, is_inexact
+from ._tree.flattening import flatten, same_treedef
 from ._tree.messages import name_deleted
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
-from ._tree.structure import Spec, flatten, same_treedef
+from ._tree.structure import Spec
 from ._tree.text import both_in_text, describe
 from ._tree.types import PyTree
 

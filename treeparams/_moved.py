@@ -27,9 +27,10 @@ from ._slots.layout import Layout, index_of, noted, trained_at
 from ._slots.parts import arrays_in, as_rest, index_in, put_together, with_kept_arrays
 from ._slots.trainable import look_up
 from ._tree.dtypes import is_inexact
+from ._tree.flattening import flatten, same_treedef
 from ._tree.lost_ties import keep_apart
 from ._tree.recognise import structure_of
-from ._tree.structure import Structure, flatten, same_treedef
+from ._tree.structure import Structure
 from ._tree.text import describe, first_lines
 from ._tree.types import PyTree, TreeDef
 

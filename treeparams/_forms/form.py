@@ -17,8 +17,8 @@ import jax
 import jax.tree_util as jtu
 
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
+from .._tree.flattening import same_treedef
 from .._tree.paths import key_text, nearest, quote
-from .._tree.structure import same_treedef
 from .._tree.text import describe, first_few, quoted
 from .._tree.types import PyTree
 from .block import Block, cut_blocks, join_blocks

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._tree.flattening import same_treedef
 from .._tree.lost_ties import changes, given_to, note_untied, parted, said, warn_of_lost_ties
 from .._tree.marks import Marks, Pair, holding
 from .._tree.messages import warn
-from .._tree.structure import Node, Structure, same_treedef
+from .._tree.structure import Node, Structure
 from .._tree.text import first_few
 from .index import Index
 from .where import subtreedefs

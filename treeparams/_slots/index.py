@@ -10,7 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._tree.dtypes import is_complex
-from .._tree.structure import Structure, getter
+from .._tree.flattening import getter
+from .._tree.structure import Structure
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from .ties import Alias, followers

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._tree.dtypes import common_dtype, is_complex, is_inexact, widened
+from .._tree.flattening import flatten, same_treedef
 from .._tree.paths import nearest, unquote
 from .._tree.recognise import structure_of
-from .._tree.structure import Structure, flatten, same_treedef
+from .._tree.structure import Structure
 from .._tree.text import describe, quoted
 from .._tree.types import PyTree
 from .index import Index

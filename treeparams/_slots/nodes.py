@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 
 from .._tree.difference import static_differences
+from .._tree.flattening import same_treedef
 from .._tree.paths import join_path, split_path
-from .._tree.structure import Structure, same_treedef
+from .._tree.structure import Structure
 from .._tree.text import quoted
 from .spans import Span, subtreedefs
 from .where import Where, found_in, name_of, read

@@ -13,10 +13,11 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 
 from .._tree.declare import registry
+from .._tree.flattening import flatten, same_treedef
 from .._tree.lost_ties import keep_apart, note_ties
 from .._tree.recognise import structure_of
 from .._tree.static_keys import Values, contents, identical
-from .._tree.structure import Spec, Structure, flatten, same_treedef
+from .._tree.structure import Spec, Structure
 from .._tree.text import describe
 from .._tree.types import PyTree, TreeDef
 from .index import Index

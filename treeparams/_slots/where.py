@@ -11,10 +11,11 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._tree.flattening import flatten, same_treedef
 from .._tree.globs import Glob
 from .._tree.messages import AS_ARRAY
 from .._tree.paths import nearest
-from .._tree.structure import Structure, flatten, is_array, same_treedef
+from .._tree.structure import Structure, is_array
 from .._tree.text import describe, function_name, in_short, quoted
 from .._tree.types import PyTree
 from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtreedefs

@@ -10,6 +10,7 @@ The files, from the ground up:
     text         columns; values in words
     tables       tables as text and as HTML
     declare      field, declare: which fields of a class are frozen or tied
+    flattening   trees flattened, with a clear error for one that contains itself; treedefs
     structure    the static half of a tree: nodes, paths, shapes, which arrays are one
     difference   Diff; the differences of two structures, in words
     messages     warnings at the line of the caller; the error of a deleted array

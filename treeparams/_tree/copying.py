@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .flattening import flatten
 from .messages import name_deleted
-from .structure import flatten
 
 M = TypeVar("M")
 

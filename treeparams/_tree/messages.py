@@ -9,7 +9,8 @@ import jax
 import jaxtyping
 from jax.core import Tracer
 
-from .structure import flatten, scan
+from .flattening import flatten
+from .structure import scan
 from .types import PyTree
 
 AS_ARRAY = "write jnp.asarray(number), or tp.field(converter=jnp.asarray) in its class"

@@ -19,10 +19,11 @@ import jax
 import numpy as np
 
 from .declare import registry
+from .flattening import flatten, getter, same_treedef
 from .lost_ties import meet
 from .messages import is_concrete
 from .static_keys import SIMPLE, contents, found_at, is_settled, static_key
-from .structure import Structure, flatten, getter, same_treedef, scan
+from .structure import Structure, scan
 from .types import PyTree, TreeDef
 
 # JAX hashes a treedef without its static values, so that models that differ in these alone share a bucket. Enough for a

@@ -5,10 +5,8 @@ Leaves are numbered in tree order, nodes in preorder; the leaves of a node, and 
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +17,7 @@ from jax.core import Tracer
 
 from .declare import is_box
 from .dtypes import is_inexact
+from .flattening import take
 from .paths import join_path, sibling_entries
 from .static_keys import StaticKeys, identical, is_settled
 from .text import describe, kind_of
@@ -54,7 +53,6 @@ class Node(NamedTuple):
 
 _CLS = operator.attrgetter("cls")
 _KEY = operator.itemgetter(0)
-_take = jtu.default_registry.flatten_one_level_with_keys
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,7 +193,7 @@ class _Reading:
         self._keys = StaticKeys()
         self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
         self._held: list[object] = []  # so that no other object gets the identity of one that is known
-        taken = _take(tree)
+        taken = take(tree)
         if taken is None:
             self.entries.append(())
         else:
@@ -222,7 +220,7 @@ class _Reading:
         is_boxed = len(names) == 1 and is_box(kind)
         for (_, child), entry in zip(children, sibling_entries(names, path), strict=True):
             below = path if is_boxed else (*path, entry)
-            taken = _take(child)
+            taken = take(child)
             if taken is None:
                 self.entries.append(below)
             else:
@@ -301,77 +299,3 @@ def _is_array_type(kind: type) -> bool | None:
 @functools.cache
 def _is_jax_type(kind: type) -> bool:
     return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) and not issubclass(kind, Tracer)
-
-
-# -- Treedefs ----------------------------------------------------------------------------------------------------------
-
-
-def same_treedef(a: TreeDef, b: TreeDef) -> bool:
-    """Whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
-    try:
-        return bool(a == b)
-    except Exception:  # static arrays, whose `==` has no truth value
-        return False
-
-
-def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """`operator.itemgetter` that returns a tuple for any number of indices."""
-    if len(indices) == 1:
-        only = indices[0]
-        return lambda items: (items[only],)
-    return operator.itemgetter(*indices) if indices else lambda _: ()
-
-
-def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
-    try:
-        return _one_level_down(tree)
-    except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
-        sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
-        _give_back_levels()
-        path = _find_cycle(tree, (), ())
-        if path is None:
-            raise
-        raise ValueError(
-            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
-            "keep one of the two references, or hold it in a static field"
-        ) from error
-
-
-# jaxlib (0.10) counts the levels of its recursion with Python's own counter, and does not count them down again when
-# it fails: the thread then has no levels left, and every later call fails too. So the limit is raised by these.
-# The function between the handler above and JAX's is there for the levels that the handler needs to begin with.
-_SPARE = 50
-_ENOUGH = 1000  # levels; Python's own limit for a thread
-
-
-def _one_level_down(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    return jtu.tree_flatten(tree)
-
-
-def _give_back_levels() -> None:
-    def left(count: int = 0) -> int:
-        try:
-            return left(count + 1)
-        except RecursionError:
-            return count
-
-    frame, used = inspect.currentframe(), 0
-    while frame is not None:
-        frame, used = frame.f_back, used + 1
-    limit = sys.getrecursionlimit()
-    lost = limit - used - left()
-    sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
-
-
-def _find_cycle(node: PyTree, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
-    """The path of the first node that is one of those above it."""
-    if any(node is each for each in above):
-        return join_path(entries)
-    taken = _take(node)
-    children = list(taken[0]) if taken is not None else []
-    for entry, (_, child) in zip(sibling_entries([key for key, _ in children], entries), children, strict=True):
-        found = _find_cycle(child, (*above, node), (*entries, entry))
-        if found is not None:
-            return found
-    return None

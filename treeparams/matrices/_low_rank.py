@@ -16,9 +16,10 @@ from .._slots.ties import find_ties
 from .._slots.where import Where, select
 from .._tree.declare import field
 from .._tree.dtypes import is_complex
+from .._tree.flattening import same_treedef
 from .._tree.recognise import structure_of
 from .._tree.static_keys import identical
-from .._tree.structure import Structure, same_treedef, scan
+from .._tree.structure import Structure, scan
 from .._tree.types import PyTree, TreeDef
 from ._constrained import constrained_kinds
 from ._imputing import AbstractImputing

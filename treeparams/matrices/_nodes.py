@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from .._tree.structure import same_treedef
+from .._tree.flattening import same_treedef
 from .._tree.types import PyTree
 
 

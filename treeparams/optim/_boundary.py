@@ -17,9 +17,10 @@ from jax.core import Tracer
 
 from .._slots.parts import Parts, take_apart
 from .._slots.trainable import MisfitError
+from .._tree.flattening import flatten
 from .._tree.messages import OURS, warn
 from .._tree.recognise import structure_of
-from .._tree.structure import flatten, is_array
+from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
 from ._state import ONE, TrainableState, nodes_of, rates_in
