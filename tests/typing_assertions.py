@@ -120,6 +120,7 @@ def models() -> None:
     grads = tp.grad(loss)(model, jnp.ones(3))
     assert_type(tp.maptrainable(lambda x, g, s: x + g + s, model, grads, model, tied=("sum", "first")), Codec)
     assert_type(tp.ema(tp.copy(model), model, decay=0.99, buffers={"mean": "keep"}), Codec)
+    assert_type(tp.ema(tp.copy(model), model, tau=0.01), Codec)
     for path, leaf, other in tp.biwalk(model, tp.copy(model), tied="first"):
         assert_type(path, str)
         assert leaf.shape == other.shape
@@ -163,6 +164,16 @@ def compiled(model: Codec, x: jax.Array, *, rate: float = 1.0) -> jax.Array:
     return loss(model, x, rate=rate)
 
 
+@tp.value_and_grad(has_aux=True, trainable="encoder")
+def decorated(model: Codec, x: jax.Array) -> tuple[jax.Array, str]:
+    return loss(model, x), "aux"
+
+
+@tp.grad(unreached="none")
+def gradient(model: Codec, x: jax.Array) -> jax.Array:
+    return loss(model, x)
+
+
 def gained(model: Codec, x: jax.Array) -> Codec:
     return tp.maptrainable(lambda leaf: leaf + x.sum(), model)
 
@@ -173,6 +184,9 @@ def functions() -> None:
     assert_type(tp.value_and_grad(loss, "encoder")(model, x), tuple[jax.Array, Any])
     (_, aux), _ = tp.value_and_grad(loss_and_output, has_aux=True)(model, x)
     assert_type(aux, dict[str, jax.Array])
+    assert_type(decorated(model, x)[0], tuple[jax.Array, str])
+    assert_type(gradient(model, x), Any)
+    assert_type(tp.optim.trainable(optax.sgd(0.1)), optim.ModelTransformation)
     assert_type(tp.reached(loss)(model, x), tp.Layout)
     assert_type(tp.moved(gained, loss=lambda model: loss(model, x))(model, x), tp.Layout)
     tp.grad(loss, unreached="none")(model, x)
