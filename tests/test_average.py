@@ -94,10 +94,21 @@ def test_a_number_follows_buffers_in_and_outside_of_jit():
     average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
     for buffers, p, n in (("copy", 0.75, 7), ("average", 0.75, 7), ({"p": "keep"}, 0.5, 7), ("keep", 0.5, 5)):
         of = lambda a, m, buffers=buffers: tp.ema(a, m, decay=0.5, buffers=buffers)
-        for got in (of(average, model), jax.jit(of)(average, model), of(average, jax.jit(lambda m: m)(model))):
+        for got in (of(average, model), jax.jit(of)(average, model)):
             assert (float(got["p"]), int(got["n"])) == (p, n)
             np.testing.assert_allclose(got["w"], 2 * average["w"], 1e-6)
     assert tp.ema(average, {"w": ramp(2)}, decay=0.5)["p"] == 0.5
+    assert tp.ema(average, jax.jit(lambda m: m)(model), decay=0.5)["p"] == 0.75
+    # A scalar array may be of the same weak type.
+    average, model = {"p": jnp.asarray(0.5), "q": ramp(1)}, {"p": jnp.asarray(1.5), "q": ramp(1)}
+    of = lambda a, m: tp.ema(a, m, decay=0.5)
+    for got in (of(average, model), jax.jit(of)(average, model), tp.jit(of)(average, model)):
+        assert float(got["p"]) == 1.0
+    average, model = ({"p": jnp.asarray(p), "w": ramp(2), "n": 5} for p in (0.5, 1.5))
+    assert [float(f(average, model)["p"]) for f in (of, jax.jit(of))] == [1.0, 1.0]  # where a number stood before
+    average = tp.copy({"rate": 0.5, "w": ramp(2)})
+    assert float(jax.jit(of)(average, {"rate": 0.75, "w": ramp(2)})["rate"]) == 0.75
+    average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
     with pytest.raises(ValueError, match=r"has at 'p' \(shape \(\); str\)"):
         tp.ema(average, {**model, "p": "fast"}, decay=0.5)
 

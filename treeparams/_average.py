@@ -64,8 +64,8 @@ def ema(
         buffers: the policy for integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
             own; `"keep"` leaves the average's; `"average"` averages the floating ones and copies the others. Or
             `{where: policy}`: the first entry that selects an array gives its policy, and the others are copied. A
-            Python number follows the policy of an integer array, also where `jax.jit` has traced it: in a trace a
-            scalar of weak type is a number, unless `trainable` is a `Layout`, so give a scalar parameter a dtype.
+            Python number follows the policy of an integer array, also inside of `jax.jit`, which makes an array of it,
+            if such a model was met before outside of a trace (by `tp.copy`, `tx.init`, `tp.layout`, ...).
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:

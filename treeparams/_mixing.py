@@ -15,6 +15,7 @@ from ._slots.parts import Parts, Rest, index_in, kept_arrays, other_values, take
 from ._slots.rules import first_entries
 from ._tree.copying import copy_leaf
 from ._tree.dtypes import is_complex, is_inexact, widened
+from ._tree.numbers import NUMBERS, was_number
 from ._tree.recognise import structure_of
 from ._tree.structure import is_array
 from ._tree.text import describe
@@ -83,17 +84,17 @@ def _mix_one(old: jax.Array, new: ArrayLike, weights: Weights) -> jax.Array:
 def average_apart(average: M, trainable: Trainable) -> Parts[M]:
     """An average taken apart; a Python number is no parameter of it, also where `jax.jit` has made it a tracer."""
     parts = take_apart(average, trainable)
-    numbers = [] if isinstance(trainable, Layout) else [i for i, slot in enumerate(parts.slots) if _is_number(slot)]
-    if not numbers:
+    if isinstance(trainable, Layout):
         return parts
-    leaves = [leaf for slot, leaf in enumerate(parts.index.positions) if slot not in numbers]
-    return take_apart(average, trained_at(parts.layout, leaves))
+    pairs = zip(parts.index.positions, parts.slots, strict=True)
+    leaves = [leaf for leaf, slot in pairs if not _is_number(parts.index, leaf, slot)]
+    return parts if len(leaves) == len(parts.slots) else take_apart(average, trained_at(parts.layout, leaves))
 
 
 def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) -> Rest[M]:
     """The rest of an average after a step: arrays that are no slots, and numbers, by their policies."""
     arrays, values = kept_arrays(rest), other_values(rest)
-    olds = arrays | {path: value for path, value in values.items() if type(value) in _NUMBERS}
+    olds = arrays | {path: value for path, value in values.items() if type(value) in NUMBERS}
     policies = _policies(index_in(rest), olds, buffers)
     if all(policy == "keep" for policy in policies.values()):  # or there are none
         return rest
@@ -109,6 +110,10 @@ def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) 
             f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
             'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
         )
+    index = index_in(rest)
+    # As an integer: a number is not averaged.
+    taken = [path for path, old in arrays.items() if _is_number(index, index.structure.index[path], old)]
+    policies |= {path: "take" for path in taken if policies[path] != "keep"}
     nexts = {path: _next(policies[path], old, found.get(path, old), weights) for path, old in olds.items()}
     news = [nexts.get(path, value) for path, value in values.items()]
     return with_kept_arrays(rest, [nexts[path] for path in arrays], news if len(olds) > len(arrays) else None)
@@ -117,22 +122,22 @@ def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) 
 def _found_at(path: str, found: Mapping[str, Any]) -> str:
     if path not in found:
         return "nothing"
-    is_one = is_array(found[path]) or type(found[path]) in _NUMBERS
+    is_one = is_array(found[path]) or type(found[path]) in NUMBERS
     return f"shape {jnp.shape(found[path])}" if is_one else describe(found[path])
 
 
 def _fits(old: Any, new: Any) -> bool:
-    return (is_array(new) or type(new) in _NUMBERS) and jnp.shape(new) == jnp.shape(old)
+    return (is_array(new) or type(new) in NUMBERS) and jnp.shape(new) == jnp.shape(old)
 
 
 def _next(policy: str, old: Any, new: Any, weights: Weights) -> Any:
     """An array of the rest, or a number, after a step."""
     if policy == "keep":
         return old
-    if type(old) in _NUMBERS:
-        return new.item() if is_array(new) and not isinstance(new, Tracer) else new
-    if _is_number(old):
+    if policy == "take":
         return new
+    if type(old) in NUMBERS:
+        return new.item() if is_array(new) and not isinstance(new, Tracer) else new
     if policy == "average" and is_inexact(jnp.result_type(old)) and is_inexact(jnp.result_type(new)):
         return mix([old], [new], weights)[0]
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):  # `jnp.array` takes no such dtype
@@ -140,12 +145,10 @@ def _next(policy: str, old: Any, new: Any, weights: Weights) -> Any:
     return jnp.array(new, jax.dtypes.canonicalize_dtype(old.dtype), copy=True)
 
 
-_NUMBERS = frozenset({bool, int, float, complex})
-
-
-def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is what a trace makes of a Python number: JAX calls the type of such a scalar weak."""
-    return isinstance(leaf, Tracer) and not leaf.shape and getattr(leaf, "weak_type", False)
+def _is_number(index: Index, leaf: int, value: Any) -> bool:
+    """Whether a leaf is what a trace has made of a Python number: a scalar whose type JAX calls weak."""
+    is_weak = isinstance(value, Tracer) and not value.shape and getattr(value, "weak_type", False)
+    return is_weak and was_number(index.structure, leaf)
 
 
 def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:

@@ -14,8 +14,9 @@ The files, from the ground up:
     structure    the static half of a tree: nodes, paths, shapes, which arrays are one
     difference   Diff; the differences of two structures, in words
     messages     warnings at the line of the caller; the error of a deleted array
-    copying      copy: every array in a buffer of its own
     marks        pairs of leaves that something is remembered of
+    numbers      where models hold Python numbers
     lost_ties    the memory of ties that a trace, or a forgotten layout, would lose
     recognise    recognising a tree whose structure is known
+    copying      copy: every array in a buffer of its own
 """

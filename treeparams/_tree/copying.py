@@ -9,6 +9,8 @@ import numpy as np
 
 from .flattening import flatten
 from .messages import name_deleted
+from .numbers import NUMBERS
+from .recognise import structure_of
 
 M = TypeVar("M")
 
@@ -31,6 +33,8 @@ def copy(tree: M) -> M:
         A tree of the same structure. An array at several paths is copied once; leaves that are no arrays stay.
     """
     leaves, treedef = flatten(tree)
+    if not NUMBERS.isdisjoint(map(type, leaves)):
+        structure_of(tree)  # where these stand is remembered
     copies: dict[int, Any] = {}
     try:
         for leaf in leaves:

@@ -1,0 +1,40 @@
+"""Where models hold Python numbers: inside of `jax.jit` these are scalars like any other.
+
+JAX makes a scalar of weak type of a number, and `jnp.asarray(0.5)` has that type too. So it is remembered where a
+number stood in a model that was met outside of a trace. No values are kept.
+"""
+
+from collections.abc import Iterable
+
+from .structure import Structure
+
+NUMBERS = frozenset({bool, int, float, complex})
+
+_met: set[tuple[int, int]] = set()  # a node by what it is made of, and the number of a leaf within it
+_NAMES = frozenset(kind.__name__ for kind in NUMBERS)
+
+
+def note_numbers(structure: Structure) -> None:
+    """Remembers where a tree that is met outside of a trace holds numbers, and where it no longer does."""
+    numbers = [i for i, kind in enumerate(structure.values) if kind in _NAMES]
+    if _met:
+        scalars = [i for i, spec in enumerate(structure.specs) if spec is not None and not spec.shape]
+        _met.difference_update(_places(structure, scalars))
+    _met.update(_places(structure, numbers))
+
+
+def was_number(structure: Structure, leaf: int) -> bool:
+    """Whether a number stood at this leaf in such a model, or in such a part of one, that was met before."""
+    return bool(_met) and not _met.isdisjoint(_places(structure, [leaf]))
+
+
+def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]]:
+    """Each leaf as numbered within each node that holds it."""
+    wanted, found = sorted(leaves), []
+    for number, node in enumerate(structure.nodes) if wanted else ():
+        inside = [leaf - node.start for leaf in wanted if node.start <= leaf < node.stop]
+        if inside:
+            entries = tuple([each[len(node.entries) :] for each in structure.entries[node.start : node.stop]])
+            made_of = hash((entries, tuple([each.cls for each in structure.nodes[number : node.last]])))
+            found += [(made_of, leaf) for leaf in inside]
+    return found
