@@ -309,3 +309,19 @@ def test_errors(without_type_checks):
     tx, params = optim.master(optax.sgd(1.0)), {"a": jnp.ones(1, LOW)}
     with pytest.raises(ValueError, match=r"write tx.update\(grads, state, params\)"):
         tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize(
+    "chained",
+    [
+        optax.chain(optim.master(optax.adam(1e-4)), optax.clip(1e-3)),
+        optax.chain(optax.clip(1.0), optax.chain(optim.master(optax.scale_by_adam()), optax.scale(-1e-4))),
+        optim.groups({"w": optax.chain(optim.master(optax.sgd(0.1)), optax.scale(0.5))}, default=optax.sgd(0.1)),
+    ],
+    ids=["clip", "nested", "group"],
+)
+def test_what_stands_behind_it_in_a_chain_is_refused(chained):
+    model = {"w": ramp(2, dtype=jnp.bfloat16), "b": ramp(1)}
+    with pytest.raises(ValueError, match=r"in a chain optim.master stands last.* optim.master\(optax.chain\("):
+        optim.trainable(chained).init(model)
+    optim.trainable(optax.chain(optax.clip(1.0), optim.master(optax.chain(optax.adam(0.1))))).init(model)

@@ -247,6 +247,18 @@ def test_layouts_and_optimisers_notice_it(way: str):
         WAYS[way](PART["tree.map"](model))
 
 
+def test_what_only_looks_at_a_model_says_nothing_of_a_tie_that_its_layout_knows():
+    embed = ramp(4, 3)
+    model = {"in": embed, "out": embed, "scale": ramp(2)}
+    tx = optim.trainable(optax.sgd(0.1))
+    state = tx.init(model)
+    train = jax.jit(lambda m, s: optim.step(tx, tp.grad(lambda m: jnp.sum(m["in"] + m["out"]), s.layout)(m), s, m))
+    model, state = train(model, state)
+    tp.summary(model), tp.replace(model, {"scale": jnp.zeros_like}), optim.report(tx, model, state)
+    with lost("in", "out"):
+        tx.init(model)
+
+
 def test_a_tie_in_a_nested_node_is_lost_once():
     tp.layout(model := {"net": tied(), "temperature": ramp(2)})
     with lost("net.embed", "net.head") as caught:

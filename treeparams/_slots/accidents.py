@@ -28,7 +28,7 @@ _compared = Marks()  # pairs that are two arrays, whose values have been compare
 
 
 def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns of ties that nobody can have meant, and of ties that a trace or another operation has parted.
+    """Warns of ties that nobody can have meant, and of ties that a trace has parted.
 
     A kind of model that is known costs nothing: it is looked at again only when another tie has been met since.
     """
@@ -42,7 +42,6 @@ def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
         said.add(structure, its)
         if not structure.is_traced:
             _warn_of_unsaid(index, leaves)
-            _warn_of_parted(index, leaves)
     if structure.is_traced:
         warn_of_lost_ties(structure, leaves, index.sources, index.trained)
     index.looked_at = seen[0] = changes()
@@ -137,8 +136,16 @@ _COPIES = (
 # -- Two arrays that were one ------------------------------------------------------------------------------------------
 
 
-def _warn_of_parted(index: Index, leaves: Sequence[Any]) -> None:
+def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
+    """Warns of ties of a concrete model that an operation has parted: where it is said what trains, from now on.
+
+    Others that meet it, such as a summary, do not know by which layout it trains: one that knows the tie is enough.
+    """
     structure = index.structure
+    seen = structure.remember(("compared", index.trained, index.ties), lambda: [-1])
+    if structure.is_traced or seen[0] == changes():
+        return
+    seen[0] = changes()
     # Of ties that only a layout knows `warn_of_forgotten_ties` warns. Where one of the two is frozen, somebody has
     # decided that they are not one.
     given = {frozenset((tie.leaf, tie.source)) for tie in given_to(structure)}

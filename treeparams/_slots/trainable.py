@@ -13,7 +13,7 @@ from .._tree.recognise import structure_of
 from .._tree.structure import Structure
 from .._tree.text import describe, first_few, first_lines
 from .._tree.types import PyTree
-from .accidents import warn_of_accidents
+from .accidents import warn_of_accidents, warn_of_parted_ties
 from .index import Index
 from .layout import Layout, Trainable, changed, index_of, relaid
 from .said import change, choose
@@ -99,7 +99,10 @@ def layout(
     if not isinstance(trainable, Layout):
         warn_of_floats(structure)
     if freeze is None and thaw is None and ties is None:
-        return look_up(structure, trainable, leaves)[0]
+        made, index = look_up(structure, trainable, leaves)
+        if not isinstance(trainable, Layout):
+            warn_of_parted_ties(index, leaves)
+        return made
     if isinstance(trainable, Layout):
         if ties is not None:
             raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
@@ -108,6 +111,7 @@ def layout(
     if ties is not None:
         note_given(structure, index_of(made).ties)
     warn_of_accidents(index_of(made), leaves)
+    warn_of_parted_ties(index_of(made), leaves)
     return made
 
 

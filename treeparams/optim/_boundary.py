@@ -23,6 +23,7 @@ from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
+from ._master import MasterState
 from ._state import ONE, TrainableState, nodes_of, rates_in
 from ._step import added
 
@@ -52,6 +53,8 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
     for kind, why in _OTHER.items():
         if nodes_of(kind, run):
             raise ValueError(f"{why}: run it over tp.partition(model)[0] by hand")
+    if nodes_of(MasterState, run):
+        jax.tree.map(_check_chain, run, is_leaf=_is_chain)
     is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
     if is_complex and len(parts.index.complex_slots) < len(parts.slots):
         raise ValueError(
@@ -75,6 +78,26 @@ def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> P
             "tx.init(model), the whole model, not eqx.filter(model, ...) or a part of it, and give each step the whole "
             f"model:\n{error.differences}"
         ) from None
+
+
+def _is_chain(node: object) -> bool:
+    return type(node) is tuple and len(node) > 1
+
+
+def _check_chain(node: Any) -> None:
+    """Refuses a chain in which something stands behind wide copies."""
+    # It would change the updates by which each parameter is its copy rounded; then all copies begin anew in each step,
+    # and a narrow parameter stands still as without them.
+    if not _is_chain(node):
+        return
+    *before, last = (bool(nodes_of(MasterState, each)) for each in node)
+    if any(before):
+        raise ValueError(
+            "in a chain optim.master stands last, and all that makes the step within it, rates and clips too: write "
+            "optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
+        )
+    if last:
+        jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
 
 
 def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:
@@ -163,8 +186,11 @@ _LOOKS = 3
 _looks: dict[int, _Looks] = {}  # of each kind, by the hash of its layout
 
 
-def notice_loss(parts: Parts[Any], steps: Sequence[Any]) -> None:
-    """Warns, once for a kind of model, of narrow parameters that the first steps do not change."""
+def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
+    """Warns, once for a kind of model, of narrow parameters that the first steps do not change.
+
+    `form` is the name of the transformation over models.
+    """
     if not parts.index.narrow_slots:
         return
     kind, paths = hash(parts.layout), parts.layout.paths
@@ -183,8 +209,8 @@ def notice_loss(parts: Parts[Any], steps: Sequence[Any]) -> None:
         dtype = parts.layout[stuck[0]].dtype
         warn(
             f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
-            "between neighbouring numbers rounds to none. Train float32 copies, "
-            "optim.trainable(optim.master(optax.adam(1e-3)))"
+            "between neighbouring numbers rounds to none. Where it is to train, keep float32 copies: put your rule "
+            f"within optim.master, {form}(optim.master(rule))"
         )
 
 

@@ -72,7 +72,8 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     It is plain Optax, and stands anywhere within `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
     and `optim.per_leaf`, and in `sharding.step`. **Put all that makes the step within it**: clips, weight decay,
     `optim.scaled`, `optax.apply_if_finite`, `optax.MultiSteps`, which then adds up in float32. What changes updates
-    behind it leaves parameters that are not their copies.
+    behind it leaves parameters that are not their copies, so that the copies begin anew in each step and small steps
+    are lost again: in a chain it stands last, or `init` of `optim.trainable` refuses it.
 
     **A parameter that you change yourself stays changed**: an element that is not its copy rounded when a step begins
     (`tp.replace`, a part that was loaded, a projection) has been changed from outside, and its copy begins anew from

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from .._forms.form import Form
 from .._forms.owners import Division
+from .._slots.accidents import warn_of_parted_ties
 from .._slots.layout import Layout, Trainable, trained_at
 from .._slots.match import slot_gradients
 from .._slots.parts import Parts, kept_arrays, take_apart
@@ -102,6 +103,8 @@ class Rule:
         """A fresh state."""
         check_model(params)
         parts = take_apart(params, self.trainable)
+        if not isinstance(self.trainable, Layout):
+            warn_of_parted_ties(parts.index, jtu.tree_leaves(params))
         check_ties(params, parts)
         return self.start(parts)
 
@@ -169,7 +172,7 @@ class Rule:
         parts = taken_apart(params, state, updates)
         running = histories[: len(state.runs)]
         steps, runs, counts = self.steps(parts, self._gradients(parts, updates), running, extra)
-        notice_loss(parts, steps)
+        notice_loss(parts, steps, self._words[0])
         tree = parts.everywhere(steps)
         tree = tree if self.frozen is None else zeros_filled(params, tree)
         note_updates(parts, tree, updates)
