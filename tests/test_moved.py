@@ -357,3 +357,8 @@ def test_errors():
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         tp.moved(lambda m: (m, float(jnp.sum(m["a"]))))(FOUR)
     assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+
+
+def test_what_is_no_step_is_refused(without_type_checks):
+    with pytest.raises(TypeError, match=r"expected a training step, got dict; write tp.moved\(step\)\(model"):
+        tp.moved({"w": ramp(1)})

@@ -86,9 +86,11 @@ def moved(
 
     Raises:
         ValueError: as `tp.layout`.
-        TypeError: the step returns no model; it is controlled by values, as under `jax.jit`.
+        TypeError: `step` is no function; the step returns no model; it is controlled by values, as under `jax.jit`.
     """
     call = cast(Callable[..., Any], step)
+    if not callable(step):
+        raise TypeError(f"expected a training step, got {describe(step)}; write tp.moved(step)(model, state, x)")
 
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
         leaves, treedef, structure = structure_of(model)

@@ -110,7 +110,13 @@ def no_where(structure: Structure, value: object) -> str:
             if [spec[:2] if spec else (None, None) for spec in structure.specs[span.start : span.stop]] == specs
             and same_treedef(treedefs[span.number], treedef)
         ]
-        remedy = f"write its path, {' or '.join(places[:3])}" if places else "the model has none like it; write a path"
+        remedy = (
+            f"write its path, {' or '.join(places[:3])}"
+            if places
+            else (
+                "the model has none like it; write a path. A model goes into what is returned: tp.grad(loss)(model, x)"
+            )
+        )
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
         return f"{expected}, got a mask where none is taken: pass it as trainable="
@@ -185,8 +191,11 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
     try:
         found: Any = where(tree)
     except Exception as error:
-        reason = f"it failed with {in_short(error)}"
-        raise ValueError(f"{expected} (it is given shapes in place of arrays); {reason}. {to_ask}") from error
+        reason = f"(it is given shapes in place of arrays); it failed with {in_short(error)}"
+        # Of an array is what belongs to each leaf; another name, or position, is one that the model has not.
+        is_of_model = isinstance(error, LookupError) or not hasattr(np.ndarray, getattr(error, "name", None) or "ndim")
+        more = "" if is_of_model else f". {to_ask}"
+        raise ValueError(f"{expected} {reason}{more}") from error
     number = {id(each): i for i, each in enumerate(objects)}
     for leaf in jtu.tree_leaves(found):
         if id(leaf) not in number:

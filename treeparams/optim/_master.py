@@ -26,7 +26,6 @@ from jax.typing import DTypeLike
 from .._forms.owners import Division, Owners
 from .._tree.dtypes import is_complex, is_inexact
 from .._tree.structure import is_array
-from .._tree.text import describe
 from .._tree.types import PyTree
 from ._state import ONE, ModelTransformation, Plain, extended, in_own_buffers
 
@@ -114,8 +113,8 @@ def _checked(dtype: DTypeLike) -> np.dtype:
         given = None
     if given is None or not jnp.issubdtype(given, jnp.floating):
         raise TypeError(
-            f"dtype is that of the wide copies, a floating one such as jnp.float32, got {describe(dtype)}; of complex "
-            "parameters they are complex by themselves"
+            "dtype is that of the wide copies, a floating one such as jnp.float32, got "
+            f"{getattr(dtype, '__name__', dtype)}; of complex parameters they are complex by themselves"
         )
     if jax.dtypes.canonicalize_dtype(given) != given:
         raise ValueError(f'copies in {given} need 64 bits: jax.config.update("jax_enable_x64", True) at the start')
