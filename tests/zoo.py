@@ -1,5 +1,6 @@
 """Small models with one difficulty each, models made by hypothesis, and what it means that two are the same."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -196,7 +197,7 @@ def models(draw: Any, floating: bool = False) -> Any:
                 st.tuples(inner, inner),
                 st.dictionaries(names, inner, max_size=3),
                 st.builds(Pair, inner, inner),
-                st.builds(lambda scale, mean: Norm(scale, tp.copy(mean)), inner, inner),  # no tie is half frozen
+                st.builds(lambda scale, mean: Norm(scale, copy.deepcopy(mean)), inner, inner),  # no tie is half frozen
             ),
             max_leaves=8,
         )
