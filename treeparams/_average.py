@@ -81,7 +81,7 @@ def ema(
     parts, weights = average_apart(average, trainable), weights_of(decay, tau)
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
     # neighbouring numbers, and rounds to zero: the average stops moving, and nothing shows it.
-    narrow = [slot for slot in parts.index.slots if slot.dtype.itemsize < 4]
+    narrow = [parts.index.slots[slot] for slot in parts.index.narrow_slots]
     step = weights.of_model
     if narrow and (isinstance(step, Tracer) or 0 < np.asarray(step) < 0.5):  # a step of half the distance arrives
         where = f", as at {narrow[0].path!r}," if narrow[0].path else ""

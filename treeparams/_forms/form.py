@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.flattening import same_treedef
-from .._tree.paths import key_text, nearest, quote
+from .._tree.paths import key_entries, key_text, nearest
 from .._tree.text import describe, first_few, quoted
 from .._tree.types import PyTree
 from .block import Block, cut_blocks, join_blocks
@@ -105,7 +105,7 @@ class Form:
     @functools.cached_property
     def entries(self) -> tuple[tuple[str, ...], ...]:
         """The same as the entries of a path."""
-        return tuple([tuple([quote(key_text(key)) for key in keys]) for keys in self.keys])
+        return tuple(map(key_entries, self.keys))
 
     @functools.cached_property
     def locations(self) -> dict[int, tuple[int, int]]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._tree.paths import key_text, quote
+from .._tree.paths import key_entries
 from .._tree.types import PyTree
 from .form import Form
 
@@ -239,6 +239,6 @@ def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[
 def _owners(form: Form, i: int, start: int, stop: int, path: Sequence[Any], axis: int | None) -> Owners:
     """The owners of an array of one block, whose keys are the entries from `start` to `stop` of its path."""
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
-    before, after = (tuple([quote(key_text(key)) for key in keys]) for keys in (path[:start], path[stop:]))
+    before, after = map(key_entries, (path[:start], path[stop:]))
     starts = () if axis is None else tuple(block.starts)
     return Owners(paths, (before, after), axis, starts, axis is not None and block.has_rows)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._tree.dtypes import common_dtype
-from .._tree.paths import join_path, key_text, quote
+from .._tree.paths import join_path, key_entries
 from .._tree.types import PyTree
 from .form import Stacks
 from .owners import UNDIVIDED, Division, Entries, Owners, Place
@@ -106,7 +106,7 @@ class Copies:
 def entries_of(state: PyTree) -> dict[Entries, Any]:
     """The arrays of a state by the entries of their paths."""
     leaves = jtu.tree_flatten_with_path(state)[0]
-    return {tuple([quote(key_text(key)) for key in path]): leaf for path, leaf in leaves}
+    return {key_entries(path): leaf for path, leaf in leaves}
 
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:

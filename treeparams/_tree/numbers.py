@@ -4,8 +4,10 @@ JAX makes a scalar of weak type of a number, and `jnp.asarray(0.5)` has that typ
 number stood in a model that was met outside of a trace. No values are kept.
 """
 
+import functools
 from collections.abc import Iterable
 
+from .marks import holding
 from .structure import Structure
 
 NUMBERS = frozenset({bool, int, float, complex})
@@ -30,11 +32,15 @@ def was_number(structure: Structure, leaf: int) -> bool:
 
 def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]]:
     """Each leaf as numbered within each node that holds it."""
-    wanted, found = sorted(leaves), []
-    for number, node in enumerate(structure.nodes) if wanted else ():
-        inside = [leaf - node.start for leaf in wanted if node.start <= leaf < node.stop]
-        if inside:
-            entries = tuple([each[len(node.entries) :] for each in structure.entries[node.start : node.stop]])
-            made_of = hash((entries, tuple([each.cls for each in structure.nodes[number : node.last]])))
-            found += [(made_of, leaf) for leaf in inside]
+    found, made_of = [], functools.cache(functools.partial(_made_of, structure))
+    for leaf in leaves:
+        nodes = holding(structure, leaf, leaf)
+        found += [(made_of(number), leaf - structure.nodes[number].start) for number in nodes]
     return found
+
+
+def _made_of(structure: Structure, number: int) -> int:
+    """Equal for nodes of the same paths and classes. A kind of node also says which leaves may train: no number may."""
+    node = structure.nodes[number]
+    entries = tuple([each[len(node.entries) :] for each in structure.entries[node.start : node.stop]])
+    return hash((entries, tuple([each.cls for each in structure.nodes[number : node.last]])))

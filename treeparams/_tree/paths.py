@@ -81,6 +81,11 @@ def key_text(key: object) -> str:
     return str(getattr(key, "key", key))
 
 
+def key_entries(keys: Iterable[object]) -> tuple[str, ...]:
+    """The entries of a key path of JAX, of keys that stand alone: no sibling is looked at."""
+    return tuple([quote(key_text(key)) for key in keys])
+
+
 def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[str]:
     """The entries of all children of one node. Two with one text are an error: a path would stand for two leaves."""
     entries = [

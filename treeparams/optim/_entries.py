@@ -16,7 +16,7 @@ from .._slots.said import declaring_nodes
 from .._slots.ties import find_ties
 from .._slots.where import Where, name_of
 from .._tree.declare import read_source
-from .._tree.paths import join_path, key_text, quote, split_path
+from .._tree.paths import join_path, key_entries, split_path
 from .._tree.recognise import structure_of
 from .._tree.static_keys import contents
 from .._tree.types import PyTree
@@ -85,6 +85,6 @@ def _with_aliases(params: PyTree) -> PyTree:
     if not aliases:
         return shapes
     pairs, treedef = jtu.tree_flatten_with_path(shapes, is_leaf=lambda node: node is None)
-    paths = [join_path([quote(key_text(key)) for key in keys]) for keys, _ in pairs]
+    paths = [join_path(key_entries(keys)) for keys, _ in pairs]
     leaves = [aliases.get(path) if leaf is None else leaf for path, (_, leaf) in zip(paths, pairs, strict=True)]
     return jtu.tree_unflatten(treedef, leaves)

@@ -15,7 +15,7 @@ from .._forms.owners import Division
 from .._grad import value_and_grad
 from .._slots.layout import Layout, trained_at
 from .._slots.parts import take_apart
-from .._tree.paths import key_text, quote
+from .._tree.paths import key_entries
 from .._tree.types import PyTree
 from ._history import History
 from ._state import TrainableState, model_state
@@ -89,7 +89,7 @@ def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
             "has one, and optax.scale_by_backtracking_linesearch(..., store_grad=True); else write tp.value_and_grad"
         )
     ((path, node),) = found
-    place = (tuple([quote(key_text(key)) for key in (*path, jtu.GetAttrKey("grad"))]), ())
+    place = (key_entries((*path, jtu.GetAttrKey("grad"))), ())
     copies = History(state.layout, state.runs[0], state.roles.divisions[0]).copies
     slots = state.layout.slots
     pieces = [copies.piece(place, slot.path).alone(slot.shape) for slot in slots]
