@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import treeparams as tp
 from treeparams import saving
-from treeparams.saving import _file
+from treeparams._files import file as files
 
 from ..zoo import assert_same, ramp
 from .test_saving import assert_bits, emptied, there_and_back
@@ -96,7 +96,7 @@ def test_a_declared_tie_in_the_file_only(path):
 
 def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, monkeypatch):
     read = []
-    monkeypatch.setattr(_file, "read_bytes", lambda *args: read.append(args))
+    monkeypatch.setattr(files, "read_bytes", lambda *args: read.append(args))
     saving.save(path, {"layers": [{"weight": ramp(2), "bias": ramp(1)}], "n": jnp.arange(2), "old": ramp(1)})
     like = {"layers": [{"weight": ramp(3), "bais": ramp(1)}], "n": ramp(2), "new": {"deep": ramp(1)}, "old": 0.5}
     with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} does not fit the tree:\n")) as error:
@@ -114,8 +114,8 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
 
 
 def test_checksums_are_compared_before_anything_is_read(path, monkeypatch):
-    read, read_bytes = [], _file.read_bytes
-    monkeypatch.setattr(_file, "read_bytes", lambda *args: read.append(args) or read_bytes(*args))
+    read, read_bytes = [], files.read_bytes
+    monkeypatch.setattr(files, "read_bytes", lambda *args: read.append(args) or read_bytes(*args))
     tree = {"a": ramp(2), "z": ramp(3)}
     saving.save(path, tree)
     damaged = bytearray(path.read_bytes())

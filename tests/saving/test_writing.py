@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from treeparams import saving
-from treeparams.saving import _file
+from treeparams._files import file as files
 
 from .test_faults import tree_of
 
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_or_without_fsync_of_folders(tmp_path, monke
             raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
 
-    monkeypatch.setattr(_file.fcntl, "flock", no_locks)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
     monkeypatch.setattr(os, "fsync", no_folders)
     saving.save(tmp_path / "m", tree_of(1))
     assert (saving.load(tmp_path / "m", tree_of(0))["first"] == 1).all()
@@ -103,7 +103,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path, monkeypatch):
     other = tmp_path / (unfinished.name[:3] + "0000000" + unfinished.name[10:])  # of a file of another name
     other.write_bytes(b"")
     with open(unfinished, "rb") as file:
-        _file.fcntl.flock(file, _file.fcntl.LOCK_EX)
+        files.fcntl.flock(file, files.fcntl.LOCK_EX)
         saving.save(path, tree_of(1))
         assert names_in(tmp_path) == sorted([other.name, unfinished.name, "m"])
     saving.save(path, tree_of(1))
@@ -160,7 +160,7 @@ def saves_that_end_early(folder):
         lines = iter(range(count))
 
         def trace(frame, event, _):
-            if frame.f_code.co_filename != _file.__file__:
+            if frame.f_code.co_filename != files.__file__:
                 return None
             if event == "line" and next(lines, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)

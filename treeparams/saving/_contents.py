@@ -1,13 +1,14 @@
 """The arrays of a tree that are stored, each once, under its path; ties and the histories of optimisers in words."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.tree_util as jtu
-import numpy as np
 
+from .._files.arrays import Array, array_spec, pieces_of, placed
+from .._files.names import name_of
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
@@ -15,13 +16,12 @@ from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
-from .._tree.paths import join_path, quote, split_path
+from .._tree.paths import join_path
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec
 from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import nodes_of
-from ._arrays import Array, array_spec, pieces_of, placed
 
 T = TypeVar("T")
 
@@ -111,34 +111,6 @@ class Contents:
         return declared_frozen(self.structure)
 
 
-def name_of(path: str) -> str:
-    """A path as a name in the format, which has one of its own."""
-    return '"__metadata__"' if path == "__metadata__" else path
-
-
-def split_name(name: str) -> tuple[str, ...]:
-    r"""The entries of a name: of a path, or else what stands between its dots, with quotes where a path has them.
-
-    >>> split_name('"a.b".w'), split_name('"a.w')
-    (('"a.b"', 'w'), ('"\\"a"', 'w'))
-    """
-    try:
-        return split_path(name)
-    except ValueError:  # an array in a file of another program
-        return tuple(map(quote, name.split(".")))
-
-
-def head_of(name: str) -> str:
-    """The first entry of a name: which of several things in a file it belongs to."""
-    return join_path(split_name(name)[:1])
-
-
-def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
-    """The nodes below which all of these names are, as the model in a file of several things."""
-    heads = dict.fromkeys(map(head_of, among))
-    return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
-
-
 # -- In the words of a file --------------------------------------------------------------------------------------------
 
 
@@ -201,52 +173,6 @@ def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entrie
         return Owners(tuple([paths[slot] for slot in slots]), place, axis, tuple(starts), has_rows)
 
     return Division(tuple(map(owners_of, arrays)), said["problem"])
-
-
-def is_count(said: object) -> bool:
-    """Whether a value of a file is a whole number that counts something."""
-    return type(said) is int and said >= 0  # not `isinstance`: `true` is an `int` to Python
-
-
-def are(is_one: Callable[[Any], bool], several: object) -> bool:
-    """Whether a value of a file is a list, and each entry passes a test."""
-    return type(several) is list and all(map(is_one, several))
-
-
-def is_division(said: Mapping[str, Any], count: int) -> bool:
-    """Whether a file divides the arrays of a history as `save` does, among so many parameters.
-
-    A file may be damaged, or made to do harm. So each number is compared with the length of the list that it is an
-    index of, here, before `division_in` uses it.
-    """
-
-    def is_block(block: Sequence[Any]) -> bool:
-        slots, starts, has_rows = block
-        are_there = are(is_count, slots) and all(slot < count for slot in slots) and type(has_rows) is bool
-        return are_there and are(is_count, starts) and len(starts) in (0, len(slots) + 1) and starts == sorted(starts)
-
-    def is_owned(its: Sequence[Any]) -> bool:
-        *numbers, axis = its
-        is_there = are(is_count, numbers) and len(numbers) == 3 and numbers[0] < len(said["blocks"])
-        if not is_there or not (axis is None or is_count(axis)):
-            return False
-        # Only a joined array has an axis, and then `starts` says how it is cut; any other is of one parameter.
-        slots, starts, _ = said["blocks"][numbers[0]]
-        return bool(starts) if axis is not None else not starts and len(slots) == 1
-
-    blocks, owners = said["blocks"], said["owners"]
-    return are(is_block, blocks) and type(said["problem"]) is str and all(map(is_owned, owners.values()))
-
-
-def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Where in a state each history is, and its parameters, in the order of the counts."""
-    sides = (("runs", words["running"]), ("held", words["held"]))
-    return [(f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
-
-
-def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
-    """The shapes and dtypes of the parameters that a state is said to be of."""
-    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}
 
 
 def _are_same(one: Array, other: Array) -> bool:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from .._files.names import Names
 from .._programs import bind, called
 from .._tree.dtypes import is_complex, is_inexact
 from .._tree.structure import Spec
-from ._names import Names
 from ._rename import Route, stack, unstack
 
 

@@ -19,6 +19,9 @@ import optax
 from jax.core import Tracer
 
 from .._average import Ema
+from .._files.arrays import Array, as_in_jax, placed
+from .._files.names import Names
+from .._files.words import histories_in, specs_in
 from .._forms.owners import Division, Entries, Owners, Place
 from .._forms.states import Copies, Piece, entries_of, joined, only
 from .._slots.layout import Layout, index_of
@@ -28,10 +31,9 @@ from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ..optim import TrainableState
 from ..optim._state import Roles, in_own_buffers, nodes_of
-from ._arrays import Array, as_in_jax, placed
-from ._contents import division_in, histories_in, specs_in
+from ._contents import division_in
 from ._elements import Movers
-from ._names import Names, names_of
+from ._names import names_of
 
 M = TypeVar("M")
 Origin = tuple[int, int]

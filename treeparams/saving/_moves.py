@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._files.arrays import Array, array_spec, in_numpy
+from .._files.names import Names
 from .._tree.paths import nearest, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few
-from ._arrays import Array, array_spec, in_numpy
 from ._contents import Contents
-from ._names import Names
 from ._rename import Rename, Route, Transforms, routes
 
 

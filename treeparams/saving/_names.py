@@ -1,92 +1,29 @@
-"""Arrays by name, whatever they come from: a file, a dictionary, a model, a layout, Orbax's metadata."""
+"""names: arrays by name, whatever they come from - a file, a dictionary, a model, a layout, Orbax's metadata."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._files.arrays import array_spec, in_numpy
+from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
-from .._tree.paths import nearest
-from .._tree.structure import Spec, is_array
-from .._tree.text import describe, first_few
+from .._tree.structure import is_array
+from .._tree.text import first_few
 from .._tree.types import PyTree
-from ._arrays import array_spec, in_numpy
-from ._contents import Contents, head_of, name_of, state_in_words
-from ._file import File
+from ._contents import Contents, state_in_words
 from ._rename import Rename, Transforms, routes
-
-
-class Names(Mapping[str, Any]):
-    """Arrays by name, each read where it is asked for.
-
-    Attributes:
-        specs: shape and dtype in JAX of each, of further names of one array too.
-        aliases: the further names that only say again what another name says, and that one.
-        states: the words on the states of optimisers, by path.
-        check: compares an array with its checksum, where there is one.
-        is_file: whether each array is read into a buffer of its own.
-    """
-
-    def __init__(
-        self,
-        specs: Mapping[str, Spec],
-        read: Callable[[str], Any],
-        aliases: Mapping[str, str] | None = None,
-        states: Mapping[str, dict[str, Any]] | None = None,
-        check: Callable[[str], None] = lambda name: None,
-        is_file: bool = False,
-    ) -> None:
-        self.specs = specs
-        self.aliases = aliases or {}
-        self.states = states or {}
-        self.check = check
-        self.is_file = is_file
-        self._read = read
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.specs:
-            raise KeyError(f"{name!r}{nearest(name, self.specs)}")
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.specs if name not in self.aliases)
-
-    def __len__(self) -> int:
-        return len(self.specs) - len(self.aliases)
-
-    def __repr__(self) -> str:
-        return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
-
-    def below(self, path: str) -> "Names":
-        """The names below a node, without its path."""
-        short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
-        if not short:
-            heads = dict.fromkeys(map(head_of, self.specs))
-            raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
-        whole = {new: name for name, new in short.items()}
-        aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
-        states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
-        specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(
-            specs,
-            lambda name: self[whole[name]],
-            aliases,
-            states,
-            lambda name: self.check(whole[name]),
-            self.is_file,
-        )
 
 
 def names_of(source: Any) -> Names:
     """The names of whatever has names."""
     if isinstance(source, Names):
         return source
-    paths = _paths_in(source)
-    if paths:
-        return _of_several([_of_file(File(path)) for path in paths])
+    in_files = names_in(source)
+    if in_files is not None:
+        return in_files
     if isinstance(source, Layout):
         index = index_of(source)
         paths, specs = index.structure.paths, index.structure.specs
@@ -112,43 +49,6 @@ def _checked(name: str, array: Any) -> Any:
     if type(array).__module__.partition(".")[0] == "torch":
         raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
     return array
-
-
-def _of_file(file: File) -> Names:
-    aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
-    specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
-    stored = {name: aliases.get(name, name) for name in specs}
-    return Names(
-        specs,
-        lambda name: file.read(stored[name]),
-        aliases,
-        file.words["states"],
-        lambda name: file.check(stored[name]),
-    )
-
-
-def _paths_in(source: object) -> Sequence[Any]:
-    """The paths of files, where a source is one or several."""
-    several = source if isinstance(source, (list, tuple)) else [source]
-    return several if all(isinstance(each, (str, os.PathLike)) for each in several) else ()
-
-
-def _of_several(files: Sequence[Names]) -> Names:
-    """The names of several files together, as of a model that is saved in shards."""
-    owners: dict[str, Names] = {}
-    for file in files:
-        for name in file.specs:
-            if name in owners:
-                raise ValueError(f"{name!r} is in two of the files")
-            owners[name] = file
-    return Names(
-        {name: file.specs[name] for name, file in owners.items()},
-        lambda name: owners[name][name],
-        {alias: name for file in files for alias, name in file.aliases.items()},
-        {path: state for file in files for path, state in file.states.items()},
-        lambda name: owners[name].check(name),
-        is_file=True,
-    )
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
@@ -220,9 +120,10 @@ def names(
         ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below.
         TypeError: as `saving.plan`.
     """
-    known = names_of(source)
+    stored = source if isinstance(source, Names) else names_in(source)
+    known = names_of(source) if stored is None else stored
     known = known if below is None else known.below(below)
-    if (isinstance(source, Names) or _paths_in(source)) and rename is None and transform is None:
+    if stored is not None and rename is None and transform is None:
         return known
     found, used, _ = routes({name: known.specs[name] for name in known}, rename, transform, None)
     used.update(name for route in found for name in route.sources)

@@ -10,18 +10,19 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._average import Ema
+from .._files.arrays import as_in_jax, placed
+from .._files.names import Names, head_of, heads_of
 from .._slots.layout import Trainable
 from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.tables import Table, as_html, as_text
 from .._tree.text import describe, first_few, quoted
 from ..optim import TrainableState
-from ._arrays import as_in_jax, placed
-from ._contents import Contents, head_of, heads_of
+from ._contents import Contents
 from ._elements import Movers
 from ._migration import carried_average, carried_state
 from ._moves import Fit, Move, check_same, fit
-from ._names import Names, names_of, names_of_contents
+from ._names import names_of, names_of_contents
 from ._rename import Rename, Transforms
 
 M = TypeVar("M")

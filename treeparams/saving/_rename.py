@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._files.names import split_name
 from .._tree.globs import Glob, Star
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
-from ._contents import split_name
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
 """`{left: right}`, a side a glob or a tuple of them and the right one also `None`; or a function of a name."""

@@ -5,15 +5,16 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
+from .._files.arrays import placed
+from .._files.file import PREFIX, File, write
+from .._files.format import FilePath, as_text
+from .._files.words import histories_in
 from .._slots.ties import Alias
 from .._tree.messages import name_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
 from ..optim import ModelTransformation
-from ._arrays import placed
-from ._contents import Contents, histories_in, places_in_words, state_in_words
-from ._file import PREFIX, File, write
-from ._format import FilePath, as_text
+from ._contents import Contents, places_in_words, state_in_words
 from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
 
 M = TypeVar("M")

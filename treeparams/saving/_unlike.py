@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from .._files.file import File
+from .._files.names import head_of, heads_of
+from .._files.words import histories_in, specs_in
 from .._slots.layout import index_of
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, quoted
-from ._contents import Contents, head_of, heads_of, histories_in, places_in_words, specs_in, state_in_words
-from ._file import File
+from ._contents import Contents, places_in_words, state_in_words
 
 
 def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:

@@ -8,13 +8,13 @@ import secrets
 import weakref
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._tree.text import in_short
-from ._arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
-from ._contents import are, is_count, is_division, specs_in
-from ._format import FilePath, Header, as_text, header_text, prefixed, read_bytes, read_header, wrong
+from .arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
+from .format import FilePath, Header, as_text, header_text, prefixed, read_bytes, read_header, wrong
+from .words import are_right
 
 try:
     import fcntl
@@ -123,7 +123,7 @@ def _words(path: str, header: Header) -> dict[str, Any]:
     try:
         words = json.loads(header.metadata[_WORDS])
         version = words["version"]
-        is_right = version != _VERSION or _are_right(words, header.arrays.keys())
+        is_right = version != _VERSION or are_right(words, header.arrays.keys())
     except Exception as error:  # whatever comes of JSON of another kind
         raise wrong(path, f"what it says of its arrays cannot be read: {in_short(error)}") from None
     if version != _VERSION:
@@ -134,57 +134,6 @@ def _words(path: str, header: Header) -> dict[str, Any]:
     if not is_right:
         raise wrong(path, "what it says of its arrays is not of these arrays")
     return words
-
-
-def _are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether these words are of the kinds that `save` writes, and of these arrays."""
-    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
-    return (
-        are(_is_text, words["frozen"])
-        and all(alias not in names and _is_tie(tie) and tie[0] in names for alias, tie in ties.items())
-        and all(name in names and _is_mark(mark) for name, mark in marks.items())
-        and all(map(_is_state, states.values()))
-        and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
-        and sums.keys() == set(names)
-    )
-
-
-def _is_text(said: object) -> bool:
-    """Whether a value of a file is text."""
-    return type(said) is str
-
-
-def _is_tie(tie: Sequence[Any]) -> bool:
-    """Whether this is the name of an array, and the transforms by which another one follows from it."""
-    return are(_is_text, tie) and len(tie) == 2
-
-
-def _is_mark(mark: Mapping[str, Any]) -> bool:
-    """Whether this says that an array is of another dtype than it is stored as, or holds keys."""
-    return len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(_is_text, mark.values()))
-
-
-def _is_slot(slot: Sequence[Any]) -> bool:
-    """Whether this is a parameter: its path, its aliases, its shape and its dtype."""
-    path, aliases, shape, dtype = slot
-    return _is_text(path) and are(_is_text, aliases) and are(is_count, shape) and _is_text(dtype)
-
-
-def _is_location(location: Sequence[Any]) -> bool:
-    """Whether this says where a parameter lies in a vector or in stacks, and its shape."""
-    return len(location) == 2 and _is_text(location[0]) and are(is_count, location[1])
-
-
-def _is_state(state: Mapping[str, Any]) -> bool:
-    """Whether this is a state: its parameters, their histories, and how each history divides its arrays."""
-    histories = [*state["running"], *state["held"]]
-    are_histories = all(are(_is_text, each) for each in histories) and are(is_count, state["origins"])
-    if not (are_histories and are(_is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
-        return False
-    divisions, count = state["divisions"], len(state["slots"])
-    if len(divisions) != len(histories) or not all(is_division(each, count) for each in divisions):
-        return False
-    return specs_in(state).keys() == {path for each in histories for path in each}
 
 
 # -- Writing -----------------------------------------------------------------------------------------------------------

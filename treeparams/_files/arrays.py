@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from .._tree.dtypes import is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
-from ._format import DTYPES, Stored
+from .format import DTYPES, Stored
 
 Array = jax.Array | np.ndarray | np.number | np.bool_
 """An array with values, or a tracer; JAX has typed keys too, and NumPy scalars."""

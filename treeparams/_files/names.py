@@ -1,0 +1,138 @@
+"""Arrays by name, each read where it is asked for; names as a file has them."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from .._tree.paths import join_path, nearest, quote, split_path
+from .._tree.structure import Spec
+from .._tree.text import describe
+from .file import File
+
+
+def name_of(path: str) -> str:
+    """A path as a name in the format, which has one of its own."""
+    return '"__metadata__"' if path == "__metadata__" else path
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    r"""The entries of a name: of a path, or else what stands between its dots, with quotes where a path has them.
+
+    >>> split_name('"a.b".w'), split_name('"a.w')
+    (('"a.b"', 'w'), ('"\\"a"', 'w'))
+    """
+    try:
+        return split_path(name)
+    except ValueError:  # an array in a file of another program
+        return tuple(map(quote, name.split(".")))
+
+
+def head_of(name: str) -> str:
+    """The first entry of a name: which of several things in a file it belongs to."""
+    return join_path(split_name(name)[:1])
+
+
+def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
+    """The nodes below which all of these names are, as the model in a file of several things."""
+    heads = dict.fromkeys(map(head_of, among))
+    return [head for head in heads if names and all(f"{head}.{name}" in among for name in names)]
+
+
+class Names(Mapping[str, Any]):
+    """Arrays by name, each read where it is asked for.
+
+    Attributes:
+        specs: shape and dtype in JAX of each, of further names of one array too.
+        aliases: the further names that only say again what another name says, and that one.
+        states: the words on the states of optimisers, by path.
+        check: compares an array with its checksum, where there is one.
+        is_file: whether each array is read into a buffer of its own.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        read: Callable[[str], Any],
+        aliases: Mapping[str, str] | None = None,
+        states: Mapping[str, dict[str, Any]] | None = None,
+        check: Callable[[str], None] = lambda name: None,
+        is_file: bool = False,
+    ) -> None:
+        self.specs = specs
+        self.aliases = aliases or {}
+        self.states = states or {}
+        self.check = check
+        self.is_file = is_file
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.specs:
+            raise KeyError(f"{name!r}{nearest(name, self.specs)}")
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.specs if name not in self.aliases)
+
+    def __len__(self) -> int:
+        return len(self.specs) - len(self.aliases)
+
+    def __repr__(self) -> str:
+        return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
+
+    def below(self, path: str) -> "Names":
+        """The names below a node, without its path."""
+        short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
+        if not short:
+            heads = dict.fromkeys(map(head_of, self.specs))
+            raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
+        whole = {new: name for name, new in short.items()}
+        aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
+        states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
+        specs = {new: self.specs[name] for name, new in short.items()}
+        return Names(
+            specs,
+            lambda name: self[whole[name]],
+            aliases,
+            states,
+            lambda name: self.check(whole[name]),
+            self.is_file,
+        )
+
+
+def names_in(source: object) -> Names | None:
+    """The names of a file, or of several together; `None` if the source is no path, and no paths."""
+    several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
+    if not several or not all(isinstance(each, (str, os.PathLike)) for each in several):
+        return None
+    return _of_several([_of_file(File(path)) for path in several])
+
+
+def _of_file(file: File) -> Names:
+    aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
+    specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
+    stored = {name: aliases.get(name, name) for name in specs}
+    return Names(
+        specs,
+        lambda name: file.read(stored[name]),
+        aliases,
+        file.words["states"],
+        lambda name: file.check(stored[name]),
+    )
+
+
+def _of_several(files: Sequence[Names]) -> Names:
+    """The names of several files together, as of a model that is saved in shards."""
+    owners: dict[str, Names] = {}
+    for file in files:
+        for name in file.specs:
+            if name in owners:
+                raise ValueError(f"{name!r} is in two of the files")
+            owners[name] = file
+    return Names(
+        {name: file.specs[name] for name, file in owners.items()},
+        lambda name: owners[name][name],
+        {alias: name for file in files for alias, name in file.aliases.items()},
+        {path: state for file in files for path, state in file.states.items()},
+        lambda name: owners[name].check(name),
+        is_file=True,
+    )

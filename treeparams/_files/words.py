@@ -1,0 +1,105 @@
+"""What `save` says in a file of its arrays, beside the format: checked before anything uses it."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._tree.structure import Spec
+
+
+def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether these words are of the kinds that `save` writes, and of these arrays."""
+    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
+    return (
+        _are(_is_text, words["frozen"])
+        and all(alias not in names and _is_tie(tie) and tie[0] in names for alias, tie in ties.items())
+        and all(name in names and _is_mark(mark) for name, mark in marks.items())
+        and all(map(_is_state, states.values()))
+        and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
+        and sums.keys() == set(names)
+    )
+
+
+def _is_text(said: object) -> bool:
+    """Whether a value of a file is text."""
+    return type(said) is str
+
+
+def _is_tie(tie: Sequence[Any]) -> bool:
+    """Whether this is the name of an array, and the transforms by which another one follows from it."""
+    return _are(_is_text, tie) and len(tie) == 2
+
+
+def _is_mark(mark: Mapping[str, Any]) -> bool:
+    """Whether this says that an array is of another dtype than it is stored as, or holds keys."""
+    return len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(_is_text, mark.values()))
+
+
+def _is_slot(slot: Sequence[Any]) -> bool:
+    """Whether this is a parameter: its path, its aliases, its shape and its dtype."""
+    path, aliases, shape, dtype = slot
+    return _is_text(path) and _are(_is_text, aliases) and _are(_is_count, shape) and _is_text(dtype)
+
+
+def _is_location(location: Sequence[Any]) -> bool:
+    """Whether this says where a parameter lies in a vector or in stacks, and its shape."""
+    return len(location) == 2 and _is_text(location[0]) and _are(_is_count, location[1])
+
+
+def _is_state(state: Mapping[str, Any]) -> bool:
+    """Whether this is a state: its parameters, their histories, and how each history divides its arrays."""
+    histories = [*state["running"], *state["held"]]
+    are_histories = all(_are(_is_text, each) for each in histories) and _are(_is_count, state["origins"])
+    if not (are_histories and _are(_is_slot, state["slots"]) and len(state["origins"]) == len(histories)):
+        return False
+    divisions, count = state["divisions"], len(state["slots"])
+    if len(divisions) != len(histories) or not all(_is_division(each, count) for each in divisions):
+        return False
+    return specs_in(state).keys() == {path for each in histories for path in each}
+
+
+def _is_division(said: Mapping[str, Any], count: int) -> bool:
+    """Whether a file divides the arrays of a history as `save` does, among so many parameters.
+
+    A file may be damaged, or made to do harm. So each number is compared with the length of the list that it is an
+    index of, here, before `division_in` uses it.
+    """
+
+    def is_block(block: Sequence[Any]) -> bool:
+        slots, starts, has_rows = block
+        are_there = _are(_is_count, slots) and all(slot < count for slot in slots) and type(has_rows) is bool
+        return are_there and _are(_is_count, starts) and len(starts) in (0, len(slots) + 1) and starts == sorted(starts)
+
+    def is_owned(its: Sequence[Any]) -> bool:
+        *numbers, axis = its
+        is_there = _are(_is_count, numbers) and len(numbers) == 3 and numbers[0] < len(said["blocks"])
+        if not is_there or not (axis is None or _is_count(axis)):
+            return False
+        # Only a joined array has an axis, and then `starts` says how it is cut; any other is of one parameter.
+        slots, starts, _ = said["blocks"][numbers[0]]
+        return bool(starts) if axis is not None else not starts and len(slots) == 1
+
+    blocks, owners = said["blocks"], said["owners"]
+    return _are(is_block, blocks) and type(said["problem"]) is str and all(map(is_owned, owners.values()))
+
+
+def _is_count(said: object) -> bool:
+    """Whether a value of a file is a whole number that counts something."""
+    return type(said) is int and said >= 0  # not `isinstance`: `true` is an `int` to Python
+
+
+def _are(is_one: Callable[[Any], bool], several: object) -> bool:
+    """Whether a value of a file is a list, and each entry passes a test."""
+    return type(several) is list and all(map(is_one, several))
+
+
+def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Where in a state each history is, and its parameters, in the order of the counts."""
+    sides = (("runs", words["running"]), ("held", words["held"]))
+    return [(f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
+
+
+def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:
+    """The shapes and dtypes of the parameters that a state is said to be of."""
+    return {path: Spec(tuple(shape), np.dtype(dtype), True) for path, _, shape, dtype in words["slots"]}
