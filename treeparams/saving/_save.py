@@ -161,10 +161,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     for alias, (source, transforms) in file.words["ties"].items():
         its = known[leaves[alias]].transforms if transforms else ()
         contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
-    if checksum:
-        for name in file.specs:
-            file.check(name)
-    values = {leaves[name]: placed(name, file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+    arrays = file.arrays(file.specs, checksum)
+    values = {leaves[name]: placed(name, array, contents.leaves[leaves[name]]) for name, array in arrays}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
@@ -175,6 +173,8 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
+    if not theirs:
+        return {name: i for i, name in contents.names.items()}
     names = {}
     for i, name in contents.names.items():
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
