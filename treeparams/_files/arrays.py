@@ -200,7 +200,7 @@ def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _has_lost(old: np.ndarray, new: np.ndarray) -> bool:
     """Whether a value has become another one by more than rounding: infinite, zero, or another integer."""
     if new.dtype.kind == "c":
-        return _has_lost(old.real, new.real) or _has_lost(old.imag, new.imag)
+        return any(_has_lost(part(old), part(new)) for part in (np.real, np.imag))
     if new.dtype.kind != "f":
         return bool((new != old).any())
     at = np.isinf(new) | (new == 0)  # few, so that little memory is needed

@@ -113,20 +113,34 @@ class File:
         """
         sums = self.words["checksums"] if is_checked else {}
         for several in _neighbours(in_order(names, self._arrays), self._arrays):
-            first, is_one = self._arrays[several[0]].start, len(several) == 1
-            last = self._arrays[several[-1]].stop
-            data, value = read_bytes(self.path, self._file, first, last, is_summed=is_one and bool(sums))
-            for name in several:
-                stored, its = self._arrays[name], data
-                if not is_one:
-                    its = data[stored.start - first : stored.stop - first].copy()
-                if sums and f"{value if is_one else zlib.crc32(its):08x}" != sums[name]:
-                    raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
-                try:
-                    array = decode(stored, self._marks.get(name, {}), its)
-                except ValueError as error:
-                    raise ValueError(f"{name!r} of {self.path!r} cannot be read: {error}") from None
-                yield name, array
+            if len(several) > 1:
+                yield from self._together(several, sums)
+            else:
+                yield several[0], self._alone(several[0], sums)
+
+    # An array may take half of the memory that there is. So nothing here refers to the one before while the next one is
+    # read, which is why these two are functions.
+
+    def _alone(self, name: str, sums: Mapping[str, str]) -> Any:
+        _, _, start, stop = self._arrays[name]
+        data, value = read_bytes(self.path, self._file, start, stop, is_summed=bool(sums))
+        return self._array(name, data, value, sums)
+
+    def _together(self, names: list[str], sums: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        first, last = self._arrays[names[0]].start, self._arrays[names[-1]].stop
+        data, _ = read_bytes(self.path, self._file, first, last, is_summed=False)
+        for name in names:
+            _, _, start, stop = self._arrays[name]
+            its = data[start - first : stop - first].copy()
+            yield name, self._array(name, its, zlib.crc32(its.data) if sums else 0, sums)
+
+    def _array(self, name: str, data: np.ndarray, value: int, sums: Mapping[str, str]) -> Any:
+        if sums and f"{value:08x}" != sums[name]:
+            raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+        try:
+            return decode(self._arrays[name], self._marks.get(name, {}), data)
+        except ValueError as error:
+            raise ValueError(f"{name!r} of {self.path!r} cannot be read: {error}") from None
 
 
 def _opened(path: str) -> io.FileIO:
