@@ -16,6 +16,7 @@ from .._tree.text import in_short
 from .arrays import decode, decoded_kind, kind_of, pieces_of, specs_of
 from .format import (
     PIECE,
+    SMALL,
     FilePath,
     Header,
     Stored,
@@ -38,7 +39,6 @@ _VERSION = 1
 _CHECKSUM, _WORDS = f"{PREFIX}checksum", f"{PREFIX}header"
 _START = f'{{"__metadata__":{{"{_CHECKSUM}":"'.encode()
 _BLANK = "0" * 8
-_SMALL = 1 << 14  # bytes of an array; to read more than that takes longer than to call the system
 
 
 class File:
@@ -166,7 +166,7 @@ def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list
     together, first, last = list[str](), 0, 0
     for name in names:
         _, _, start, stop = arrays[name]
-        is_small = stop - start <= _SMALL
+        is_small = stop - start <= SMALL
         if together and not (is_small and start == last and stop - first <= PIECE):
             yield together
             together = []

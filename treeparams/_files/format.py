@@ -234,6 +234,9 @@ def prefixed(text: bytes) -> bytes:
 PIECE = 1 << 20
 """Bytes that are still in the cache of a processor when they are used again."""
 
+SMALL = 1 << 14
+"""Bytes of an array that take less time than the calls around them."""
+
 _ALIGNED = 64  # JAX copies what is not aligned so
 
 
