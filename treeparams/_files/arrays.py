@@ -92,11 +92,11 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
             yield view[start : start + PIECE]
 
 
-def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
+def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> Any:
     """The array of bytes in a file: of NumPy, or typed keys."""
-    if "key" in mark:
-        return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored[1])), impl=mark["key"])
     shape, dtype = decoded_kind(stored, mark)
+    if mark and "key" in mark:
+        return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored[1])), impl=mark["key"])
     if isinstance(dtype, Packed):
         raise ValueError(f"it is {dtype}, of which NumPy and JAX have no arrays; a plan drops it, rename={{...: None}}")
     return data.view(dtype).reshape(shape)
@@ -123,7 +123,7 @@ def _in_jax(dtype: Any) -> tuple[Any, bool]:
     return dtype, is_inexact(dtype)
 
 
-def decoded_kind(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
+def decoded_kind(stored: Stored, mark: Mapping[str, str] | None) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of a stored array as it was saved: a dtype of NumPy, of keys, or a packed one."""
     its, shape, start, stop = stored
     if not mark:

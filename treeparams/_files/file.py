@@ -98,7 +98,7 @@ class File:
 
     def dtype(self, name: str) -> Any:
         """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
-        return decoded_kind(self._arrays[name], self._marks.get(name, {}))[1]
+        return decoded_kind(self._arrays[name], self._marks.get(name))[1]
 
     def read(self, name: str) -> Any:
         """An array that agrees with its checksum: of NumPy, in a buffer of its own, or typed keys."""
@@ -139,7 +139,7 @@ class File:
         if sums and f"{value:08x}" != sums[name]:
             raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
         try:
-            return decode(self._arrays[name], self._marks.get(name, {}), data)
+            return decode(self._arrays[name], self._marks.get(name), data)
         except ValueError as error:
             raise ValueError(f"{name!r} of {self.path!r} cannot be read: {error}") from None
 

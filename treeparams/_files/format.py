@@ -4,7 +4,6 @@ The package `safetensors` is not needed to read or write it: its reader for NumP
 checksums, and its errors are of its own class. All that a header says is checked before anything is read or allocated.
 """
 
-import contextlib
 import functools
 import io
 import json
@@ -80,6 +79,7 @@ _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _LONGEST_REASON = 500  # characters; a name may have millions
 _PREFIX = 8  # bytes, the length of the header
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
+_NO_SHAPE: tuple[tuple[int, ...], int] = ((), -1)
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
 
 
@@ -171,16 +171,18 @@ def _is_size(value: object) -> TypeGuard[int]:
 
 def _stored(path: str, name: str, pairs: list[tuple[str, Any]], start: int) -> Stored:
     """One entry of the header, checked: nothing of it is trusted, or used to allocate, before that."""
-    its = _distinct(path, pairs)
-    if its.keys() != _ENTRY:
+    its = dict(pairs)
+    if len(its) < len(pairs) or its.keys() != _ENTRY:
+        _distinct(path, pairs)
         raise wrong(path, f"its entry {name!r} is not of a dtype, a shape and two offsets")
     dtype, shape, offsets = its["dtype"], its["shape"], its["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
         raise wrong(path, f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")
-    sizes, bits = (), -1
-    if type(shape) is list and len(shape) <= _MOST_AXES:
-        with contextlib.suppress(TypeError):  # of a list of lists
-            sizes, bits = _shape_and_bits(dtype, *shape)
+    try:
+        is_list = type(shape) is list and len(shape) <= _MOST_AXES
+        sizes, bits = _shape_and_bits(dtype, *shape) if is_list else _NO_SHAPE
+    except TypeError:  # of a list of lists
+        sizes, bits = _NO_SHAPE
     if bits < 0:
         raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
     if type(offsets) is not list or len(offsets) != 2 or not (_is_size(offsets[0]) and _is_size(offsets[1])):
