@@ -8,8 +8,9 @@ is `safetensors.flax`. A pass of `zlib.crc32` over the same bytes stands beside 
 of treeparams with checksums. A plan is made and applied, as it is to a file whose names are others.
 
 Anonymous memory (RssAnon, of Linux) is looked at from outside, in a fresh process for each load, into a tree of shapes.
-The tied model has one array at two paths, and nine others. `tp.diff` compares two models that hold the same arrays, as
-after a change that changed nothing.
+The tied model has one array at two paths, and nine others. Many small arrays are of NumPy, so that the time is not
+JAX's, and their yardstick is `safetensors.numpy`; Python looks for cycles meanwhile, which it does not in the other
+tables. `tp.diff` compares two models that hold the same arrays, as after a change that changed nothing.
 """
 
 import gc
@@ -31,6 +32,7 @@ import jax
 import numpy as np
 import orbax.checkpoint
 import safetensors.flax
+import safetensors.numpy
 
 import treeparams as tp
 from treeparams import saving
@@ -71,11 +73,13 @@ def run(scale: Scale) -> Iterator[Table]:
             for path in paths.values():
                 _remove(path)
         tied = _tied(folder, total // 10)
+        many = _many(folder, 100 if scale.is_smoke else 100_000, fewer)
     yield _save_table(saves, f"Files in {tempfile.gettempdir()}.")
     yield _load_table(loads)
     if measured:
         yield _memory_table(memory, total)
     yield tied
+    yield many
     found = sweep(_comparisons, scale)
     at = (scale.sizes[-1],)
     yield found.table("Two models that share all arrays", [found.ratio_target("tp.diff", "jax.tree.map", 5, sizes=at)])
@@ -300,6 +304,44 @@ def _tied(folder: str, total: int) -> Table:
     cells = [f"{size:.3f}x" for size in sizes.values()]
     title = "The file of 11 leaves of which two are one array, in sizes of the 10"
     return Table(title, ["", *sizes], [["on disk", *cells]], [target])
+
+
+def _many(folder: str, count: int, scale: Scale) -> Table:
+    model = {f"{i:06}": np.full(4, i, np.float32) for i in range(count)}
+    paths = {name: os.path.join(folder, f"many.{name}") for name in (_SAFETENSORS, _TP)}
+
+    def save_with_safetensors() -> None:
+        safetensors.numpy.save_file(model, paths[_SAFETENSORS])
+        _to_disk(paths[_SAFETENSORS])
+
+    calls = {
+        "save": (save_with_safetensors, lambda: saving.save(paths[_TP], model)),
+        "load": (
+            lambda: safetensors.numpy.load_file(paths[_SAFETENSORS]),
+            lambda: saving.load(paths[_TP], model),
+        ),
+    }
+    rows, targets = [], []
+    for what, several in calls.items():
+        cases = {name: Case(_collecting(call)) for name, call in zip(paths, several, strict=True)}
+        found = {name: timing.median for name, timing in interleave(cases, scale).items()}
+        ratio = found[_TP] / found[_SAFETENSORS]
+        rows.append([what, *as_ratios(list(found.values()), in_time)])
+        targets.append(Verdict(f"{what} of {count:,} arrays <= 2x {_SAFETENSORS}", ratio <= 2, f"{ratio:.2f}x"))
+    return Table(f"{count:,} arrays of NumPy, of four numbers each", ["", *paths], rows, targets)
+
+
+def _collecting(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call during which Python looks for cycles, as it does where many objects are made."""
+
+    def with_collector() -> Any:
+        gc.enable()
+        try:
+            return call()
+        finally:
+            gc.disable()
+
+    return with_collector
 
 
 # -- What differs ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from ._contents import Contents, places_in_words, state_in_words
 def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says which arrays are in one only, or are others."""
     there = dict.fromkeys([*file.specs, *file.words["ties"]])
-    heads = heads_of(leaves, there)
+    # Equal names, however many, are never those of another tree below a node, and none is missing.
+    heads = heads_of(leaves, there) if leaves.keys() != there.keys() else []
     if heads:
         yield (
             f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
@@ -28,8 +29,9 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         return
     for name in [name for name in leaves if name not in there]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    heads, others = set(map(head_of, leaves)), dict[str, None]()
-    for name in [name for name in there if name not in leaves]:
+    rest, others = [name for name in there if name not in leaves], dict[str, None]()
+    heads = set(map(head_of, leaves)) if rest else set[str]()
+    for name in rest:
         if head_of(name) in heads:
             yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
         else:
@@ -40,14 +42,16 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
     plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
-    for name in [name for name in there if name in leaves and (name in plain or name in file.specs)]:
+    for name in there:
         stored = plain.get(name, name)
-        here, there = contents.spec(leaves[name]), file.specs[stored]
-        leaf = contents.leaves[leaves[name]]
-        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
+        if name not in leaves or stored not in file.specs:
+            continue
+        i, theirs = leaves[name], file.specs[stored]
+        ours, leaf = contents.spec(i), contents.leaves[i]
+        if ours != theirs:
+            yield f"{name!r} is {describe(ours)} in the tree, {describe(theirs)} in the file"
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
             yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
-        if here != there:
-            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
