@@ -205,16 +205,48 @@ def history(form, *choices, steps=2):
 
 
 @pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (optim.stacked, 0)])
-def test_a_plan_that_changes_nothing_is_as_thawing(form, steps):
+def test_what_waits_waits_afterwards(form, steps, tmp_path):
+    """A plan that changes nothing gives the state as it is; thawed, it is what it would have been without a plan."""
     tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
     for choices in ((None, ("a", "b"), "c"), ("c", "a", ("a", "b"))):
         state = history(form, *choices, steps=steps)
-        for wanted in (None, ("a", "c")):
+        carried = plan.state(state, fresh(tx, MODEL))
+        roles = [dataclasses.replace(its.roles, origins=()) for its in (carried, state)]  # their numbers mean nothing
+        assert roles[0] == roles[1]
+        assert assert_same((carried.runs, carried.held, carried.counts), (state.runs, state.held, state.counts)) > 7
+        saving.save(tmp_path / "run.safetensors", state)
+        assert_same(plan.state(saving.names(tmp_path / "run.safetensors"), fresh(tx, MODEL)), carried)
+        some = plan.state(state, fresh(made(form, RULE, ("a", "c")), MODEL))
+        for wanted, its in ((None, carried), (("a", "c"), carried), (("a", "c"), some)):
             thawed = optim.set_trainable(tx, state, MODEL, wanted)
-            carried = plan.state(state, fresh(made(form, RULE, wanted), MODEL))
-            assert carried.roles.running == thawed.roles.running
-            assert_same((carried.runs, carried.counts), (thawed.runs, thawed.counts[: len(thawed.runs)]))
-            assert carried.held == ()
+            again = optim.set_trainable(tx, its, MODEL, wanted)
+            assert again.roles.running == thawed.roles.running
+            assert_same((again.runs, again.counts[: len(again.runs)]), (thawed.runs, thawed.counts[: len(thawed.runs)]))
+        assert not {"b"} & {
+            slot for copies in some.roles.divisions for own in copies.owners if own for slot in own.paths
+        }
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
+    tx, new = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}
+    plan = saving.plan(
+        MODEL, new, rename={("a", "b"): "w"}, transform={("a", "b"): lambda *two: jnp.stack(two)[:, ::-1]}, strict=False
+    )
+    state = history(form, None, "c")
+    carried = plan.state(state, tx.init(new))
+    assert carried.layout.paths == ("c", "x")
+    assert [int(count) for count in carried.counts] == [4, 0, 2]
+    old, now = (optim.set_trainable(tx, each, model).runs for each, model in ((state, MODEL), (carried, new)))
+    assert (len(old), len(now)) == (2, 3)
+    if form is optim.trainable:
+        for before, after in zip(state.held[0][0][1:], carried.held[0][0][1:], strict=True):
+            np.testing.assert_array_equal(after["w"], np.stack([before["a"], before["b"]])[:, ::-1])
+        after, later = _steps(tx, carried, new, 1)
+        assert_same((after["w"], later.held), (new["w"], carried.held), identity=False)
+        assert [int(count) for count in later.counts] == [5, 1, 2]
+    with pytest.raises(ValueError, match=r"'w' is made of parameters of which some wait .* \('a' trains, 'b' waits\)"):
+        plan.state(history(form, None, "a"), tx.init(new))
 
 
 @pytest.mark.parametrize("form", [optim.trainable, optim.flat])

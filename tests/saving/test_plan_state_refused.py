@@ -20,13 +20,15 @@ def test_sources_of_different_histories():
     new = {"ab": ramp(4), "c": ramp(3)}
     plan, like = saving.plan(MODEL, new, **merge), fresh(made(optim.trainable, RULE), new)
     with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 4, 'b' 2 steps\), so there is no state"):
-        plan.state(history(optim.trainable, None, "a"), like)
+        plan.state(history(optim.trainable, "a", ("a", "b")), like)
     with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 2, 'b' no steps\)"):
         plan.state(history(optim.trainable, "a"), like)
-    # Frozen without a step in between, they have.
-    together = history(optim.trainable, None)
-    apart = optim.set_trainable(made(optim.trainable, RULE), together, MODEL, ("a", "c"))
-    assert_same(plan.state(apart, like), plan.state(together, like))
+    # Frozen without a step in between, they have; but now one waits.
+    tx, together = made(optim.trainable, RULE), history(optim.trainable, None)
+    apart = optim.set_trainable(tx, together, MODEL, ("a", "c"))
+    with pytest.raises(ValueError, match=r"'ab' .* \('a' trains, 'b' waits\), .*; freeze or thaw them together first"):
+        plan.state(apart, like)
+    assert_same(plan.state(optim.set_trainable(tx, apart, MODEL), like), plan.state(together, like))
 
 
 def _state(rule=RULE, form=optim.trainable, model=MODEL):
@@ -54,7 +56,6 @@ REFUSED = {
         "the state is of 'w', and the plan's source has",
     ),
     "no state": (lambda: (MODEL, _state()), "expected a state of optim.trainable, .*; got names such as a, b, c"),
-    "plain Optax": (lambda: (RULE.init(MODEL), _state()), "expected a state of optim.trainable, flat or stacked"),
     "several": (lambda: (_state(), history(optim.trainable, None, "a")), "got one with several histories"),
 }
 

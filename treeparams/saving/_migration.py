@@ -131,26 +131,35 @@ def _below(copies: Copies, head: Entries) -> dict[str, int | None]:
 
 def _check_lost(moving: Moving) -> None:
     """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
-    fresh = moving.fresh
-    carried = {path: [old for old, _ in moving.reads(path)] for path, home in moving.homes.items() if home}
-    used = {old for olds in carried.values() for old in olds}
-    taken = {((unlabelled(place[0]), place[1]), old) for place, path in fresh.at for old in carried.get(path, ())}
+    fresh, carried = moving.fresh, [path for path, home in moving.homes.items() if home]
+    after = {old: path for path in carried for old, _ in moving.reads(path)}
+    taken = {
+        ((unlabelled(place[0]), place[1]), old)
+        for place, path in fresh.at
+        if moving.homes[path]
+        for old, _ in moving.reads(path)
+    }
     shared = set(map(unlabelled, fresh.common))
-    lost = list[str]()
+    lost: dict[str, str | None] = {}
     for history in moving.before.histories:
         for entries, owners in history.copies.owned():
-            if owners is None:
-                is_lost = unlabelled(entries) not in shared and not history.is_of_others(entries, used)
-            else:
+            name = join_path((*history.at, *entries))
+            if owners is not None:
                 place = unlabelled(owners.place[0]), owners.place[1]
-                is_lost = any(path in used and (place, path) not in taken for path in owners.paths)
-            if is_lost:
-                lost.append(join_path((*history.at, *entries)))
-    if lost:
-        raise ValueError(
-            f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
-            "transformation, or a parameter is now in a group with another one"
+                its = [path for path in owners.paths if path in after and (place, path) not in taken]
+                lost |= dict.fromkeys([name] if its else [], its and after[its[0]])
+            elif unlabelled(entries) not in shared and not history.is_of_others(entries, after.keys()):
+                lost[name] = None
+    if not lost:
+        return
+    path = next(iter(lost.values()))
+    why = "it was made by another transformation, or a parameter is now in a group with another one"
+    if path is not None and not moving.movers.is_plain(path):
+        why = (
+            f"{path!r} is made by {moving.movers.how(path)}, and of an array of its shape the rule keeps others; begin "
+            "with a fresh state"
         )
+    raise ValueError(f"the state has {first_few(list(lost))}, for which the fresh one has no place: {why}")
 
 
 def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequence[str]) -> tuple[PyTree, Division]:

@@ -8,7 +8,7 @@ from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe
 from ._contents import Contents
-from ._elements import Program
+from ._program import Program
 from ._rename import Route, stack, unstack
 
 Done = dict[tuple[int, int], Any]
