@@ -149,6 +149,41 @@ def test_it_goes_on(tmp_path):
             assert_same(jax.tree.leaves(carried), jax.tree.leaves(later_state))
 
 
+# -- Functions ---------------------------------------------------------------------------------------------------------
+
+_MASK = np.float32([[1, 0, 1], [0, 1, 1]])
+MOVED = {
+    "transpose": (lambda x: x.T, lambda _, x: x.T),
+    "rows": (lambda x: x[jnp.array([1, 0])], lambda _, x: x[[1, 0]]),
+    "rounded": (lambda x: x.astype(jnp.bfloat16)[:, ::-1].astype(jnp.float32), lambda _, x: x[:, ::-1]),
+    "narrow": (lambda x: x.T.astype(jnp.bfloat16), lambda _, x: x.T),
+    "mask": (lambda x: x * _MASK, lambda begun, x: np.where(_MASK, x, begun)),
+    "where": (lambda x: jnp.where(_MASK == 1, x, 0).T, lambda begun, x: np.where(_MASK, x, begun).T),
+    "set": (lambda x: x.at[:, 1].set(0), lambda begun, x: np.where([True, False, True], x, begun)),
+}
+
+
+@pytest.mark.parametrize(("function", "by_hand"), MOVED.values(), ids=MOVED.keys())
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_moments_are_moved_as_they_are(function, by_hand, form):
+    """In their own dtype, and where a mask drops elements they begin as the rule has them begin, not at zero."""
+    rule = optax.chain(optax.scale_by_adam(mu_dtype=jnp.float32), optax.scale_by_rss(initial_accumulator_value=0.25))
+    old = {"v": ramp(3), "w": row(2, 3, start=1) / 7}
+    new = {"v": ramp(3), "w": function(jnp.asarray(old["w"]))}
+    plan = saving.plan(old, new, transform={"w": function})
+    tx = made(form, rule)
+    state = taken(tx.init(old))
+    carried = plan.state(state, like := tx.init(new))
+    for find in (lambda run: run[0].mu, lambda run: run[0].nu, lambda run: run[1].sum_of_squares):
+        before, after, begun = (find(its.runs[0]) for its in (state, carried, like))
+        if form is optim.flat:
+            before, after, begun = before[3:].reshape(2, 3), after[3:9].reshape(new["w"].shape), begun[-1]
+        else:
+            before, after, begun = before["w"], after["w"], begun["w"].ravel()[0]
+        want = by_hand(np.asarray(begun, np.float32), np.asarray(before, np.float32))
+        np.testing.assert_array_equal(after, want.astype(after.dtype))
+
+
 # -- Paths that look like those of a state -----------------------------------------------------------------------------
 
 PLAIN = {

@@ -27,6 +27,8 @@ from ..optim._plain import known_history
 from ._contents import division_in
 from ._movers import Movers
 
+_TRACED = "plan.state is called between steps, outside of jax.jit: what it makes goes by their number"
+
 
 def unlabelled(entries: Entries) -> Entries:
     """The entries of a path with a star for each label of a group."""
@@ -71,6 +73,8 @@ class Arrays(Mapping[Entries, Any]):
 
     def _from_source(self, name: str) -> Any:
         array = self._source[name]
+        if isinstance(array, Tracer):
+            raise ValueError(_TRACED)
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
         return as_in_jax(name, array)
@@ -177,7 +181,7 @@ def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
 def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
     """The number of steps that a history has taken."""
     if isinstance(count, Tracer):
-        raise ValueError("plan.state is called between steps, outside of jax.jit: what it makes goes by their number")
+        raise ValueError(_TRACED)
     if isinstance(count, jax.ShapeDtypeStruct):
         raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
     return int(count)
@@ -217,4 +221,4 @@ def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
             node = node.setdefault(unquote(entry), {})
         node[unquote(entries[-1])] = leaf
     history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
-    return Before((), history.copies, 0, _steps(history.count), waits=False)
+    return Before((), history.copies, 0, int(history.count), waits=False)
