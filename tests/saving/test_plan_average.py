@@ -167,6 +167,16 @@ def test_what_is_no_mover_is_refused_for_averages_alone(function):
             average()
 
 
+def test_more_elements_than_numbers_of_32_bits():
+    """Where they go by places that is refused, and where each operation moves them it is seen without numbers."""
+    many = {"w": jax.ShapeDtypeStruct((2**16, 2**15 + 1), np.float32)}
+    with pytest.raises(ValueError, match=r"2,147,549,184 elements .* by numbers of 32 bits; write the function with"):
+        saving.plan(many, many, transform={"w": lambda x: jnp.roll(x, 1)}).average(many)
+    turned = {"w": jax.ShapeDtypeStruct((2**15 + 1, 2**16), np.float32)}
+    with pytest.raises(ValueError, match=r"like has float32\[1\] at"):
+        saving.plan(many, turned, transform={"w": jnp.transpose}).average(_shadows(many), tp.Ema({"w": ramp(1)}, 0.5))
+
+
 def test_more_that_is_no_mover():
     pair = {"a": row(3), "b": row(3)}
     for function in (jnp.add, lambda a, b: jnp.where(a > 1, a, b)):

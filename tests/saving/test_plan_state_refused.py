@@ -150,7 +150,7 @@ def test_like_of_another_model():
 def test_ties_of_the_source_and_of_the_model_that_are_others_now():
     """None of them begins anew."""
     shared, tx = ramp(2), made(optim.trainable, RULE)
-    tied, apart = {"e": shared, "h": shared}, {"e": ramp(2), "h": ramp(2)}
+    tied, apart = {"e": shared, "h": shared}, {"e": ramp(2), "h": ramp(2) + 1}
     mu, plan = lambda state: state.runs[0][0].mu, functools.partial(saving.plan, strict=False)
     of_tied, of_apart = taken(tx.init(tied)), taken(tx.init(apart))
     for source, model in ((tied, tied), (apart, tied), (tied, apart), (apart, apart)):

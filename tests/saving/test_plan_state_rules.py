@@ -229,7 +229,7 @@ REFUSED = {
         {"0": "0.*"},
         None,
         [[ramp(3), ramp(3)]],
-        r"place: '0\.\d' is made by unstack, and of an",
+        r"place: '0\.\d' is made by unstack, and of its shape",
     ),
     "transposed factors": (
         _FACTORS,

@@ -131,35 +131,28 @@ def _below(copies: Copies, head: Entries) -> dict[str, int | None]:
 
 def _check_lost(moving: Moving) -> None:
     """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
-    fresh, carried = moving.fresh, [path for path, home in moving.homes.items() if home]
-    after = {old: path for path in carried for old, _ in moving.reads(path)}
-    taken = {
-        ((unlabelled(place[0]), place[1]), old)
-        for place, path in fresh.at
-        if moving.homes[path]
-        for old, _ in moving.reads(path)
-    }
-    shared = set(map(unlabelled, fresh.common))
-    lost: dict[str, str | None] = {}
+    reads = {path: moving.reads(path) for path, home in moving.homes.items() if home}
+    after = {old: path for path, its in reads.items() for old, _ in its}
+    places = [((unlabelled(place[0]), place[1]), path) for place, path in moving.fresh.at]
+    taken = {(place, old) for place, path in places for old, _ in reads.get(path, ())}
+    shared = set(map(unlabelled, moving.fresh.common))
+    lost, changed = list[str](), list[str]()  # the names of arrays, and the parameters that are made of theirs
     for history in moving.before.histories:
         for entries, owners in history.copies.owned():
-            name = join_path((*history.at, *entries))
-            if owners is not None:
+            if owners is None:
+                is_lost = unlabelled(entries) not in shared and not history.is_of_others(entries, after.keys())
+            else:
                 place = unlabelled(owners.place[0]), owners.place[1]
-                its = [path for path in owners.paths if path in after and (place, path) not in taken]
-                lost |= dict.fromkeys([name] if its else [], its and after[its[0]])
-            elif unlabelled(entries) not in shared and not history.is_of_others(entries, after.keys()):
-                lost[name] = None
-    if not lost:
-        return
-    path = next(iter(lost.values()))
-    why = "it was made by another transformation, or a parameter is now in a group with another one"
-    if path is not None and not moving.movers.is_plain(path):
-        why = (
-            f"{path!r} is made by {moving.movers.how(path)}, and of an array of its shape the rule keeps others; begin "
-            "with a fresh state"
-        )
-    raise ValueError(f"the state has {first_few(list(lost))}, for which the fresh one has no place: {why}")
+                its = [after[path] for path in owners.paths if path in after and (place, path) not in taken]
+                is_lost, changed = bool(its), [*changed, *(path for path in its if not moving.movers.is_plain(path))]
+            if is_lost:
+                lost.append(join_path((*history.at, *entries)))
+    if lost:
+        why = "it was made by another transformation, or a parameter is now in a group with another one"
+        if changed:
+            how = moving.movers.how(changed[0])
+            why = f"{changed[0]!r} is made by {how}, and of its shape the rule keeps others; begin with a fresh state"
+        raise ValueError(f"the state has {first_few(lost)}, for which the fresh one has no place: {why}")
 
 
 def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequence[str]) -> tuple[PyTree, Division]:

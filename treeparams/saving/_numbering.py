@@ -24,7 +24,10 @@ def numbered(
     """The number of each element of the results, among the elements of all arguments, one after another."""
     starts = starts_of(shapes)
     if starts[-1] > np.iinfo(np.int32).max:
-        raise NotMovedError
+        raise ValueError(
+            f"where {starts[-1]:,} elements go cannot be told by numbers of 32 bits; write the function with slices, "
+            "transposes, reshapes and concatenations, and with each array used once, which needs no numbers"
+        )
     numbers = np.split(np.arange(starts[-1], dtype=np.int32), starts[1:-1])
     arrays = [own.reshape(shape) for own, shape in zip(numbers, shapes, strict=True)]
     known = dict(zip(map(id, arguments), arrays, strict=True))

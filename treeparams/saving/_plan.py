@@ -129,8 +129,8 @@ class Plan(Generic[M]):
         >>> from treeparams import optim, saving
         >>> before, after = {"a": jnp.ones((2, 3))}, {"b": jnp.zeros((3, 2))}
         >>> plan = saving.plan(before, after, rename={"a": "b"}, transform={"a": jnp.transpose})
-        >>> tx = optim.trainable(optax.adam(1e-3))
-        >>> _, state = optim.step(tx, before, tx.init(before), before)
+        >>> tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
+        >>> _, state = optim.step(tx, {"a": jnp.ones((2, 3))}, tx.init(before), before)
         >>> plan.state(state, like=tx.init(after))
         TrainableState
           trains, 1 step taken: b
@@ -322,7 +322,8 @@ def plan(
 
     **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
     take moments and averages of the model before through the same renames. There a function may only move, drop and
-    join elements, each as it is - a transpose, a slice, a concatenation - which is read from its program.
+    join elements, each as it is - a transpose, a slice, a concatenation, a cast, a constant mask - which is read from
+    its program.
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors

@@ -36,7 +36,8 @@ class Program:
             raise ValueError(
                 f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, "
                 f"and {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
-                "parameters alone go through it: plan(arrays)"
+                "parameters alone go through it, plan(arrays), and what is kept beside them begins anew: "
+                "tx.init(model), tp.Ema(model, ...)"
             ) from None
         number = {id(argument): i for i, argument in enumerate(self._arguments)}
         self.same = [number.get(id(result)) for result in self._results]
