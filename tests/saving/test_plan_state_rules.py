@@ -85,6 +85,10 @@ def test_plain_optax_of_dotted_keys_of_ties_and_of_one_array():
             state, like(new), tx=RULE
         )
         np.testing.assert_array_equal(carried.runs[0][0].mu["w"], state[0].mu["a.w"])
+    dotted = {"a": ramp(2), "a.w": ramp(3)}
+    carried = saving.plan(dotted, {"x": dotted["a"], "y": dotted["a.w"]}, rename={"a": "x", "a.w": "y"})
+    state = carried.state(plain(RULE, dotted), like({"x": ramp(2), "y": ramp(3)}), tx=RULE)
+    np.testing.assert_array_equal(state.runs[0][0].mu["y"], plain(RULE, dotted)[0].mu["a.w"])
     tied, apart = {"e": shared, "h": shared}, {"x": ramp(2), "y": ramp(2)}
     state = plain(RULE, tied)
     carried = saving.plan(tp.layout(tied), apart, rename={"e": "x", "h": "y"}).state(state, like(apart), tx=RULE)

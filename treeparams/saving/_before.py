@@ -20,9 +20,11 @@ from .._files.words import histories_in, specs_in
 from .._forms.owners import Entries, Owners, Place
 from .._forms.states import Copies, Piece
 from .._slots.trainable import look_up
-from .._tree.paths import nearest, quote, split_path, unquote
+from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.recognise import structure_of
+from .._tree.structure import Spec
 from .._tree.text import describe, first_few
+from .._tree.types import PyTree
 from ..optim._plain import known_history
 from ._contents import division_in
 from ._movers import Movers
@@ -56,9 +58,8 @@ class Arrays(Mapping[Entries, Any]):
 
     def __init__(self, source: Names, path: str = "") -> None:
         depth = len(split_path(path))
-        self._names = {
-            split_path(name)[depth:]: name for name in source.specs if not path or f"{name}.".startswith(f"{path}.")
-        }
+        names = [name for name in source.specs if not path or f"{name}.".startswith(f"{path}.")]
+        self._names = {split_name(name)[depth:]: name for name in names}
         self._source = source
         self._read = functools.cache(self._from_source)
 
@@ -208,17 +209,22 @@ def _check_plain(movers: Movers, source: Names, tx: object) -> None:
 def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
     """The one history of a state of plain Optax, over a tree of arrays that have the names of the plan's source."""
     arrays = Arrays(source)
-    written = {entry for entries in arrays for entry in entries}
-    tree: Any = {}
-    for name, spec in movers.specs.items():
-        # A dictionary of dotted keys is one to Optax, too, and then its keys are quoted in the paths of the state.
-        entries = (quote(name),) if quote(name) != name and quote(name) in written else split_name(name)
-        leaf, node = jax.ShapeDtypeStruct(*spec[:2]), tree
+    tree = _tree_of(movers.specs, {entry for entries in arrays for entry in entries})
+    history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
+    return Before((), history.copies, 0, int(history.count), waits=False)
+
+
+def _tree_of(specs: Mapping[str, Spec], written: Set[str]) -> PyTree:
+    """Dictionaries in which arrays have these names as paths; `written` are the entries of the paths of a state."""
+    tree: dict[str, Any] = {}
+    for name, spec in specs.items():
+        leaf, node, entries = jax.ShapeDtypeStruct(*spec[:2]), tree, split_name(name)
         if not entries:
-            tree = leaf
-            break
+            return leaf
+        # A dictionary of dotted keys is one to Optax, too, and then its keys are quoted in the paths of the state.
+        if quote(name) in written or any(join_path(entries[:i]) in specs for i in range(1, len(entries))):
+            entries = (quote(name),)
         for entry in entries[:-1]:
             node = node.setdefault(unquote(entry), {})
         node[unquote(entries[-1])] = leaf
-    history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
-    return Before((), history.copies, 0, int(history.count), waits=False)
+    return tree
