@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import treeparams as tp
 from treeparams import optim, saving
 
 from ..zoo import assert_same, ramp
@@ -159,6 +160,16 @@ def test_ties_of_the_source_and_of_the_model_that_are_others_now():
         assert [int(count) for count in carried.counts] == [2]
         carried = plan(source, model).state(of_apart, tx.init(tied))
         np.testing.assert_array_equal(mu(carried)["e"], mu(of_apart)["e"])
+    # What is computed of another parameter has no moments to give.
+    computed, old = {"e": ramp(2, 3), "h": ramp(2, 3).T}, {"w": ramp(2, 3)}
+    layout = tp.layout(computed, ties={"h": ("e", jnp.transpose)})
+    turned = saving.plan(old, computed, rename={"w": "e"}, strict=False, trainable=layout)
+    state = taken(tx.init(old))
+    np.testing.assert_array_equal(
+        mu(turned.state(state, optim.trainable(RULE, layout).init(computed)))["e"], mu(state)["w"]
+    )
+    with pytest.raises(ValueError, match=r"like has float32\[3,2\] at 'h', and the plan's model has none there"):
+        turned.state(state, optim.trainable(RULE, tp.layout(computed)).init(computed))
     name = {"__metadata__": ramp(2)}  # which a file calls otherwise
     assert_same(saving.plan(name, name).state(taken(_state(model=name)), _state(model=name)), taken(_state(model=name)))
 

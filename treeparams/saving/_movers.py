@@ -26,10 +26,11 @@ class Movers:
     def __init__(self, contents: Contents, comes: Mapping[int, tuple[Route, int]], source: Names) -> None:
         self.specs, self.roots = source.specs, source.aliases
         paths = contents.structure.paths
-        self._model = {paths[leaf]: contents.spec(leaf) for leaf in contents.names}
-        # Of a model that was untied since the plan was made, each place has what the tie has.
+        # Of a model that was untied since the plan was made, each place has what the tie has, but where it is computed.
         roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
-        self._comes = {paths[i]: comes[roots.get(i, i)] for i in contents.names if roots.get(i, i) in comes}
+        leaves = [i for i in contents.names if i in roots or i not in contents.aliases]
+        self._model = {paths[i]: contents.spec(i) for i in leaves}
+        self._comes = {paths[i]: comes[roots.get(i, i)] for i in leaves if roots.get(i, i) in comes}
         self._programs: dict[int, Program] = {}
 
     def check_like(self, arrays: Iterable[tuple[str, Any]], write: str) -> None:
