@@ -1,74 +1,59 @@
 """plan: which array goes where, before anything is loaded."""
 
+import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from collections.abc import Callable, Collection
+from typing import Any, Generic, TypeVar, overload
 
 import jax.tree_util as jtu
-import numpy as np
 
 from .._average import Ema
-from .._files.arrays import as_in_jax, placed
-from .._files.names import Names, head_of, heads_of
+from .._files.names import Names, head_of
 from .._slots.layout import Trainable
-from .._tree.copying import copy_leaf
-from .._tree.paths import nearest
+from .._tree.paths import unquote
 from .._tree.tables import Table, as_html, as_text
-from .._tree.text import describe, first_few, quoted
 from ..optim import TrainableState
 from ._contents import Contents
 from ._elements import Movers
+from ._fill import compared, filled
 from ._migration import carried_average, carried_state
-from ._moves import Fit, Move, check_same, fit
-from ._names import names_of, names_of_contents
+from ._moves import Fit, fit
+from ._names import bare, names_of, names_of_contents
 from ._rename import Rename, Transforms
+from ._report import blocks, problems, rows_of
 
 M = TypeVar("M")
 
 
-class Row(NamedTuple):
-    """An array of the model, and the names that come there."""
-
-    path: str
-    names: tuple[str, ...]  # of the source; none: nothing comes
-    how: str  # what is done to them; empty: nothing
-    shape: tuple[int, ...]
-    dtype: Any
-
-
 class Plan(Generic[M]):
-    """Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
+    r"""Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
 
     Attributes:
         rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
+            The table leaves out the middle of many rows; `print(*plan.rows, sep="\n")` shows all of them.
         missing: the paths to which nothing comes.
         unused: the names that go nowhere.
         disagrees: arrays that would come and do not fit, in words.
     """
 
-    def __init__(self, contents: Contents, source: Names, found: Fit) -> None:
+    def __init__(self, contents: Contents, source: Names, found: Fit, strict: bool) -> None:
         """For this library's own use; users write `saving.plan(source, model)`."""
         self._contents = contents
-        self._source = source
-        self._fit = found
-        self.missing, self.unused, self.disagrees = found.missing, tuple(found.unused), found.disagrees
-        rows = []
-        for leaf in contents.stored.values():
-            spec, move = contents.spec(leaf), found.comes.get(leaf)
-            several = (
-                f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
-            )
-            names, how = (move.route.sources, move.route.how + several) if move else ((), "")
-            rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
-        self.rows = tuple(rows)
+        # A plan holds no array of its source, which may be large, and may be gone when the plan is applied.
+        self._source = Names(source.specs, _nothing, source.aliases)
+        self._fit, self._strict = found, strict
+        self.missing = tuple(contents.names[leaf] for leaf in found.missing)
+        self.unused, self.disagrees = tuple(found.unused), found.disagrees
+        self.rows = rows_of(contents, found)
 
     def __call__(self, arrays: Any) -> M:
         """The model with these arrays in it.
 
         Args:
-            arrays: whatever `source` may be, with values, traced ones too.
+            arrays: whatever `source` may be, with values, traced ones too. The names and shapes are those of the
+                `source`: what is not used may be missing, but no name may be new, unless the plan is not strict.
 
         Returns:
             The model. A leaf that is no array is that of the model that the plan was made for, and so are, with
@@ -76,39 +61,13 @@ class Plan(Generic[M]):
             committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
 
         Raises:
-            ValueError: an array is not there, or another one than the plan is for; several that go to one tie differ;
-                nothing comes to an array without a value; the file is damaged.
+            ValueError: an array is not there, or of another shape or dtype than in the source; there is one that the
+                source had not; arrays that were one in the source, or that go to one tie, differ; 64 bits do not fit
+                into the 32 that JAX has; nothing comes to an array without a value; the file is damaged. Within
+                `jax.jit` names, shapes and dtypes are compared when the function is traced, and values cannot be.
         """
-        contents, given = self._contents, self._checked(names_of(arrays))
-        empty = sorted(contents.abstract - self._fit.comes.keys() - contents.aliases.keys())
-        if empty:
-            raise ValueError(
-                f"nothing comes to {first_few([contents.names[i] for i in empty])}, which has no value in the model "
-                "either; make the model"
-            )
-        wanted: dict[int, list[Move]] = {}
-        for move in (*self._fit.comes.values(), *self._fit.also):
-            wanted.setdefault(id(move.route), []).append(move)
-        values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
-        # A route runs once, though several of its results may be wanted.
-        for moves in wanted.values():
-            route = moves[0].route
-            arrays = [given[name] for name in route.sources]
-            made = arrays if route.function is None else route(*map(as_in_jax, route.sources, arrays))
-            for move in moves:
-                if self._fit.comes.get(move.leaf) is move:
-                    array = made[move.number]
-                    # NumPy arrays may change; and a model that is not tied stays so, though the source be.
-                    is_shared = id(array) in taken or (isinstance(array, np.ndarray) and not given.is_file)
-                    taken.add(id(array))
-                    array = copy_leaf(array) if is_shared else array
-                    values[move.leaf] = placed(contents.names[move.leaf], array, contents.leaves[move.leaf])
-                else:
-                    besides.append((move, made[move.number]))
-        leaves = contents.leaves_with(values)
-        for move, value in besides:
-            check_same(move, value, leaves[move.leaf], contents)
-        return jtu.tree_unflatten(contents.treedef, leaves)
+        given = compared(names_of(arrays), self._source, self._fit, self._strict)
+        return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
 
     def state(self, source: Any, like: TrainableState) -> TrainableState:
         """The state of an optimiser of the model before, as one of the model after.
@@ -134,7 +93,9 @@ class Plan(Generic[M]):
                 keep its state leaf by leaf.
             TypeError: `like` is no such state.
         """
-        return carried_state(self._movers, names_of(source), like)
+        names = names_of(source)
+        paths = {path for words in names.states.values() for path, *_ in words["slots"]}
+        return carried_state(self._movers_of(paths), names, like)
 
     @overload
     def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...
@@ -158,52 +119,42 @@ class Plan(Generic[M]):
             ValueError: as `state`.
             TypeError: `like` is no `tp.Ema`.
         """
-        self._movers.check()
         names = names_of(source)
+        paths = {name[7:] for name in names.specs if name.startswith("shadow.")}
+        movers = self._movers_of(paths | {unquote(name[5:]) for name in names.specs if name.startswith("rest.")})
+        movers.check()
         heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
             raise TypeError(
                 "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
             )
-        return self(names) if like is None else carried_average(self._movers, names, like)
+        return self(names) if like is None else carried_average(movers, names, like)
 
     @functools.cached_property
     def _movers(self) -> Movers:
         names = self._contents.names
         return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._fit.comes.items()}, self._source)
 
-    def _checked(self, given: Names) -> Names:
-        moves = (*self._fit.comes.values(), *self._fit.also)
-        used = dict.fromkeys(name for move in moves for name in move.route.sources)
-        for name in used:
-            want, got = self._source.specs[name], given.specs.get(name)
-            if got != want:
-                got = "nothing" if got is None else describe(got)
-                raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {got}")
-        for name in used:
-            given.check(name)
-        return given
+    def _movers_of(self, paths: Collection[str]) -> Movers:
+        """Those of these parameters of the model before: a key with dots is in quotes in a path, and not in a name."""
+        theirs, source, names = {bare(path): path for path in paths}, self._source, self._contents.names
+        spelt = {name: name if name in paths else theirs.get(bare(name), name) for name in source.specs}
+        if all(name == path for name, path in spelt.items()):
+            return self._movers
+        routes = {id(move.route): move.route for move in self._fit.comes.values()}
+        routes = {
+            number: dataclasses.replace(route, sources=tuple([spelt[name] for name in route.sources]))
+            for number, route in routes.items()
+        }
+        comes = {names[leaf]: (routes[id(move.route)], move.number) for leaf, move in self._fit.comes.items()}
+        aliases = {spelt[name]: spelt[source] for name, source in source.aliases.items()}
+        return Movers(comes, Names({spelt[name]: spec for name, spec in source.specs.items()}, _nothing, aliases))
 
     def __str__(self) -> str:
         return as_text(self._blocks())
 
     def _repr_html_(self) -> str:
         return as_html(self._blocks())
-
-    def _blocks(self) -> list[Table | str]:
-        why = dict.fromkeys(self.missing, "missing") | dict.fromkeys(self._fit.kept, "stays")
-        rows = [
-            [
-                row.path or '""',
-                first_few(row.names) or "-",
-                row.how if row.names else why.get(row.path, "disagrees"),
-                describe(row),
-            ]
-            for row in self.rows
-        ]
-        used = sum(1 for row in self.rows if row.names)
-        table = Table(["path", "from", "how", "is"], rows)
-        return [table, f"{used} of {len(rows)} arrays come from the source", *self.problems()]
 
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
@@ -212,20 +163,14 @@ class Plan(Generic[M]):
 
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
-        heads = heads_of(self.missing, self._source.specs)
-        if heads:
-            call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
-            return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
-        few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
-        unused, missing = (self.unused, self.missing) if few else ((), ())
-        return [
-            *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in self.missing),
-            *(
-                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
-                for name, to in self._fit.unused.items()
-            ),
-            *self.disagrees,
-        ]
+        return problems(self._contents, self._source, self._fit)
+
+    def _blocks(self) -> list[Table | str]:
+        return [*blocks(self._contents, self._fit), *self.problems()]
+
+
+def _nothing(name: str) -> Any:
+    raise KeyError(name)
 
 
 _contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")
@@ -332,7 +277,7 @@ def plan(
         raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
     contents = Contents(model, trainable)
     known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
-    made = Plan(contents, known, fit(contents, known, rename, transform))
+    made = Plan(contents, known, fit(contents, known, rename, transform), strict)
     problems = made.problems()
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
