@@ -1,6 +1,7 @@
 """Which array by name comes to each array of a model, and which do not fit."""
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     """Finds the move that fills each array of a model."""
     leaves = _leaves_by_name(contents)
     found, dropped, kept = routes(source.specs, rename, transform, leaves)
+    found = [_to_leaves(route, leaves) for route in found]
     nowhere = {id(route) for route in found if leaves.keys().isdisjoint(route.targets)}
     unused = {name: first_few(route.targets) for route in found if id(route) in nowhere for name in route.sources}
     offers = _Offers(contents, leaves, source.specs)
@@ -100,16 +102,21 @@ def _leaves_by_name(contents: Contents) -> dict[str, int]:
     return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
 
 
+def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
+    """A route with a target without quotes, where that alone is a path: a flat dictionary into a nested model."""
+    texts = {target: bare(target) for target in route.targets if target not in leaves}
+    if leaves.keys().isdisjoint(texts.values()):
+        return route
+    targets = tuple([texts[target] if texts.get(target) in leaves else target for target in route.targets])
+    return dataclasses.replace(route, targets=targets)
+
+
 def in_words(contents: Contents) -> dict[int, str]:
     """The leaves by the names that `rename` has for them: without quotes, where it reads them so."""
     leaves = _leaves_by_name(contents)
-    words = {i: bare(name) for i, name in contents.names.items()}
-    is_read = {i: text for i, text in words.items() if leaves.get(text) == i and all(_is_bare(text))}
-    return contents.names | is_read
-
-
-def _is_bare(text: str) -> list[bool]:
-    return [quote(entry) == entry for entry in text.split(".")]
+    words = {i: bare(name) for i, name in contents.names.items() if '"' in name}
+    is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in words.items()}
+    return contents.names | {i: text for i, text in words.items() if leaves.get(text) == i and is_read[i]}
 
 
 def shown(names: Sequence[str]) -> str:

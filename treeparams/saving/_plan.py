@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar, overload
 
 import jax.tree_util as jtu
@@ -12,7 +12,9 @@ import jax.tree_util as jtu
 from .._average import Ema
 from .._files.names import Names, head_of
 from .._slots.layout import Trainable
+from .._slots.ties import Alias
 from .._tree.paths import unquote
+from .._tree.structure import Spec
 from .._tree.tables import Table, as_html, as_text
 from ..optim import TrainableState
 from ._contents import Contents
@@ -161,6 +163,12 @@ class Plan(Generic[M]):
         wrong = "".join(f", {count} {word}" for count, word in counts if count)
         return f"Plan({len(self.rows)} arrays{wrong})"
 
+    def __reduce__(self) -> Any:
+        # A treedef of a class need not be one of that class when it has been pickled; a model is.
+        model = jtu.tree_unflatten(self._contents.treedef, self._contents.leaves)
+        names = self._source.specs, self._source.aliases
+        return _unpickled, (model, self._contents.aliases, names, self._fit, self._strict)
+
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
         return problems(self._contents, self._source, self._fit)
@@ -171,6 +179,18 @@ class Plan(Generic[M]):
 
 def _nothing(name: str) -> Any:
     raise KeyError(name)
+
+
+def _unpickled(
+    model: Any,
+    aliases: dict[int, Alias],
+    names: tuple[Mapping[str, Spec], Mapping[str, str]],
+    found: Fit,
+    strict: bool,
+) -> Plan[Any]:
+    contents = Contents(model)
+    contents.aliases = aliases
+    return Plan(contents, Names(names[0], _nothing, names[1]), found, strict)
 
 
 _contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")

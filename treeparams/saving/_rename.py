@@ -12,7 +12,7 @@ import numpy as np
 from .._files.arrays import Array, as_in_jax
 from .._files.names import split_name
 from .._tree.globs import Glob, Star
-from .._tree.paths import nearest
+from .._tree.paths import nearest, quote, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 
@@ -136,7 +136,10 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
 
 def _match(glob: Glob, name: str) -> Stars | None:
     """The stars, if a glob matches a name. A name is also matched by its own text, whatever stands in it: `w[0]`."""
-    stars = glob.match(split_name(name))
+    entries = split_name(name)
+    stars = glob.match(entries)
+    if stars is None and len(entries) == 1 and "." in name:  # a key of a flat dictionary that was saved as a tree
+        stars = glob.match(tuple(map(quote, unquote(name).split("."))))
     return () if stars is None and not glob.stars and glob.text == name else stars
 
 
