@@ -161,8 +161,8 @@ def names(
     (4, 2)
 
     Args:
-        source: a model or any pytree, a dictionary of arrays, or a safetensors file or a list of several, of which each
-            array is read when it is asked for.
+        source: a model or any pytree, a dictionary of arrays, what `np.load` gives of an `.npz` file, or a safetensors
+            file or a list of several, of which each array is read when it is asked for.
         below: the path of a node, to take only the names below it, without that path.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
@@ -174,7 +174,8 @@ def names(
 
     Raises:
         OSError: there is no such file.
-        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below.
+        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below; a
+            function gets 64 bits that do not fit into the 32 that JAX has.
         TypeError: as `saving.plan`.
     """
     stored = source if isinstance(source, Names) else names_in(source)

@@ -270,16 +270,18 @@ def plan(
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read, or a list of several; the result of `saving.names`; Orbax's metadata of a
-            checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths; another plan,
-            for the model that it makes.
-        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
+            file, of which the header is read, or a list of several; what `np.load` gives of an `.npz` file; the result
+            of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; another model or a
+            `Layout`, whose names are paths; another plan, for the model that it makes.
+        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
+            keys of a flat dictionary, as `layers.0.weight`, are names, too.
         rename: as above, or a function of a name that returns the new one, or `None` to drop it.
         transform: `{left: function}`, by the left side as it is written in `rename`; or by a pattern over names, for
             arrays that go one to one. A function gets one array for each source and returns one, or a sequence for
             several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
-        strict: whether to refuse what is missing, unused or does not fit. Otherwise the plan takes what fits and
-            reports the rest; arrays to which nothing comes stay as they are in the model.
+        strict: whether to refuse what is missing, unused or does not fit, and later names that the source has not.
+            Otherwise the plan takes what fits and reports the rest; arrays to which nothing comes stay as they are in
+            the model.
         trainable: a `Layout` knows ties that an abstract model does not show; which leaves it trains does not matter
             here.
 
@@ -289,7 +291,7 @@ def plan(
     Raises:
         OSError: there is no such file.
         ValueError: with `strict`, all that is missing, unused or does not fit; dtypes must be equal as JAX has them, a
-            cast is a transform. A pattern of `rename` or `transform` matches nothing; two arrays go to one path; arrays
+            cast is a transform. An array is of a dtype that JAX has not. A pattern of `rename` or `transform` matches nothing; two arrays go to one path; arrays
             are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
