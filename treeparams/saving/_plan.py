@@ -291,8 +291,9 @@ def plan(
     Raises:
         OSError: there is no such file.
         ValueError: with `strict`, all that is missing, unused or does not fit; dtypes must be equal as JAX has them, a
-            cast is a transform. An array is of a dtype that JAX has not. A pattern of `rename` or `transform` matches nothing; two arrays go to one path; arrays
-            are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
+            cast is a transform, and an array of a dtype that JAX has not is dropped by `None`. A pattern of `rename` or
+            `transform` matches nothing; two arrays go to one path; arrays are merged or split and `transform` does not
+            say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
     if isinstance(model, (str, os.PathLike)):
