@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from .._files.arrays import Array, array_spec, pieces_of, placed
+from .._files.arrays import Array, pieces_of, placed
 from .._files.names import name_of
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
@@ -60,7 +60,7 @@ class Contents:
 
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""
-        return array_spec(self.leaves[i])
+        return self.structure.spec(i)
 
     def store_what_differs(self) -> None:
         """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""
@@ -98,6 +98,8 @@ class Contents:
 
     def _of_class(self, cls: type[T]) -> dict[str, T]:
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, cls)]
+        if not paths:
+            return {}
         return dict(zip(paths, nodes_of(cls, jtu.tree_unflatten(self.treedef, self.leaves)), strict=True))
 
     @functools.cached_property

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._files.arrays import placed
+from .._files.arrays import Array, placed
 from .._files.file import PREFIX, File, write
 from .._files.format import FilePath, as_text
 from .._files.words import histories_in
@@ -40,7 +40,9 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
-    is full, leaves the old one.
+    is full, leaves the old one. It keeps the mode and the owner of that one, where the system lets it. Of several
+    processes that save to one path the last one wins, whole. A NumPy array may change while it is written: the file
+    holds, piece by piece, what was there when the piece was written.
 
     Args:
         path: of the file; `.safetensors` is usual.
@@ -50,7 +52,8 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     Raises:
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
-            the format cannot hold; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`.
+            the format cannot hold; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`;
+            the path is no regular file, as a FIFO or `/dev/null`.
         TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
@@ -124,9 +127,9 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     >>> bool(tp.diff(saving.load(path, shapes), model))
     False
 
-    **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
-    the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed
-    since, `saving.plan(path, model, rename=...)` says which array goes where.
+    **By name.** Each array goes to its path, whatever the order of fields. Names, shapes, dtypes, ties and histories
+    are looked at before the first array is read, and each array is compared with its checksum as it is read. Where
+    names or shapes have changed since, `saving.plan(path, model, rename=...)` says which array goes where.
 
     Args:
         path: of a file that `save` wrote.
@@ -134,7 +137,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             the arrays are to lie: on which devices, by which sharding, in NumPy or in JAX. A leaf may be a
             `jax.ShapeDtypeStruct`, and takes the ties of the file. A state of an optimiser must have the histories of
             the saved one: that of `tx.init` has one; the error says the calls that make another.
-        checksum: whether to compare the arrays with their checksums, which takes about as long as reading them again.
+        checksum: whether to compare the arrays with their checksums.
 
     Returns:
         The tree, in buffers of its own, with one array at all paths of a tie. No array has a weak type.
@@ -161,10 +164,13 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     for alias, (source, transforms) in file.words["ties"].items():
         its = known[leaves[alias]].transforms if transforms else ()
         contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
-    if checksum:
-        for name in file.specs:
-            file.check(name)
-    values = {leaves[name]: placed(name, file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+
+    def put(name_and_array: tuple[str, Array]) -> tuple[int, Array]:
+        """An array in its place; `map` lets go of it before the next one is read."""
+        name, array = name_and_array
+        return leaves[name], placed(name, array, contents.leaves[leaves[name]])
+
+    values = dict(map(put, file.arrays(file.specs, checksum)))
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
@@ -175,6 +181,8 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
+    if not theirs:
+        return {name: i for i, name in contents.names.items()}
     names = {}
     for i, name in contents.names.items():
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")

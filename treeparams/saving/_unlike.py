@@ -19,7 +19,8 @@ from ._contents import Contents, places_in_words, state_in_words
 def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says which arrays are in one only, or are others."""
     there = dict.fromkeys([*file.specs, *file.words["ties"]])
-    heads = heads_of(leaves, there)
+    # Equal names, however many, are never those of another tree below a node, and none is missing.
+    heads = heads_of(leaves, there) if leaves.keys() != there.keys() else []
     if heads:
         yield (
             f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
@@ -28,8 +29,9 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         return
     for name in [name for name in leaves if name not in there]:
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
-    heads, others = set(map(head_of, leaves)), dict[str, None]()
-    for name in [name for name in there if name not in leaves]:
+    rest, others = [name for name in there if name not in leaves], dict[str, None]()
+    heads = set(map(head_of, leaves)) if rest else set[str]()
+    for name in rest:
         if head_of(name) in heads:
             yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
         else:
