@@ -102,6 +102,15 @@ MOVERS = {
     "computed places": lambda x: x[(_ROWS * 3 + 1) % 4, jnp.arange(4)],
     "unzipped": lambda x: x.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4),
     "named": lambda x: jax.checkpoint(jnp.rot90)(x),
+    "no gradient": lambda x: jax.lax.stop_gradient(1 * x).T,
+    "padded and cut": lambda x: jnp.pad(x, 1)[2:-1, 1:-1],
+    "put together": lambda x: jnp.zeros((4, 4)).at[:2].set(x[2:]).at[2:].set(x[:2]),
+    "put by places": lambda x: jnp.zeros((4, 4)).at[_ROWS].set(x),
+    "of two by a mask": lambda x: jnp.where(np.arange(4) > 1, x, x[::-1]),
+    "a mask of numbers": lambda x: x * np.tri(4, dtype=np.float32),
+    "a triangle": jnp.triu,
+    "zeros by places": lambda x: x.at[_ROWS[:2]].set(0).T,
+    "one row of zeros": lambda x: jax.lax.dynamic_update_slice(x, jnp.zeros((1, 4)), (2, 0)),
 }
 
 
@@ -128,6 +137,16 @@ NO_MOVERS = {
     "padding": lambda x: jnp.pad(x, 1),
     "constant": jnp.ones_like,
     "tiling": lambda x: jnp.tile(x, 2),
+    "mean": lambda x: (x + x[::-1]) / 2,
+    "median": lambda x: jnp.median(jnp.stack([x, x[::-1]]), axis=0),
+    "clip": lambda x: jnp.clip(x, -1e6, 1e6),
+    "mask by values": lambda x: jnp.where(x > 0, x, 0),
+    "branch by values": lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: x[::-1]),
+    "mask with a value": lambda x: jnp.where(np.arange(3) > 1, x, 7),
+    "half a mask": lambda x: x * np.float32([1, 0.5, 1]),
+    "masked padding": lambda x: jnp.where(np.arange(5) > 0, jnp.pad(x, 1), 0),
+    "put twice": lambda x: jnp.asarray(x).at[jnp.array([0, 0])].set(x[1:]),
+    "whole sum": lambda x: jnp.zeros(3).at[jnp.array([0, 0, 1])].add(x),
     "twice": lambda x: jnp.concatenate([x, x[:1]]),
     "positive part": jax.nn.relu,
     "rounding": jnp.round,
@@ -146,6 +165,16 @@ def test_what_is_no_mover_is_refused_for_averages_alone(function):
     for average in (lambda: plan.average(values), lambda: plan.average(_shadows(values), tp.Ema(target, 0.9))):
         with pytest.raises(ValueError, match=message):
             average()
+
+
+def test_more_elements_than_numbers_of_32_bits():
+    """Where they go by places that is refused, and where each operation moves them it is seen without numbers."""
+    many = {"w": jax.ShapeDtypeStruct((2**16, 2**15 + 1), np.float32)}
+    with pytest.raises(ValueError, match=r"2,147,549,184 elements .* by numbers of 32 bits; write the function with"):
+        saving.plan(many, many, transform={"w": lambda x: jnp.roll(x, 1)}).average(many)
+    turned = {"w": jax.ShapeDtypeStruct((2**15 + 1, 2**16), np.float32)}
+    with pytest.raises(ValueError, match=r"like has float32\[1\] at"):
+        saving.plan(many, turned, transform={"w": jnp.transpose}).average(_shadows(many), tp.Ema({"w": ramp(1)}, 0.5))
 
 
 def test_more_that_is_no_mover():
@@ -254,6 +283,21 @@ def test_ties_and_bare_arrays():
     assert_same(bare.average(tp.Ema(ramp(2) + 3, 0.5), tp.Ema({"w": ramp(2)}, 0.5)).shadow, {"w": ramp(2) + 3})
     frozen = tp.Ema(tied, 0.5, trainable=tp.layout(tied, freeze="**"))
     assert_same(plan.average(frozen, tp.Ema(apart, 0.5)).shadow, {"a": shared, "b": shared}, identity=False)
+
+
+def test_averages_within_jit_and_of_another_model():
+    values, target = {"w": _NOISE[:4, :4]}, {"w": ramp(4, 4)}
+    plan = saving.plan(values, target, transform={"w": lambda x: x[_ROWS] * np.tri(4, dtype=np.float32)})
+    moved = jax.jit(lambda ema: plan.average(ema, tp.Ema(target, 0.5)).shadow["w"])(tp.Ema(values, 0.5))
+    np.testing.assert_array_equal(moved, values["w"][np.asarray(_ROWS)] * np.tri(4))
+    for other, message in (
+        ({"new": ramp(2)}, r"like has float32\[2\] at 'new', and the plan's model has none there.*like=tp\.Ema"),
+        ({"n": jnp.arange(2)}, r"like has int32\[2\] at 'n', and the plan's model has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.average(tp.Ema(values, 0.5), tp.Ema(target | other, 0.5))
+    with pytest.raises(ValueError, match=r"of 'w' is float32\[2,2\], and the plan's source has float32\[4,4\]"):
+        plan.average(tp.Ema({"w": ramp(2, 2)}, 0.5), tp.Ema(target, 0.5))
 
 
 @pytest.mark.usefixtures("without_type_checks")

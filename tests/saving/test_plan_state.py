@@ -149,6 +149,41 @@ def test_it_goes_on(tmp_path):
             assert_same(jax.tree.leaves(carried), jax.tree.leaves(later_state))
 
 
+# -- Functions ---------------------------------------------------------------------------------------------------------
+
+_MASK = np.float32([[1, 0, 1], [0, 1, 1]])
+MOVED = {
+    "transpose": (lambda x: x.T, lambda _, x: x.T),
+    "rows": (lambda x: x[jnp.array([1, 0])], lambda _, x: x[[1, 0]]),
+    "rounded": (lambda x: x.astype(jnp.bfloat16)[:, ::-1].astype(jnp.float32), lambda _, x: x[:, ::-1]),
+    "narrow": (lambda x: x.T.astype(jnp.bfloat16), lambda _, x: x.T),
+    "mask": (lambda x: x * _MASK, lambda begun, x: np.where(_MASK, x, begun)),
+    "where": (lambda x: jnp.where(_MASK == 1, x, 0).T, lambda begun, x: np.where(_MASK, x, begun).T),
+    "set": (lambda x: x.at[:, 1].set(0), lambda begun, x: np.where([True, False, True], x, begun)),
+}
+
+
+@pytest.mark.parametrize(("function", "by_hand"), MOVED.values(), ids=MOVED.keys())
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_moments_are_moved_as_they_are(function, by_hand, form):
+    """In their own dtype, and where a mask drops elements they begin as the rule has them begin, not at zero."""
+    rule = optax.chain(optax.scale_by_adam(mu_dtype=jnp.float32), optax.scale_by_rss(initial_accumulator_value=0.25))
+    old = {"v": ramp(3), "w": row(2, 3, start=1) / 7}
+    new = {"v": ramp(3), "w": function(jnp.asarray(old["w"]))}
+    plan = saving.plan(old, new, transform={"w": function})
+    tx = made(form, rule)
+    state = taken(tx.init(old))
+    carried = plan.state(state, like := tx.init(new))
+    for find in (lambda run: run[0].mu, lambda run: run[0].nu, lambda run: run[1].sum_of_squares):
+        before, after, begun = (find(its.runs[0]) for its in (state, carried, like))
+        if form is optim.flat:
+            before, after, begun = before[3:].reshape(2, 3), after[3:9].reshape(new["w"].shape), begun[-1]
+        else:
+            before, after, begun = before["w"], after["w"], begun["w"].ravel()[0]
+        want = by_hand(np.asarray(begun, np.float32), np.asarray(before, np.float32))
+        np.testing.assert_array_equal(after, want.astype(after.dtype))
+
+
 # -- Paths that look like those of a state -----------------------------------------------------------------------------
 
 PLAIN = {
@@ -205,16 +240,48 @@ def history(form, *choices, steps=2):
 
 
 @pytest.mark.parametrize(("form", "steps"), [(optim.trainable, 2), (optim.stacked, 0)])
-def test_a_plan_that_changes_nothing_is_as_thawing(form, steps):
+def test_what_waits_waits_afterwards(form, steps, tmp_path):
+    """A plan that changes nothing gives the state as it is; thawed, it is what it would have been without a plan."""
     tx, plan = made(form, RULE), saving.plan(MODEL, MODEL)
     for choices in ((None, ("a", "b"), "c"), ("c", "a", ("a", "b"))):
         state = history(form, *choices, steps=steps)
-        for wanted in (None, ("a", "c")):
+        carried = plan.state(state, fresh(tx, MODEL))
+        roles = [dataclasses.replace(its.roles, origins=()) for its in (carried, state)]  # their numbers mean nothing
+        assert roles[0] == roles[1]
+        assert assert_same((carried.runs, carried.held, carried.counts), (state.runs, state.held, state.counts)) > 7
+        saving.save(tmp_path / "run.safetensors", state)
+        assert_same(plan.state(saving.names(tmp_path / "run.safetensors"), fresh(tx, MODEL)), carried)
+        some = plan.state(state, fresh(made(form, RULE, ("a", "c")), MODEL))
+        for wanted, its in ((None, carried), (("a", "c"), carried), (("a", "c"), some)):
             thawed = optim.set_trainable(tx, state, MODEL, wanted)
-            carried = plan.state(state, fresh(made(form, RULE, wanted), MODEL))
-            assert carried.roles.running == thawed.roles.running
-            assert_same((carried.runs, carried.counts), (thawed.runs, thawed.counts[: len(thawed.runs)]))
-            assert carried.held == ()
+            again = optim.set_trainable(tx, its, MODEL, wanted)
+            assert again.roles.running == thawed.roles.running
+            assert_same((again.runs, again.counts[: len(again.runs)]), (thawed.runs, thawed.counts[: len(thawed.runs)]))
+        assert not {"b"} & {
+            slot for copies in some.roles.divisions for own in copies.owners if own for slot in own.paths
+        }
+
+
+@pytest.mark.parametrize("form", [optim.trainable, optim.flat])
+def test_parameters_that_wait_are_renamed_moved_and_stepped_around(form):
+    tx, new = made(form, RULE), {"c": ramp(3), "w": ramp(2, 2), "x": ramp(3, 2)}
+    plan = saving.plan(
+        MODEL, new, rename={("a", "b"): "w"}, transform={("a", "b"): lambda *two: jnp.stack(two)[:, ::-1]}, strict=False
+    )
+    state = history(form, None, "c")
+    carried = plan.state(state, tx.init(new))
+    assert carried.layout.paths == ("c", "x")
+    assert [int(count) for count in carried.counts] == [4, 0, 2]
+    old, now = (optim.set_trainable(tx, each, model).runs for each, model in ((state, MODEL), (carried, new)))
+    assert (len(old), len(now)) == (2, 3)
+    if form is optim.trainable:
+        for before, after in zip(state.held[0][0][1:], carried.held[0][0][1:], strict=True):
+            np.testing.assert_array_equal(after["w"], np.stack([before["a"], before["b"]])[:, ::-1])
+        after, later = _steps(tx, carried, new, 1)
+        assert_same((after["w"], later.held), (new["w"], carried.held), identity=False)
+        assert [int(count) for count in later.counts] == [5, 1, 2]
+    with pytest.raises(ValueError, match=r"'w' is made of parameters of which some wait .* \('a' trains, 'b' waits\)"):
+        plan.state(history(form, None, "a"), tx.init(new))
 
 
 @pytest.mark.parametrize("form", [optim.trainable, optim.flat])

@@ -1,5 +1,7 @@
 """plan.state: what it refuses, and what of states is not of the shape of parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +22,15 @@ def test_sources_of_different_histories():
     new = {"ab": ramp(4), "c": ramp(3)}
     plan, like = saving.plan(MODEL, new, **merge), fresh(made(optim.trainable, RULE), new)
     with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 4, 'b' 2 steps\), so there is no state"):
-        plan.state(history(optim.trainable, None, "a"), like)
+        plan.state(history(optim.trainable, "a", ("a", "b")), like)
     with pytest.raises(ValueError, match=r"'ab' is made of parameters .* \('a' 2, 'b' no steps\)"):
         plan.state(history(optim.trainable, "a"), like)
-    # Frozen without a step in between, they have.
-    together = history(optim.trainable, None)
-    apart = optim.set_trainable(made(optim.trainable, RULE), together, MODEL, ("a", "c"))
-    assert_same(plan.state(apart, like), plan.state(together, like))
+    # Frozen without a step in between, they have; but now one waits.
+    tx, together = made(optim.trainable, RULE), history(optim.trainable, None)
+    apart = optim.set_trainable(tx, together, MODEL, ("a", "c"))
+    with pytest.raises(ValueError, match=r"'ab' .* \('a' trains, 'b' waits\), .*; freeze or thaw them together first"):
+        plan.state(apart, like)
+    assert_same(plan.state(optim.set_trainable(tx, apart, MODEL), like), plan.state(together, like))
 
 
 def _state(rule=RULE, form=optim.trainable, model=MODEL):
@@ -54,7 +58,6 @@ REFUSED = {
         "the state is of 'w', and the plan's source has",
     ),
     "no state": (lambda: (MODEL, _state()), "expected a state of optim.trainable, .*; got names such as a, b, c"),
-    "plain Optax": (lambda: (RULE.init(MODEL), _state()), "expected a state of optim.trainable, flat or stacked"),
     "several": (lambda: (_state(), history(optim.trainable, None, "a")), "got one with several histories"),
 }
 
@@ -125,3 +128,49 @@ def test_states_without_values():
     with pytest.raises(ValueError, match=r"no values|without values"):
         saving.plan(model, more, strict=False).state(state, jax.eval_shape(tx.init, more))
     assert_same(plan.state(state, jax.eval_shape(tx.init, model)), state)  # where nothing is needed of it
+
+
+def test_like_of_another_model():
+    """A parameter that the plan knows nothing of would begin anew, and nobody would see it."""
+    like = functools.partial(_state, RULE)
+    plan = saving.plan(MODEL, {"a": ramp(2), "b": ramp(2), "z": ramp(3)}, rename={"c": "z"})
+    state = taken(_state())
+    for model, message in (
+        (MODEL, r"like has float32\[3\] at 'c', and the plan's model has none there.*write like=tx\.init\(model\)"),
+        ({"a": ramp(2), "z": ramp(2)}, r"like has float32\[2\] at 'z', and the plan's model has float32\[3\] there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.state(state, like(model=model))
+    assert plan.state(state, like(model={"z": ramp(3)})).layout.paths == ("z",)  # what `like` lacks is left out
+    wide = {"a": ramp(3), "b": ramp(2), "c": ramp(3)}
+    with pytest.raises(ValueError, match=r"of an array of shape \(3,\) at 'a', and the plan's source has float32\[2\]"):
+        plan.state(_state(model=wide), like(model={"z": ramp(3)}))
+
+
+def test_ties_of_the_source_and_of_the_model_that_are_others_now():
+    """None of them begins anew."""
+    shared, tx = ramp(2), made(optim.trainable, RULE)
+    tied, apart = {"e": shared, "h": shared}, {"e": ramp(2), "h": ramp(2) + 1}
+    mu, plan = lambda state: state.runs[0][0].mu, functools.partial(saving.plan, strict=False)
+    of_tied, of_apart = taken(tx.init(tied)), taken(tx.init(apart))
+    for source, model in ((tied, tied), (apart, tied), (tied, apart), (apart, apart)):
+        carried = plan(source, model).state(of_tied, tx.init(apart))
+        assert_same([mu(carried)["e"], mu(carried)["h"]], [mu(of_tied)["e"]] * 2, identity=False)
+        assert [int(count) for count in carried.counts] == [2]
+        carried = plan(source, model).state(of_apart, tx.init(tied))
+        np.testing.assert_array_equal(mu(carried)["e"], mu(of_apart)["e"])
+    name = {"__metadata__": ramp(2)}  # which a file calls otherwise
+    assert_same(saving.plan(name, name).state(taken(_state(model=name)), _state(model=name)), taken(_state(model=name)))
+
+
+def test_a_function_that_uses_one_of_its_arrays_for_each():
+    """What the others have learned, and when, does not matter."""
+    new = {"ta": ramp(2), "tb": ramp(2), "c": ramp(3)}
+    both = {("a", "b"): ("ta", "tb")}
+    for flip in (lambda a, b: (a[::-1], b[::-1]), lambda a, b: (a[jnp.array([1, 0])], b[jnp.array([1, 0])])):
+        plan = saving.plan(MODEL, new, rename=both, transform={("a", "b"): flip})
+        for state, counts in ((history(optim.trainable, None, "b"), [4, 2]), (history(optim.trainable, "b"), [2, 0])):
+            carried = plan.state(state, fresh(made(optim.trainable, RULE), new))
+            assert [int(count) for count in carried.counts] == counts
+            assert "tb" in carried.runs[0][0].mu
+            np.testing.assert_array_equal(carried.runs[0][0].mu["tb"], np.flip(state.runs[0][0].mu["b"]))

@@ -20,15 +20,25 @@ from .._forms.makers import tree_of
 from .._forms.owners import Entries, Place
 from .._forms.states import entries_of
 from .._slots.index import Index
-from .._slots.layout import Layout, index_of
+from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
-from .._tree.paths import join_path
+from .._tree.paths import join_path, split_path
 from .._tree.recognise import structure_of
 from .._tree.structure import is_array
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._history import History, asked, regrouped
-from ._state import TrainableState, in_own_buffers, model_state, nodes_of, rule_of, settled, steady
+from ._state import (
+    ModelTransformation,
+    TrainableState,
+    extended,
+    in_own_buffers,
+    model_state,
+    nodes_of,
+    rule_of,
+    settled,
+    steady,
+)
 
 _COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps end
 
@@ -80,13 +90,45 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
         return fresh
     layout = fresh.layout
     tree = History(layout, *asked(rule.tx.init, tree_of(layout)))
-    arrays = _arrays_for(tree, given)
+    plain = _history_of(tree, given)
     _check_memory(tree, given, is_tree=jtu.tree_structure(tree.state) == jtu.tree_structure(fresh.runs[0]))
-    plain = dataclasses.replace(tree, state=jtu.tree_unflatten(jtu.tree_structure(tree.state), arrays))
     run = steady(regrouped([plain], rule.like(layout)), fresh.runs[0])
-    count = max([int(np.max(each)) for entries, each in given.items() if entries[-1:] in _COUNTS], default=0)
-    made = dataclasses.replace(fresh, runs=(run,), counts=(jnp.asarray(count, jnp.int32),))
+    made = dataclasses.replace(fresh, runs=(run,), counts=(jnp.asarray(plain.count, jnp.int32),))
     return in_own_buffers(made, jax.tree.leaves(model))
+
+
+def _history_of(tree: History, given: Mapping[Entries, Any]) -> History:
+    """The history over the canonical tree that a state of plain Optax is, and the most steps that it counts."""
+    state = jtu.tree_unflatten(jtu.tree_structure(tree.state), _arrays_for(tree, given))
+    count = max([int(np.max(given[entries])) for entries in given if entries[-1:] in _COUNTS], default=0)
+    return dataclasses.replace(tree, state=state, count=count)
+
+
+def known_history(tx: object, given: Mapping[Entries, Any], layout: Layout) -> History:
+    """The history that a state of plain Optax is, of those parameters of a layout that it has anything of."""
+    init = rule_of(tx).tx.init if isinstance(tx, ModelTransformation) else extended(tx).init
+    tree = History(layout, *asked(init, tree_of(layout)))
+    own = {(place, path): entries for (place, path), (entries, *_) in _owned_by_path(tree)}
+    kept = {path for _, path in own}
+    known = {path for (_, path), entries in own.items() if entries in given}
+    leaf_at = dict(zip(layout.paths, index_of(layout).positions, strict=True))
+    if known and known < kept:  # the others were frozen, or masked
+        layout = trained_at(layout, [leaf for path, leaf in leaf_at.items() if path in known or path not in kept])
+        tree = History(layout, *asked(init, tree_of(layout)))
+    return _history_of(tree, given)
+
+
+def _owned_by_path(tree: History) -> Iterable[Any]:
+    """The arrays of parameters, which stand at their paths: in a list by numbers they may be those of others."""
+    tree.copies.check()
+    for (place, path), found in tree.copies.at.items():
+        if found[0] != (*place[0], *split_path(path), *place[1]):
+            raise ValueError(
+                f"the rule keeps what is of {path!r} at {join_path(found[0])!r}, by a number and not by its path, so "
+                "it cannot be told which parameter it is of without the model before; write state = "
+                "optim.from_optax(tx, state, model) with that one first"
+            )
+    return tree.copies.at.items()
 
 
 def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:

@@ -1,143 +1,75 @@
-"""Which element goes where: how a function of arrays moves moments and averages, if it only moves elements.
+"""What a function of arrays does with their elements, read from its program, as JAX traces it.
 
-That is read from its program: each operation on elements has to be one that moves them. The program then runs on the
-numbers of the elements. What is computed of constants alone, such as the rows of `x[jnp.array([2, 0, 1])]`, may be
-anything.
+Each operation on elements has to be one that moves them. What is computed of constants alone, such as the rows of
+`x[jnp.array([2, 0, 1])]`, may be anything. A transpose, a slice, a concatenation never repeat an element, so a program
+of these in which each array is used once is seen to move elements without a look at these, and moves any arrays of the
+same shapes.
 """
 
-import itertools
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._files.names import Names
 from .._programs import bind, called
-from .._tree.dtypes import is_complex, is_inexact
+from .._tree.dtypes import common_dtype, is_complex, is_inexact
 from .._tree.structure import Spec
-from ._rename import Route, stack, unstack
+from ._rename import Route
 
 
-class Movers:
-    """Which arrays come to each array of a model, for arrays that are kept beside the parameters.
-
-    Attributes:
-        sources: of each path of the model, the names that it comes from.
-        known: all names, ties once.
-    """
-
-    def __init__(self, comes: Mapping[str, tuple[Route, int]], source: Names) -> None:
-        self._comes = comes
-        self._specs = source.specs
-        self._maps: dict[int, Sequence[np.ndarray]] = {}
-        roots = {name: source.aliases.get(name, name) for name in source.specs}
-        self.sources = {path: tuple([roots[name] for name in route.sources]) for path, (route, _) in comes.items()}
-        self.known = frozenset(roots.values())
-
-    def move(self, path: str, shape: tuple[int, ...], arrays: Sequence[Any]) -> Any:
-        """The array for a path, of the arrays that are kept beside each of its sources.
-
-        An array of another shape than its parameter, as a count of its own, is taken if it is the same for all sources.
-        """
-        route, number = self._comes[path]
-        if route.function is None:
-            return arrays[0]
-        specs = [self._specs[name] for name in route.sources]
-        if not any(spec.parameter for spec in specs):
-            return route(*arrays)[number]
-        pairs = zip(arrays, specs, strict=True)
-        if all(array.shape == spec.shape and is_inexact(array.dtype) for array, spec in pairs):
-            if route.function in (stack, unstack):
-                return stack(*arrays) if route.function is stack else arrays[0][number]
-            elements = jnp.concatenate([jnp.ravel(array) for array in arrays])
-            return jnp.reshape(elements[self._map(route, number)], shape)
-        first = arrays[0]
-        if all(array.size == 1 and array.shape == first.shape and bool(array == first) for array in arrays):
-            return first
-        raise ValueError(
-            f"{path!r} is made of {list(route.sources)} by {route.how}, and of these the state has arrays of "
-            f"{[array.shape for array in arrays]}, which are not of the parameters' shapes, and not all alike; "
-            "begin with a fresh state"
-        )
-
-    def _map(self, route: Route, number: int) -> np.ndarray:
-        """The number of each element of a result, among the elements of all sources, one after another."""
-        if id(route) not in self._maps:
-            self._maps[id(route)] = _element_maps(route, [self._specs[name] for name in route.sources])
-        return self._maps[id(route)][number]
-
-    def is_plain(self, path: str) -> bool:
-        """Whether one array comes to a path as it is."""
-        return self._comes[path][0].function is None
-
-    def check(self) -> None:
-        """Checks that all functions of parameters only move elements."""
-        for route, number in self._comes.values():
-            if route.function not in (None, stack, unstack) and any(
-                self._specs[name].parameter for name in route.sources
-            ):
-                self._map(route, number)
+class NotMovedError(Exception):
+    """A function does more than move elements."""
 
 
-def _element_maps(route: Route, specs: Sequence[Spec]) -> list[np.ndarray]:
-    """As `_map`, of each result of a route.
-
-    The elements of all sources are numbered, one source after another. The program of the route runs on the numbers, so
-    that its results say which element is where.
-    """
-    ends = list(itertools.accumulate(math.prod(spec.shape) for spec in specs))
-    numbers = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1])
-    program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
-    elements = [_Elements(jnp.reshape(own, spec.shape)) for own, spec in zip(numbers, specs, strict=True)]
-    try:
-        found = [np.ravel(_numbers(made)) for made in _run(program.jaxpr, program.consts, elements)]
-        # Over all results together: an element that comes out in two of them is repeated, too.
-        together = np.concatenate(found) if found else np.zeros(0, np.int32)
-        is_moved = np.all((together >= 0) & (together < ends[-1])) and len(np.unique(together)) == len(together)
-    except _NotMovedError:
-        found, is_moved = [], False
-    if not is_moved:
-        raise ValueError(
-            f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, and "
-            f"{route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
-            "parameters alone go through it: plan(arrays)"
-        )
-    return found
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
-class _NotMovedError(Exception):
-    pass
+@dataclasses.dataclass(eq=False)
+class Elements:
+    """An array of elements, an argument or the result of an operation; any other value is a constant."""
+
+    step: "Step | None" = None
 
 
-class _Elements(NamedTuple):
-    """An array of elements, by their numbers; any other value is a constant."""
+@dataclasses.dataclass(eq=False)
+class Step:
+    """An operation on elements, and its operands, of which some may be constants."""
 
-    numbers: Any
+    eqn: JaxprEqn
+    operands: list[Any]
+    results: list[Elements] = dataclasses.field(default_factory=list)
 
 
-# What moves the elements of one operand, of several. No element may come out twice, which is seen in the end.
-_MOVES = {"broadcast_in_dim", "dynamic_slice", "expand_dims", "gather", "reshape", "rev", "slice", "split", "squeeze"}
-_MOVES |= {"transpose"}
-_JOINS = {"concatenate", "stack"}
-_SAME = {"copy", "device_put", "optimization_barrier"}
+# These give each element of their first operand once, or drop it.
+_MOVES = {"dynamic_slice", "reshape", "rev", "slice", "split", "squeeze", "transpose"}
+JOINS = {"concatenate", "stack"}
+# Of these only numbers tell. Which operands of each may be elements; the others say where they go.
+_BY_PLACES = {"broadcast_in_dim": (0,), "gather": (0,), "pad": (0, 1), "dynamic_update_slice": (0, 1)}
+_BY_PLACES |= {"scatter": (0, 2), "mul": (0, 1)}
+_SAME = {"copy", "device_put", "optimization_barrier", "stop_gradient"}
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+_COMMUTE = {"add", "mul"}
 
 
-def _numbers(value: object) -> Any:
-    if not isinstance(value, _Elements):
-        raise _NotMovedError
-    return value.numbers
+def results_of(route: Route, specs: Sequence[Spec], arguments: Sequence[Elements]) -> list[Elements]:
+    """The results of the program of a route."""
+    traced = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
+    results = _read(traced.jaxpr, traced.consts, arguments)
+    if not all(map(are_elements, results)):
+        raise NotMovedError
+    return results
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def _read(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The results of a program, of elements and of constants."""
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _step(eqn, _values(eqn.invars, known)), strict=True))
+        known.update(zip(eqn.outvars, _read_step(eqn, _values(eqn.invars, known)), strict=True))
     return _values(jaxpr.outvars, known)
 
 
@@ -146,29 +78,37 @@ def _values(atoms: Sequence[Any], known: Mapping[Any, Any]) -> list[Any]:
     return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
 
-def _step(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+def _read_step(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     """The results of one operation.
 
-    An operation on constants alone runs as it is. An operation that moves elements runs on their numbers. Any other one
-    on elements would compute something of them.
+    An operation on constants alone runs as it is. Any other one but those that move elements would compute something
+    of them.
     """
     name, program = eqn.primitive.name, called(eqn)
-    if not any(isinstance(value, _Elements) for value in values):
+    if not any(map(are_elements, values)):
         return bind(eqn, values)
     if program is not None:
-        is_open = isinstance(program, Jaxpr)
-        return _run(program, (), values) if is_open else _run(program.jaxpr, program.consts, values)
-    if name in _MOVES | _JOINS:
-        count = len(values) if name in _JOINS else 1
-        if any(isinstance(value, _Elements) for value in values[count:]):
-            raise _NotMovedError
-        # Behind the end of its operand a gather may fill in a number. -1 is that of no element, so it is noticed.
-        if name == "gather":
-            eqn = eqn.replace(params=eqn.params | {"fill_value": -1})
-        return list(map(_Elements, bind(eqn, [*map(_numbers, values[:count]), *values[count:]])))
-    if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)) or _is_neutral(eqn, values):
-        return values[: len(eqn.outvars)]
-    raise _NotMovedError
+        return _read(program.jaxpr, program.consts, values)
+    if name in _SAME or (name == "convert_element_type" and _is_rounding(eqn)):
+        return values
+    kept = _kept(eqn, values)
+    if kept is not None:
+        return [kept]
+    places = range(len(values)) if name in JOINS else (0,) if name in _MOVES else _BY_PLACES.get(name, ())
+    if name == "select_n":
+        places = range(1, len(values))
+    if any(are_elements(value) and i not in places for i, value in enumerate(values)):
+        raise NotMovedError
+    if name == "mul" and not _is_mask(values):
+        raise NotMovedError
+    step = Step(eqn, values)
+    step.results = [Elements(step) for _ in eqn.outvars]
+    return step.results
+
+
+def are_elements(value: object) -> bool:
+    """Whether a value is no constant."""
+    return isinstance(value, Elements)
 
 
 def _is_rounding(eqn: Any) -> bool:
@@ -177,7 +117,81 @@ def _is_rounding(eqn: Any) -> bool:
     return is_inexact(before) and is_inexact(after) and is_complex(before) == is_complex(after)
 
 
-def _is_neutral(eqn: Any, values: list[Any]) -> bool:
-    """Whether zero is added to elements, or they are multiplied by one."""
-    neutral, same = _NEUTRAL.get(eqn.primitive.name), eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return neutral is not None and same and not isinstance(values[1], _Elements) and bool(np.all(values[1] == neutral))
+def _kept(eqn: Any, values: list[Any]) -> Elements | None:
+    """The elements to which zero is added, or that are multiplied by one."""
+    name = eqn.primitive.name
+    if name not in _NEUTRAL:
+        return None
+    for one, other in ((0, 1), (1, 0)) if name in _COMMUTE else ((0, 1),):
+        is_alone = are_elements(values[one]) and not are_elements(values[other])
+        is_whole = eqn.invars[one].aval.shape == eqn.outvars[0].aval.shape
+        if is_alone and is_whole and bool(np.all(np.asarray(values[other]) == _NEUTRAL[name])):
+            return values[one]
+    return None
+
+
+def _is_mask(values: Sequence[Any]) -> bool:
+    """Whether elements are multiplied by constant zeros and ones."""
+    constants = [np.asarray(value) for value in values if not are_elements(value)]
+    return len(constants) == 1 and bool(np.all((constants[0] == 0) | (constants[0] == 1)))
+
+
+# -- Which operations are needed, and whether they are seen to move ----------------------------------------------------
+
+
+def _steps_to(results: Sequence[Elements]) -> list[Step]:
+    """The operations that results are made by, each behind those that it needs."""
+    found: dict[int, Step] = {}
+    waiting = [result.step for result in results if result.step is not None]
+    while waiting:
+        step = waiting[-1]
+        needed = [each.step for each in step.operands if are_elements(each) and each.step is not None]
+        needed = [each for each in needed if id(each) not in found]
+        if id(step) in found or not needed:
+            found[id(waiting.pop())] = step
+        else:
+            waiting += needed
+    return list(found.values())
+
+
+def arguments_of(result: Elements) -> list[Elements]:
+    """The arguments that a result is made of."""
+    operands = [each for step in _steps_to([result]) for each in step.operands if are_elements(each)]
+    return [*{id(each): each for each in (result, *operands) if each.step is None}.values()]
+
+
+def are_seen_to_move(results: Sequence[Elements]) -> bool:
+    """Whether operations that never repeat an element take each array of elements once."""
+    steps = _steps_to(results)
+    used = [*results, *(each for step in steps for each in step.operands if are_elements(each))]
+    return len(set(map(id, used))) == len(used) and all(map(_is_simple, steps))
+
+
+def _is_simple(step: Step) -> bool:
+    name, ends = step.eqn.primitive.name, cast(Any, (step.eqn.invars[0], step.eqn.outvars[0]))
+    if name == "broadcast_in_dim":
+        before, after = (math.prod(atom.aval.shape) for atom in ends)
+        return before == after
+    return name in _MOVES or (name in JOINS and all(map(are_elements, step.operands)))
+
+
+# -- Running -----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    results: Sequence[Elements], arrays: Mapping[int, Any], do: Callable[[Step, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """The arrays in place of results, where those in place of arguments are known by `id`."""
+    known = dict(arrays)
+    for step in _steps_to(results):
+        values = [known[id(each)] if are_elements(each) else each for each in step.operands]
+        known.update(zip(map(id, step.results), do(step, values), strict=True))
+    return [known[id(result)] for result in results]
+
+
+def move(step: Step, values: list[Any]) -> list[Any]:
+    """The results of an operation that is seen to move elements, of arrays of any dtype."""
+    if step.eqn.primitive.name in JOINS:  # what is cast in the program is not cast here
+        dtype = common_dtype([array.dtype for array in values])
+        values = [array if array.dtype == dtype else jnp.asarray(array).astype(dtype) for array in values]
+    return bind(step.eqn, values)

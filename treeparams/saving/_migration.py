@@ -1,222 +1,177 @@
-"""States and averages of the model before, as those of the model after: regrouped, with a move between cut and join.
+"""States of the model before, as those of the model after: regrouped, with a move between cut and join.
 
 A state has several histories where parameters were frozen and thawed: each is a state of the rule, for parameters that
-have taken the same steps. The histories after are not those before. Each parameter after goes on with the history of
-the parameters that it is made of (`_homes`); histories before that come from one and have taken the same steps are one
-again; and parameters to which nothing comes begin a history of their own. The arrays of a history after are made
-piece by piece (`_moved`), where `regroup` would take the pieces as they are.
+have taken the same steps, and some of them wait. The histories after are not those before. Each parameter after goes on
+with the history of the parameters that it is made of, or waits with it (`_homes`); histories before that come from one
+and have taken the same steps are one again; and parameters to which nothing comes begin a history of their own. The
+arrays of a history after are made piece by piece (`Moving`), where `regroup` would take the pieces as they are.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jax.core import Tracer
 
-from .._average import Ema
-from .._files.arrays import Array, as_in_jax, placed
+from .._files.arrays import Array, placed
 from .._files.names import Names
-from .._files.words import histories_in, specs_in
-from .._forms.owners import Division, Entries, Owners, Place
-from .._forms.states import Copies, Piece, entries_of, joined, only
-from .._slots.layout import Layout, index_of
-from .._slots.parts import kept_arrays, with_kept_arrays
-from .._tree.paths import join_path, nearest, quote, split_path
+from .._forms.owners import Division, Entries
+from .._forms.states import Copies, entries_of, joined, only
+from .._slots.layout import index_of, trained_at
+from .._tree.paths import join_path, key_entries
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ..optim import TrainableState
-from ..optim._state import Roles, in_own_buffers, nodes_of
-from ._contents import division_in
-from ._elements import Movers
-from ._names import names_of
-
-M = TypeVar("M")
-Origin = tuple[int, int]
-"""The number of the history that one has come from, by freezing and thawing, and the steps that it has taken."""
-
-
-class _Arrays(Mapping[Entries, Any]):
-    """The arrays of a history by the rest of their names, each read once, where it is asked for."""
-
-    def __init__(self, source: Names, path: str) -> None:
-        self._names = {split_path(name)[2:]: name for name in source.specs if f"{name}.".startswith(f"{path}.")}
-        self._source = source
-        self._read = functools.cache(self._from_source)
-
-    def __getitem__(self, entries: Entries) -> Any:
-        return self._read(self._names[entries])
-
-    def __iter__(self) -> Iterator[Entries]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def _from_source(self, name: str) -> Any:
-        array = self._source[name]
-        if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
-        return as_in_jax(name, array)
+from ..optim._groups import groups_in
+from ..optim._state import Roles, in_own_buffers
+from ._before import Source, histories_before, unlabelled
+from ._movers import Movers
+from ._moving import Home, Moving
 
 
 class _History(NamedTuple):
-    """A history of the model after: its parameters, and where its arrays come from."""
+    """A history of the model after."""
 
-    origin: Origin
+    home: Home
     paths: list[str]
-    piece: Callable[[Place, str], Piece]
-    shared: Callable[[Entries], Any]
+    run: PyTree
+    division: Division
 
 
-def carried_state(movers: Movers, source: Names, like: TrainableState) -> TrainableState:
+def carried_state(movers: Movers, source: Names, like: TrainableState, tx: object) -> TrainableState:
     """A state as one of the model after; see `Plan.state`."""
-    words = _words_of(movers, source, like)
+    if not isinstance(like, TrainableState):
+        raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
+    before = histories_before(movers, source, tx)
+    if len(like.runs) + len(like.held) > 1:
+        raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
+    movers.check_like([(slot.path, slot) for slot in like.layout.slots], "tx.init(model)")
     if not like.runs:
         return like
-    names = names_of(like)
-    olds, (fresh,) = _histories_of(source, words), _histories_of(names, names.states[""])
-    owner_of = {path: number for number, (_, paths) in enumerate(histories_in(words)) for path in paths}
-    used = {name for path in like.layout.paths for name in movers.sources.get(path, ())}
-    _check_lost(olds, fresh, words, used)
-    # Histories that come from one and have taken the same steps are one again, as after optim.set_trainable.
-    counts = [_steps(source[f"counts.{number}"]) for number in range(len(olds))]
-    origins: list[Origin] = list(zip(words["origins"], counts, strict=True))
-    homes = _homes(movers, {path: origins[owner] for path, owner in owner_of.items()}, like.layout)
-    if nodes_of(optax.ScaleByLBFGSState, like) and (len(set(homes.values())) > 1 or not used.issuperset(owner_of)):
-        raise ValueError(
-            "L-BFGS remembers steps of all parameters together, so none can be added or left out; begin with a fresh "
-            "state"
-        )
-    moved = functools.partial(_moved, movers, {path: olds[owner] for path, owner in owner_of.items()}, fresh.shapes)
-    histories: list[_History] = []
-    for origin in [*dict.fromkeys(origins), None]:
-        paths = [path for path, home in homes.items() if home == origin]
-        if paths and origin is not None:
-            # Histories of one origin that have taken the same steps share the same counts, so that of any will do.
-            histories.append(_History(origin, paths, moved, olds[origins.index(origin)].shared))
-        elif paths:
-            begun = functools.partial(_begun, olds, fresh)
-            histories.append(_History((len(olds), 0), paths, fresh.piece, begun))
+    homes = _homes(movers, before, like.layout.paths)
+    moving = Moving(movers, before, _fresh(like), homes, list(groups_in(like.runs[0])))
+    _check_memory(moving, like)
+    _check_lost(moving)
+    histories = list[_History]()
+    for home in [*dict.fromkeys(Home.of(each) for each in before.histories), None]:
+        paths = [path for path, its in homes.items() if its == home]
+        if paths:
+            run, division = _run_of(like, moving, home, paths)
+            histories.append(_History(home or Home(len(before.histories), 0, False), paths, run, division))
     return _state_of(like, histories)
 
 
-def _histories_of(source: Names, words: Mapping[str, Any]) -> list[Copies]:
-    shapes, found = {path: spec.shape for path, spec in specs_in(words).items()}, []
-    for number, (path, _) in enumerate(histories_in(words)):
-        arrays = _Arrays(source, path)
-        found.append(Copies(shapes, arrays, division_in(words, number, arrays)))
-        found[-1].check()
-    return found
+def _fresh(like: TrainableState) -> Copies:
+    """The arrays of the fresh state, or their shapes."""
+    arrays, division = entries_of(like.runs[0]), like.roles.divisions[0]
+    fresh = Copies({slot.path: slot.shape for slot in like.layout.slots}, arrays, division)
+    fresh.check()
+    if len(arrays) != len(division.owners):
+        raise ValueError("like was changed since its transformation made it: it has other arrays; pass tx.init(model)")
+    return fresh
 
 
-def _check_lost(olds: Sequence[Copies], fresh: Copies, words: Mapping[str, Any], used: Set[str]) -> None:
-    """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
-    places, lost = {place for place, _ in fresh.at}, list[str]()
-    for old, (at, _) in zip(olds, histories_in(words), strict=True):
-        for entries, owners in old.owned():
-            is_kept = entries in fresh.common if owners is None else owners.place in places
-            if not is_kept and (owners is None or not used.isdisjoint(owners.paths)):
-                lost.append(join_path((at, *entries)))
-    if lost:
-        raise ValueError(
-            f"the state has {first_few(lost)}, for which the fresh one has no place: it was made by another "
-            "transformation, or by one that keeps lists of arrays for a parameter"
-        )
-
-
-def _moved(movers: Movers, olds: Mapping[str, Copies], shapes: Mapping[str, Any], place: Place, path: str) -> Piece:
-    """The piece that comes to a parameter of the model after, at a place in its state."""
-    names = movers.sources[path]
-    pieces = [olds[name].piece(place, name) for name in names]
-    if movers.is_plain(path):
-        return pieces[0]
-    arrays = [piece.alone(olds[name].shapes[name]) for name, piece in zip(names, pieces, strict=True)]
-    return Piece(movers.move(path, shapes[path], arrays), Owners((path,), place, None, (), False), 0)
-
-
-def _begun(olds: Sequence[Copies], fresh: Copies, entries: Entries) -> Any:
-    """An array that new parameters share: fresh, but with the rates that were set, as after optim.set_trainable."""
-    return (olds[0] if olds and "hyperparams" in entries else fresh).shared(entries)
-
-
-def _words_of(movers: Movers, source: Names, like: TrainableState) -> dict[str, Any]:
-    """The words on the histories of a state, which must be of the plan's source; and `like` must be fresh."""
-    if not isinstance(like, TrainableState):
-        raise TypeError(f"expected a fresh state of the new model, like=tx.init(model), got {describe(like)}")
-    words = source.states.get("")
-    if words is None:
-        raise ValueError(
-            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
-            f'"optimiser") of a file; got names such as {first_few(list(source)[:3])}'
-        )
-    if len(like.runs) + len(like.held) > 1:
-        raise ValueError("expected a fresh state of the new model, like=tx.init(model), got one with several histories")
-    for path, *_ in words["slots"]:
-        if path not in movers.known:
-            raise ValueError(
-                f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.known)}; make "
-                "the plan from the model that the state is of"
-            )
-    return words
-
-
-def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
-    """The number of steps that a history has taken."""
-    if isinstance(count, Tracer):
-        raise ValueError("plan.state is called between steps, outside of jax.jit: what it makes goes by their number")
-    if isinstance(count, jax.ShapeDtypeStruct):
-        raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
-    return int(count)
-
-
-def _homes(movers: Movers, numbers: Mapping[str, Origin], layout: Layout) -> dict[str, Origin | None]:
-    """The history that each parameter goes on with, by origin and steps; `None`: one of its own."""
-    homes: dict[str, Origin | None] = {}
-    for path in layout.paths:
-        sources = movers.sources.get(path, ())
-        found = list(dict.fromkeys(numbers.get(name) for name in sources))
-        if len(found) > 1:
-            steps = [f"{name!r} {numbers[name][1] if name in numbers else 'no'}" for name in sources]
-            raise ValueError(
-                f"{path!r} is made of parameters that have not taken their steps together ({', '.join(steps)} steps), "
-                "so there is no state for it; begin with a fresh one"
-            )
-        homes[path] = found[0] if found else None
+def _homes(movers: Movers, before: Source, paths: Sequence[str]) -> dict[str, Home | None]:
+    """The history that each parameter goes on with; `None`: one of its own."""
+    homes: dict[str, Home | None] = {}
+    for path in paths:
+        known = any(name in before.of for name in movers.sources(path))
+        sources = {name: before.of.get(name) for name in movers.reads(path)} if known else {}
+        found = {name: Home.of(its[1]) if its else None for name, its in sources.items()}
+        distinct = list(dict.fromkeys(found.values()))
+        if len(distinct) > 1:
+            raise ValueError(_no_home(path, found))
+        homes[path] = distinct[0] if distinct else None
     return homes
 
 
-def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
-    """The state of these histories, the oldest first, as after optim.set_trainable."""
-    histories = sorted(histories, key=lambda history: -history.origin[1])
-    leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
-    running = tuple(tuple(leaves[path] for path in history.paths) for history in histories)
-    runs, divisions = zip(*[_run_of(like, history) for history in histories], strict=True)
-    counts = tuple(jnp.asarray(history.origin[1], jnp.int32) for history in histories)
-    roles = Roles(like.layout, running, (), tuple(history.origin[0] for history in histories), divisions)
-    return in_own_buffers(TrainableState(runs, (), counts, roles))
+def _no_home(path: str, found: dict[str, Home | None]) -> str:
+    if len({home.waits for home in found.values() if home}) > 1:
+        sides = [f"{name!r} {'waits' if home and home.waits else 'trains'}" for name, home in found.items()]
+        return (
+            f"{path!r} is made of parameters of which some wait and others train ({first_few(sides)}), so there is no "
+            "state for it; freeze or thaw them together first, optim.set_trainable(tx, state, model, ...)"
+        )
+    steps = [f"{name!r} {home.steps if home else 'no'}" for name, home in found.items()]
+    return (
+        f"{path!r} is made of parameters that have not taken their steps together ({', '.join(steps)} steps), so there "
+        "is no state for it; begin with a fresh one"
+    )
 
 
-def _run_of(like: TrainableState, history: _History) -> tuple[PyTree, Division]:
+def _check_memory(moving: Moving, like: TrainableState) -> None:
+    """Refuses to add parameters to those of L-BFGS, to leave some out, and to show it another form of them."""
+    nodes = jtu.tree_flatten_with_path(like.runs[0], is_leaf=_is_memory)[0]
+    for head in [key_entries(keys) for keys, node in nodes if _is_memory(node)]:
+        after = _below(moving.fresh, head)
+        homes = {moving.homes[path] for path in after}
+        reads = [each for path in after if moving.homes[path] for each in moving.reads(path)]
+        olds = {id(history): (history, history.same(head, old)) for old, history in reads}
+        before = {path: axis for history, its in olds.values() for path, axis in _below(history.copies, its).items()}
+        # What is joined along an axis has the memory of all as one array, and no parameter has one by itself.
+        forms = {axis is None for axis in (*after.values(), *before.values())}
+        if reads and (len(homes) > 1 or before.keys() != {old for old, _ in reads} or len(forms) > 1):
+            raise ValueError(
+                "L-BFGS remembers steps of all its parameters together, in one form, so none can be added or left out; "
+                "begin with a fresh state"
+            )
+
+
+def _is_memory(node: object) -> bool:
+    return isinstance(node, optax.ScaleByLBFGSState)
+
+
+def _below(copies: Copies, head: Entries) -> dict[str, int | None]:
+    """The parameters that have arrays below a node of a state, and the axis along which they are joined in these."""
+    return {path: its[1].axis for (place, path), its in copies.at.items() if place[0][: len(head)] == head}
+
+
+def _check_lost(moving: Moving) -> None:
+    """Refuses arrays, of all parameters or of used ones, for which the fresh state has no place."""
+    reads = {path: moving.reads(path) for path, home in moving.homes.items() if home}
+    after = {old: path for path, its in reads.items() for old, _ in its}
+    places = [((unlabelled(place[0]), place[1]), path) for place, path in moving.fresh.at]
+    taken = {(place, old) for place, path in places for old, _ in reads.get(path, ())}
+    shared = set(map(unlabelled, moving.fresh.common))
+    lost, changed = list[str](), list[str]()  # the names of arrays, and the parameters that are made of theirs
+    for history in moving.before.histories:
+        for entries, owners in history.copies.owned():
+            if owners is None:
+                is_lost = unlabelled(entries) not in shared and not history.is_of_others(entries, after.keys())
+            else:
+                place = unlabelled(owners.place[0]), owners.place[1]
+                its = [after[path] for path in owners.paths if path in after and (place, path) not in taken]
+                is_lost, changed = bool(its), [*changed, *(path for path in its if not moving.movers.is_plain(path))]
+            if is_lost:
+                lost.append(join_path((*history.at, *entries)))
+    if lost:
+        why = "it was made by another transformation, or a parameter is now in a group with another one"
+        if changed:
+            how = moving.movers.how(changed[0])
+            why = f"{changed[0]!r} is made by {how}, and of its shape the rule keeps others; begin with a fresh state"
+        raise ValueError(f"the state has {first_few(lost)}, for which the fresh one has no place: {why}")
+
+
+def _run_of(like: TrainableState, moving: Moving, home: Home | None, paths: Sequence[str]) -> tuple[PyTree, Division]:
     """A state of the rule and its division.
 
     Only the rule knows what state it keeps for some of the parameters, and it is not here to be asked. So the state for
     all of them is taken, without the arrays of others alone: it has the same pieces.
     """
-    shapes, fresh = {slot.path: slot.shape for slot in like.layout.slots}, entries_of(like.runs[0])
-    run, its = only(like.runs[0], Copies(shapes, fresh, like.roles.divisions[0]), set(history.paths))
-    made = zip(its.arrays.items(), joined(its, history.piece, history.shared), strict=True)
-    arrays = [_as(fresh[entries], array, entries, want.shape) for (entries, want), array in made]
+    run, its = only(like.runs[0], moving.fresh, set(paths))
+    piece = moving.piece if home else moving.begun
+    made = zip(its.arrays.items(), joined(its, piece, functools.partial(moving.shared, home, paths)), strict=True)
+    arrays = [
+        _as(moving.fresh.arrays[entries], array, join_path(entries), want.shape) for (entries, want), array in made
+    ]
     return jtu.tree_unflatten(jtu.tree_structure(run), arrays), its.division
 
 
-def _as(like: Array | jax.ShapeDtypeStruct, array: Array, entries: Entries, shape: tuple[int, ...]) -> Array:
+def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tuple[int, ...]) -> Array:
     """An array in the dtype of the fresh one, and where that lies; of other parameters that may not be possible."""
-    name = join_path(entries)
     if array.shape != shape:
         raise ValueError(
             f"the state has {describe(array)} at {name!r}, and the fresh one {describe(like)}: it was made by another "
@@ -226,35 +181,22 @@ def _as(like: Array | jax.ShapeDtypeStruct, array: Array, entries: Entries, shap
     return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
 
 
-def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
-    """An average as one of the model after; see `Plan.average`."""
-    if not isinstance(like, Ema):
-        raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
-    if not {"count", "weight"} <= source.specs.keys():
-        raise ValueError(
-            'expected a tp.Ema, or the names of one, as saving.names(path, "average") of a file; got names such as '
-            f"{first_few(list(source)[:3])}"
-        )
-
-    # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
-    # the two a name is in may have changed since: a parameter that trained may be frozen now.
-    def average_of(name: str) -> Any:
-        shadow = f"shadow.{name}" if name else "shadow"
-        known = shadow if shadow in source.specs else f"rest.{quote(name)}"
-        if known not in source.specs:
-            raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")
-        return source[known]
-
-    def moved(path: str, old: Array) -> Array:
-        if path not in movers.sources:
-            return old
-        new = movers.move(path, old.shape, [average_of(name) for name in movers.sources[path]])
-        if new.shape != old.shape:
-            raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(old)}")
-        return placed(path, new if new.dtype == old.dtype else jnp.asarray(new).astype(old.dtype), old)
-
-    shadows, treedef = jtu.tree_flatten(like.shadow)
-    shadow = [moved(path, old) for path, old in zip(like.rest.layout.paths, shadows, strict=True)]
-    rest = with_kept_arrays(like.rest, [moved(path, old) for path, old in kept_arrays(like.rest).items()])
-    made = jtu.tree_unflatten(treedef, shadow), rest, *(jnp.asarray(source[name]) for name in ("count", "weight"))
-    return in_own_buffers(eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made))
+def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
+    """The state of these histories, the oldest first, as after optim.set_trainable."""
+    leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
+    running = sorted((each for each in histories if not each.home.waits), key=lambda history: -history.home.steps)
+    held = [each for each in histories if each.home.waits]
+    both, sides = (
+        [*running, *held],
+        [[tuple([leaves[path] for path in its.paths]) for its in side] for side in (running, held)],
+    )
+    layout = trained_at(like.layout, [leaf for at in sides[0] for leaf in at]) if held else like.layout
+    roles = Roles(
+        layout,
+        *map(tuple, sides),
+        origins=tuple([history.home.origin for history in both]),
+        divisions=tuple([history.division for history in both]),
+    )
+    counts = tuple([jnp.asarray(history.home.steps, jnp.int32) for history in both])
+    runs, waiting = (tuple([history.run for history in side]) for side in (running, held))
+    return in_own_buffers(TrainableState(runs, waiting, counts, roles))

@@ -1,10 +1,9 @@
 """plan: which array goes where, before anything is loaded."""
 
-import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, overload
 
 import jax.tree_util as jtu
@@ -13,16 +12,16 @@ from .._average import Ema
 from .._files.names import Names, head_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
-from .._tree.paths import unquote
 from .._tree.structure import Spec
 from .._tree.tables import Table, as_html, as_text
 from ..optim import TrainableState
+from ._averages import carried_average
 from ._contents import Contents
-from ._elements import Movers
 from ._fill import compared, filled
-from ._migration import carried_average, carried_state
+from ._migration import carried_state
+from ._movers import Movers
 from ._moves import Fit, fit
-from ._names import bare, names_of, names_of_contents
+from ._names import names_of, names_of_contents
 from ._rename import Rename, Transforms
 from ._report import blocks, problems, rows_of
 
@@ -71,33 +70,51 @@ class Plan(Generic[M]):
         given = compared(names_of(arrays), self._source, self._fit, self._strict)
         return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
 
-    def state(self, source: Any, like: TrainableState) -> TrainableState:
+    def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
         """The state of an optimiser of the model before, as one of the model after.
 
         Moments go where their parameters go: renamed, split, merged, stacked; where several go to one tie, those of the
-        first. Arrays that all parameters of one history share, such as step counts and rates, stay. A parameter to
-        which nothing comes begins a history of its own, as after `optim.set_trainable`: with the state that it has in
-        `like`, the rates of the others and count 0. One that `like` does not train is left out.
+        first. Arrays that all parameters of one history share, such as step counts and rates, stay. A parameter that
+        waits, since `optim.set_trainable` has frozen it, waits afterwards: `layout` of the result says what trains. A
+        parameter to which nothing comes begins a history of its own, as after `optim.set_trainable`: with the state
+        that it has in `like`, the rates of the others and count 0. One that `like` does not train is left out.
+
+        A function of the plan may move elements, drop and join them, cast them, and zero them by a constant mask,
+        `x * mask`, which is read from its program. Its moments are moved as they are, in their own dtypes. An element
+        that a mask zeroes has in the state what it has in `like`, as if all its gradients had been zero. A function
+        that computes, as a mean of two layers does, is refused: moments do not follow from it.
+
+        >>> import jax.numpy as jnp, optax
+        >>> from treeparams import optim, saving
+        >>> before, after = {"a": jnp.ones((2, 3))}, {"b": jnp.zeros((3, 2))}
+        >>> plan = saving.plan(before, after, rename={"a": "b"}, transform={"a": jnp.transpose})
+        >>> tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
+        >>> _, state = optim.step(tx, {"a": jnp.ones((2, 3))}, tx.init(before), before)
+        >>> plan.state(state, like=tx.init(after))
+        TrainableState
+          trains, 1 step taken: b
 
         Args:
             source: a state of `optim.trainable`, `flat` or `stacked`, or the names of one, as
-                `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from.
+                `saving.names(path, "optimiser")` of a file. It is of the model that the plan was made from. With `tx`
+                also a state of plain Optax, `rule.init(eqx.filter(model, eqx.is_inexact_array))`, or its names.
             like: a fresh state of the model after, `tx.init(model)`, of the same rule; its form (`trainable`, `flat`,
-                `stacked`) may be another. Only the rule knows with which state a parameter begins, so it is always
-                needed.
+                `stacked`) may be another, and so may the names of its groups (`optim.groups`). Only the rule knows with
+                which state a parameter begins, so it is always needed.
+            tx: the rule that made a state of plain Optax, or the `optim.trainable(rule)` that it is in now.
 
         Returns:
             The state, for the same `tx`.
 
         Raises:
             ValueError: a function of the plan changes or repeats elements, in place of moving them; a parameter is made
-                of some that have not taken their steps together; the states are of different rules; the rule does not
-                keep its state leaf by leaf.
-            TypeError: `like` is no such state.
+                of some that have not taken their steps together, or of which some wait; the states are of different
+                rules; `like`, or the state, is of another model than the plan; the rule keeps arrays of other shapes
+                than the parameters', as Adafactor's rows and columns, of one that is more than renamed; the rule does
+                not keep its state leaf by leaf.
+            TypeError: `like` is no such state; `source` is of plain Optax, and `tx` is missing.
         """
-        names = names_of(source)
-        paths = {path for words in names.states.values() for path, *_ in words["slots"]}
-        return carried_state(self._movers_of(paths), names, like)
+        return carried_state(self._movers, names_of(source), like, tx)
 
     @overload
     def average(self, source: Any, like: Ema[M]) -> Ema[M]: ...
@@ -118,39 +135,22 @@ class Plan(Generic[M]):
             The average.
 
         Raises:
-            ValueError: as `state`.
+            ValueError: a function of the plan computes; `like`, or the average, is of another model than the plan.
             TypeError: `like` is no `tp.Ema`.
         """
+        self._movers.check()
         names = names_of(source)
-        paths = {name[7:] for name in names.specs if name.startswith("shadow.")}
-        movers = self._movers_of(paths | {unquote(name[5:]) for name in names.specs if name.startswith("rest.")})
-        movers.check()
         heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
             raise TypeError(
                 "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
             )
-        return self(names) if like is None else carried_average(movers, names, like)
+        return self(names) if like is None else carried_average(self._movers, names, like)
 
     @functools.cached_property
     def _movers(self) -> Movers:
-        names = self._contents.names
-        return Movers({names[leaf]: (move.route, move.number) for leaf, move in self._fit.comes.items()}, self._source)
-
-    def _movers_of(self, paths: Collection[str]) -> Movers:
-        """Those of these parameters of the model before: a key with dots is in quotes in a path, and not in a name."""
-        theirs, source, names = {bare(path): path for path in paths}, self._source, self._contents.names
-        spelt = {name: name if name in paths else theirs.get(bare(name), name) for name in source.specs}
-        if all(name == path for name, path in spelt.items()):
-            return self._movers
-        routes = {id(move.route): move.route for move in self._fit.comes.values()}
-        routes = {
-            number: dataclasses.replace(route, sources=tuple([spelt[name] for name in route.sources]))
-            for number, route in routes.items()
-        }
-        comes = {names[leaf]: (routes[id(move.route)], move.number) for leaf, move in self._fit.comes.items()}
-        aliases = {spelt[name]: spelt[stored] for name, stored in source.aliases.items()}
-        return Movers(comes, Names({spelt[name]: spec for name, spec in source.specs.items()}, _nothing, aliases))
+        comes = {leaf: (move.route, move.number) for leaf, move in self._fit.comes.items()}
+        return Movers(self._contents, comes, self._source)
 
     def __str__(self) -> str:
         return as_text(self._blocks())
@@ -266,7 +266,8 @@ def plan(
 
     **States and averages go along.** `plan.state(state, like=tx.init(model))` and `plan.average(average, like=...)`
     take moments and averages of the model before through the same renames. There a function may only move, drop and
-    join elements, each as it is - a transpose, a slice, a concatenation - which is read from its program.
+    join elements, each as it is - a transpose, a slice, a concatenation, a cast, a constant mask - which is read from
+    its program.
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors

@@ -1,0 +1,69 @@
+"""Averages of the model before, as those of the model after."""
+
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._average import Ema
+from .._files.arrays import Array, placed
+from .._files.names import Names
+from .._slots.parts import kept_arrays, with_kept_arrays
+from .._tree.paths import nearest, quote
+from .._tree.text import describe, first_few
+from ..optim._state import in_own_buffers
+from ._movers import Done, Movers
+
+M = TypeVar("M")
+
+
+def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
+    """An average as one of the model after; see `Plan.average`."""
+    if not isinstance(like, Ema):
+        raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
+    if not {"count", "weight"} <= source.specs.keys():
+        raise ValueError(
+            'expected a tp.Ema, or the names of one, as saving.names(path, "average") of a file; got names such as '
+            f"{first_few(list(source)[:3])}"
+        )
+    shadows, treedef = jtu.tree_flatten(like.shadow)
+    trained, kept = dict(zip(like.rest.layout.paths, shadows, strict=True)), kept_arrays(like.rest)
+    movers.check_like([*trained.items(), *kept.items()], "tp.Ema(model, ...)")
+    done: Done = {}
+    shadow, others = ([_moved(movers, source, *each, done) for each in its.items()] for its in (trained, kept))
+    rest = with_kept_arrays(like.rest, others)
+    made = jtu.tree_unflatten(treedef, shadow), rest, *(jnp.asarray(source[name]) for name in ("count", "weight"))
+    return in_own_buffers(eqx.tree_at(lambda ema: (ema.shadow, ema.rest, ema.count, ema.weight), like, made))
+
+
+def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) -> Array:
+    """The average for a path of the model after; where nothing comes, the fresh one."""
+    if not movers.sources(path):
+        return like
+    is_plain = movers.is_plain(path)
+
+    def read(name: str) -> Any:
+        array, want = _average_of(source, movers.roots.get(name, name)), movers.specs[name]
+        if not is_plain and array.shape != want.shape:
+            raise ValueError(
+                f"the average of {name!r} is {describe(array)}, and the plan's source has {describe(want)}"
+            )
+        return array
+
+    new = movers.move(path, read, done)
+    if new.shape != like.shape:
+        raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(like)}")
+    return placed(path, new if new.dtype == like.dtype else jnp.asarray(new).astype(like.dtype), like)
+
+
+def _average_of(source: Names, name: str) -> Any:
+    """The average of a parameter before, or another array of its model."""
+    # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
+    # the two a name is in may have changed since: a parameter that trained may be frozen now.
+    shadow = f"shadow.{name}" if name else "shadow"
+    # A key with dots is a name as it is, and a path in quotes.
+    for known in (shadow, f"rest.{quote(name)}", f"shadow.{quote(name)}", f"rest.{quote(quote(name))}"):
+        if known in source.specs:
+            return source[known]
+    raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")

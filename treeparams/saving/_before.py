@@ -1,0 +1,224 @@
+"""A state of the model before: its histories, and which of them each name of a plan's source has.
+
+A file, or a plan's source, has other words for a parameter than its path where a program has a dictionary of dotted
+keys, or where ties are others now; so parameters are looked up here. Groups of parameters have other labels in another
+program, and each parameter is in one of them: labels in the paths of arrays are ignored (`unlabelled`).
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from .._files.arrays import Array, as_in_jax
+from .._files.names import Names, name_of, split_name
+from .._files.words import histories_in, specs_in
+from .._forms.owners import Entries, Owners, Place
+from .._forms.states import Copies, Piece
+from .._slots.trainable import look_up
+from .._tree.paths import nearest, quote, split_path, unquote
+from .._tree.recognise import structure_of
+from .._tree.text import describe, first_few
+from ..optim._plain import known_history
+from ._contents import division_in
+from ._movers import Movers
+
+_TRACED = "plan.state is called between steps, outside of jax.jit: what it makes goes by their number"
+
+
+def unlabelled(entries: Entries) -> Entries:
+    """The entries of a path with a star for each label of a group."""
+    return tuple(["*" if i and entries[i - 1] == "inner_states" else entry for i, entry in enumerate(entries)])
+
+
+def labelled_in(entries: Entries) -> Iterator[Entries]:
+    """The beginnings of a path that end with the label of a group, the innermost first."""
+    for i in reversed(range(len(entries) - 1)):
+        if entries[i] == "inner_states":
+            yield entries[: i + 2]
+
+
+def members_in(copies: Copies) -> Mapping[Entries, Set[str]]:
+    """The parameters in each group that keeps arrays of parameters, by the path of its state."""
+    found = collections.defaultdict[Entries, set[str]](set)
+    for place, path in copies.at:
+        for head in labelled_in(place[0]):
+            found[head].add(path)
+    return dict(found)
+
+
+class Arrays(Mapping[Entries, Any]):
+    """The arrays of a history by the rest of their names, each read once, where it is asked for."""
+
+    def __init__(self, source: Names, path: str = "") -> None:
+        depth = len(split_path(path))
+        self._names = {
+            split_path(name)[depth:]: name for name in source.specs if not path or f"{name}.".startswith(f"{path}.")
+        }
+        self._source = source
+        self._read = functools.cache(self._from_source)
+
+    def __getitem__(self, entries: Entries) -> Any:
+        return self._read(self._names[entries])
+
+    def __iter__(self) -> Iterator[Entries]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _from_source(self, name: str) -> Any:
+        array = self._source[name]
+        if isinstance(array, Tracer):
+            raise ValueError(_TRACED)
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
+        return as_in_jax(name, array)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Before:
+    """A history of the state before."""
+
+    at: Entries  # where it is in the state
+    copies: Copies
+    origin: int
+    steps: int
+    waits: bool
+
+    @functools.cached_property
+    def _pieces(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
+        return {((unlabelled(place[0]), place[1]), path): found for (place, path), found in self.copies.at.items()}
+
+    def piece(self, place: Place, path: str) -> Piece:
+        """The piece of a parameter at a place, whatever its group is called; a `KeyError` if there is none."""
+        entries, owners, number = self._pieces[(unlabelled(place[0]), place[1]), path]
+        return Piece(self.copies.arrays[entries], owners, number)
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[Entries, str], Entries]:
+        """The group of each parameter, as the path of its state, by this path without labels."""
+        return {(unlabelled(head), path): head for head, paths in self._members.items() for path in paths}
+
+    def same(self, entries: Entries, path: str) -> Entries:
+        """The path of an array in the groups of a parameter, which are called so here."""
+        heads = ((head, self._groups.get((unlabelled(head), path))) for head in labelled_in(entries))
+        return next(((*its, *entries[len(head) :]) for head, its in heads if its is not None), entries)
+
+    @functools.cached_property
+    def _members(self) -> Mapping[Entries, Set[str]]:
+        return members_in(self.copies)
+
+    def is_of_others(self, entries: Entries, paths: Set[str]) -> bool:
+        """Whether an array is of a group of none of these parameters."""
+        members = [its for head in labelled_in(entries) if (its := self._members.get(head))]
+        return bool(members) and members[0].isdisjoint(paths)
+
+
+class Source(NamedTuple):
+    """The histories of a state before, and of names of the plan's source their path and history."""
+
+    histories: list[Before]
+    of: dict[str, tuple[str, Before]]
+
+
+def histories_before(movers: Movers, source: Names, tx: object) -> Source:
+    """The histories of a state, which must be of the plan's source; `tx` is the rule of a state of plain Optax."""
+    words = source.states.get("")
+    if words is not None:
+        histories, aliases = _of_words(source, words), {path: also for path, also, *_ in words["slots"]}
+    else:
+        _check_plain(movers, source, tx)
+        histories, aliases = [_of_plain(movers, source, tx)], {}
+    found, also = dict[str, tuple[str, Before]](), dict[str, tuple[str, Before]]()
+    for history in histories:
+        for path, shape in history.copies.shapes.items():
+            names = [name for name in (name_of(path), _as_key(path)) if name in movers.specs]
+            if not names:
+                raise ValueError(
+                    f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.specs)}; "
+                    "make the plan from the model that the state is of"
+                )
+            spec = movers.specs[names[0]]
+            if spec.shape != tuple(shape):
+                raise ValueError(
+                    f"the state is of an array of shape {tuple(shape)} at {path!r}, and the plan's source has "
+                    f"{describe(spec)} there; make the plan from the model that the state is of"
+                )
+            found[names[0]] = path, history
+            also |= dict.fromkeys(aliases.get(path, ()), (path, history))
+    return Source(histories, _with_ties(movers, also | found))
+
+
+def _as_key(path: str) -> str:
+    """The path of an array as the key that it has in a dictionary of arrays."""
+    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else path
+
+
+def _with_ties(movers: Movers, found: dict[str, tuple[str, Before]]) -> dict[str, tuple[str, Before]]:
+    """The histories of names, where one that has none has that of its tie."""
+    of_roots = {movers.roots.get(name, name): its for name, its in reversed(found.items())}
+    every = {name: of_roots.get(movers.roots.get(name, name)) for name in movers.specs}
+    return {name: its for name, its in every.items() if its is not None} | found
+
+
+def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
+    """The histories of a state of a transformation over models."""
+    specs, found = specs_in(words), list[Before]()
+    for number, (path, paths) in enumerate(histories_in(words)):
+        arrays = Arrays(source, path)
+        copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
+        copies.check()
+        at = split_path(path)
+        found.append(Before(at, copies, words["origins"][number], _steps(source[f"counts.{number}"]), at[0] == "held"))
+    return found
+
+
+def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
+    """The number of steps that a history has taken."""
+    if isinstance(count, Tracer):
+        raise ValueError(_TRACED)
+    if isinstance(count, jax.ShapeDtypeStruct):
+        raise ValueError("the state has no values: expected arrays, got jax.ShapeDtypeStructs")
+    return int(count)
+
+
+# -- States of plain Optax ---------------------------------------------------------------------------------------------
+
+
+def _check_plain(movers: Movers, source: Names, tx: object) -> None:
+    names = list(source)
+    if names and all(name in movers.specs for name in names):
+        raise ValueError(
+            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
+            f'"optimiser") of a file; got names such as {first_few(names[:3])}, which are those of the model'
+        )
+    if tx is None:
+        raise TypeError(
+            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
+            f'"optimiser") of a file; got names such as {first_few(names[:3])}. Of a state of plain Optax pass the '
+            "rule that made it, too: plan.state(state, like=..., tx=optax.adam(...))"
+        )
+
+
+def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
+    """The one history of a state of plain Optax, over a tree of arrays that have the names of the plan's source."""
+    arrays = Arrays(source)
+    written = {entry for entries in arrays for entry in entries}
+    tree: Any = {}
+    for name, spec in movers.specs.items():
+        # A dictionary of dotted keys is one to Optax, too, and then its keys are quoted in the paths of the state.
+        entries = (quote(name),) if quote(name) != name and quote(name) in written else split_name(name)
+        leaf, node = jax.ShapeDtypeStruct(*spec[:2]), tree
+        if not entries:
+            tree = leaf
+            break
+        for entry in entries[:-1]:
+            node = node.setdefault(unquote(entry), {})
+        node[unquote(entries[-1])] = leaf
+    history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
+    return Before((), history.copies, 0, int(history.count), waits=False)

@@ -1,0 +1,101 @@
+"""Which arrays come to each array of a plan's model, for arrays that are kept beside the parameters."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .._files.names import Names
+from .._tree.paths import nearest
+from .._tree.structure import Spec
+from .._tree.text import describe
+from ._contents import Contents
+from ._program import Program
+from ._rename import Route, stack, unstack
+
+Done = dict[tuple[int, int], Any]
+"""Results that were made together with one that was asked for, until they are asked for themselves."""
+
+
+class Movers:
+    """Which arrays come to each array of a plan's model, for arrays that are kept beside the parameters.
+
+    Attributes:
+        specs: of the arrays of the plan's source, by name.
+        roots: of each name that only says again what another name says, that one.
+    """
+
+    def __init__(self, contents: Contents, comes: Mapping[int, tuple[Route, int]], source: Names) -> None:
+        self.specs, self.roots = source.specs, source.aliases
+        paths = contents.structure.paths
+        self._model = {paths[leaf]: contents.spec(leaf) for leaf in contents.names}
+        # Of a model that was untied since the plan was made, each place has what the tie has.
+        roots = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
+        self._comes = {paths[i]: comes[roots.get(i, i)] for i in contents.names if roots.get(i, i) in comes}
+        self._programs: dict[int, Program] = {}
+
+    def check_like(self, arrays: Iterable[tuple[str, Any]], write: str) -> None:
+        """Refuses something fresh that is not of the plan's model: of a path that this has not, or of another shape."""
+        for path, array in arrays:
+            spec = self._model.get(path)
+            if spec is None or spec.shape != tuple(array.shape):
+                got = "has none" if spec is None else f"has {describe(spec)}"
+                hint = nearest(path, self._model) if spec is None else ""
+                raise ValueError(
+                    f"like has {describe(array)} at {path!r}, and the plan's model {got} there{hint}: it is of another "
+                    f"model; write like={write} of the model that the plan makes"
+                )
+
+    def sources(self, path: str) -> tuple[str, ...]:
+        """The names that come to a path together; none if nothing does."""
+        return self._comes[path][0].sources if path in self._comes else ()
+
+    def reads(self, path: str) -> tuple[str, ...]:
+        """Of these names those that the array is made of."""
+        route, number = self._comes[path]
+        program = self._program(route)
+        return route.sources if program is None else tuple([route.sources[i] for i in program.reads[number]])
+
+    def is_plain(self, path: str) -> bool:
+        """Whether one array comes to a path as it is, but for its dtype."""
+        route, number = self._comes[path]
+        program = self._program(route)
+        return route.function is None or (program is not None and program.same[number] is not None)
+
+    def how(self, path: str) -> str:
+        """What is done to the arrays that come to a path, in words."""
+        return self._comes[path][0].how
+
+    def move(self, path: str, read: Callable[[str], Any], done: Done) -> Any:
+        """The array for a path, of the arrays that are kept beside the parameters that it is made of."""
+        route, number = self._comes[path]
+        if route.function is None:
+            return read(route.sources[0])
+        if route.function is unstack:
+            return read(route.sources[0])[number]
+        if (id(route), number) not in done:
+            program = self._program(route)
+            if program is None:  # rows that are stacked, or of no parameters
+                results = dict(enumerate(route(*map(read, route.sources))))
+            else:
+                results = program.results(number, lambda i: read(route.sources[i]))
+            done.update({(id(route), i): array for i, array in results.items()})
+        return done.pop((id(route), number))
+
+    def dropped(self, path: str) -> Any:
+        """Where a mask has dropped elements of the array for a path; `None`: nowhere."""
+        route, number = self._comes[path]
+        program = self._program(route)
+        return None if program is None else program.dropped[number]
+
+    def check(self) -> None:
+        """Checks that all functions of parameters only move elements."""
+        for route, _ in self._comes.values():
+            self._program(route)
+
+    def _program(self, route: Route) -> Program | None:
+        """The program of a function of parameters, which moves their elements; `None`: there is none to be read."""
+        specs: list[Spec] = [self.specs[name] for name in route.sources]
+        if route.function in (None, stack, unstack) or not any(spec.parameter for spec in specs):
+            return None
+        if id(route) not in self._programs:
+            self._programs[id(route)] = Program(route, specs)
+        return self._programs[id(route)]

@@ -1,0 +1,183 @@
+"""The pieces of a state of the model after: what comes to each parameter, and what all of a history share."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._forms.owners import Entries, Owners, Place
+from .._forms.states import Copies, Piece
+from .._tree.dtypes import is_inexact
+from .._tree.paths import join_path, quote
+from ..optim._groups import Group
+from ._before import Before, Source, labelled_in, members_in, unlabelled
+from ._movers import Done, Movers
+
+
+class Home(NamedTuple):
+    """The history that parameters after go on with: the number of the one it has come from, its steps, and its side."""
+
+    origin: int
+    steps: int
+    waits: bool
+
+    @classmethod
+    def of(cls, history: Before) -> "Home":
+        """That of a history before."""
+        return cls(history.origin, history.steps, history.waits)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moving:
+    """A state before on its way into that of the model after, like a fresh one.
+
+    Attributes:
+        homes: the history that each parameter after goes on with; `None`: one of its own.
+        groups: of the fresh state.
+    """
+
+    movers: Movers
+    before: Source
+    fresh: Copies
+    homes: dict[str, Home | None]
+    groups: Sequence[Group]
+    _done: dict[Place, Done] = dataclasses.field(default_factory=lambda: collections.defaultdict(dict))
+
+    def reads(self, path: str) -> list[tuple[str, Before]]:
+        """The parameters that one after is made of, and the history of each."""
+        return [self.before.of[name] for name in self.movers.reads(path)]
+
+    # -- Of each parameter
+
+    def piece(self, place: Place, path: str) -> Piece:
+        """The piece that comes to a parameter at a place in its state."""
+        if self.movers.is_plain(path):
+            ((old, history),) = self.reads(path)
+            return history.piece(place, old)
+        shape, names, fresh = self.fresh.shapes[path], self.movers.reads(path), self.fresh.piece(place, path)
+        read = functools.partial(self._alone, place)
+        arrays = list(map(read, names))
+        specs = [self.movers.specs[name] for name in names]
+        are_like = all(it.shape == spec.shape and is_inexact(it.dtype) for it, spec in zip(arrays, specs, strict=True))
+        if are_like and _shape_alone(fresh, shape) == shape:
+            array = self.movers.move(path, read, self._done[place])
+            dropped = self.movers.dropped(path)
+            if dropped is not None:
+                begun = self.begun(place, path).alone(shape)
+                array = jnp.where(dropped, begun, array.astype(begun.dtype))
+        elif {it.shape for it in arrays} == {_shape_alone(fresh, shape)} and _are_one_number(arrays):
+            array = arrays[0]
+        else:
+            raise ValueError(
+                f"{path!r} is made of {list(names)} by {self.movers.how(path)}, and of these the state has arrays of "
+                f"{[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which are not of the "
+                "parameters' shapes, and not all alike: there such a parameter can be renamed, and nothing else; begin "
+                "with a fresh state"
+            )
+        return Piece(array, Owners((path,), place, None, (), False), 0)
+
+    @functools.cached_property
+    def _alone(self) -> Callable[[Place, str], Any]:
+        """From a place and a name to the array that is kept there beside a parameter before."""
+
+        # Each row of a stack asks for the whole stack, one after another.
+        @functools.lru_cache(maxsize=4)
+        def alone(place: Place, name: str) -> Any:
+            old, history = self.before.of[name]
+            return history.piece(place, old).alone(history.copies.shapes[old])
+
+        return alone
+
+    def begun(self, place: Place, path: str) -> Piece:
+        """The piece with which a parameter begins."""
+        piece = self.fresh.piece(place, path)
+        return piece._replace(array=_with_values(piece.array, path))
+
+    # -- Of all parameters of a history, or of those of a group
+
+    def shared(self, home: Home | None, paths: Sequence[str], entries: Entries) -> Any:
+        """An array that the parameters of a history share: that of the group that they were in, if it is of one."""
+        if home is None:
+            # New parameters begin with the rates that were set, as after optim.set_trainable.
+            if "hyperparams" in entries and self.before.histories:
+                carried = [path for path, its in self.homes.items() if its]
+                found = self._in_groups(carried, entries) or self._by_name(self.before.histories[0], entries)
+                if found:
+                    return found[0][0].copies.shared(found[0][1])
+            return _with_values(self.fresh.arrays[entries], join_path(entries))
+        olds = [history for history in self.before.histories if Home.of(history) == home]
+        found = self._in_groups(paths, entries)
+        if not found:
+            found = self._by_name(olds[0], entries)
+            if not found and self._is_of_none(paths, entries):
+                return _with_values(self.fresh.arrays[entries], join_path(entries))
+        (history, its), *others = found or [(olds[0], entries)]
+        array = history.copies.shared(its)
+        for history, other in others:
+            if other != its and not np.array_equal(array, history.copies.shared(other), equal_nan=True):
+                raise ValueError(
+                    f"the state has {join_path(its)!r} and {join_path(other)!r}, which differ, and parameters of both "
+                    f"groups are in one now, at {join_path(entries)!r}; begin with a fresh state"
+                )
+        return array
+
+    @functools.cached_property
+    def _members(self) -> Mapping[Entries, Set[str]]:
+        """The parameters after in each group that keeps arrays of parameters."""
+        return members_in(self.fresh)
+
+    def _in_groups(self, paths: Collection[str], entries: Entries) -> list[tuple[Before, Entries]]:
+        """Where an array of a group is before, by the groups in which the parameters of the group were."""
+        for head in labelled_in(entries):
+            found: dict[tuple[int, Entries], tuple[Before, Entries]] = {}
+            for path in self._members.get(head, frozenset()) & set(paths):
+                for old, history in self.reads(path):
+                    its = history.same(entries, old)
+                    found[id(history), its] = history, its
+            if found:
+                return list(found.values())
+        return []
+
+    def _by_name(self, history: Before, entries: Entries) -> list[tuple[Before, Entries]]:
+        """Where an array is before: under the same labels of groups, or under the only ones that are no more."""
+        common = history.copies.common
+        others = [its for its in common - self.fresh.common if unlabelled(its) == unlabelled(entries)]
+        if entries in common or len(others) == 1:
+            return [(history, entries if entries in common else others[0])]
+        return []
+
+    def _is_of_none(self, paths: Sequence[str], entries: Entries) -> bool:
+        """Whether an array is of a group that has no parameter of a history."""
+        head = next(labelled_in(entries), None)
+        if head is None:
+            return False
+        if head in self._members:
+            return self._members[head].isdisjoint(paths)
+        groups = [set(group.paths) for group in self.groups if quote(group.name) == head[-1]]
+        # In stacks, groups have other paths than those of parameters.
+        return bool(groups) and all(its <= self.fresh.shapes.keys() and its.isdisjoint(paths) for its in groups)
+
+
+def _are_one_number(arrays: Sequence[Any]) -> bool:
+    """Whether arrays are one and the same number, as counts of parameters that have taken their steps together."""
+    return all(array.size == 1 and bool(np.all(array == arrays[0])) for array in arrays)
+
+
+def _shape_alone(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a piece by itself."""
+    axis, whole = piece.owners.axis, tuple(piece.array.shape)
+    if axis is None:
+        return whole
+    return whole[:axis] + whole[axis + 1 :] if piece.owners.has_rows else shape
+
+
+def _with_values(array: Any, name: str) -> Any:
+    """A fresh array, which is to have values."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise ValueError(f"like is needed at {name!r}, and has no values there: expected arrays, like=tx.init(model)")
+    return array

@@ -1,0 +1,70 @@
+"""A function that moves the elements of parameters, as one that moves arrays which are kept beside these."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._tree.dtypes import common_dtype
+from .._tree.structure import Spec
+from ._elements import Elements, NotMovedError, are_seen_to_move, arguments_of, move, results_of, run
+from ._numbering import DROPPED, numbered, starts_of
+from ._rename import Route
+
+
+class Program:
+    """The program of a route, which is known to move elements, each at most once and as it is.
+
+    Attributes:
+        reads: of each result, the numbers of the arguments that it is made of.
+        same: of each result, the number of the argument that it is, if it is one as it is.
+        dropped: of each result, where a mask has dropped elements; `None`: nowhere.
+    """
+
+    def __init__(self, route: Route, specs: Sequence[Spec]) -> None:
+        self._shapes = [spec.shape for spec in specs]
+        self._arguments = [Elements() for _ in specs]
+        self._numbers: list[np.ndarray] | None = None
+        try:
+            with jax.ensure_compile_time_eval():  # constants have values within `jit`, too
+                self._results = results_of(route, specs, self._arguments)
+                if not are_seen_to_move(self._results):
+                    self._numbers = numbered(self._results, self._arguments, self._shapes)
+        except NotMovedError:
+            raise ValueError(
+                f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, "
+                f"and {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
+                "parameters alone go through it, plan(arrays), and what is kept beside them begins anew: "
+                "tx.init(model), tp.Ema(model, ...)"
+            ) from None
+        number = {id(argument): i for i, argument in enumerate(self._arguments)}
+        self.same = [number.get(id(result)) for result in self._results]
+        self.reads = [tuple(sorted(number[id(each)] for each in arguments_of(it))) for it in self._results]
+        drops = [each == DROPPED for each in self._numbers or ()]
+        self.dropped = [where if where.any() else None for where in drops] or [None] * len(self._results)
+
+    def results(self, number: int, arrays: Callable[[int], Any]) -> dict[int, Any]:
+        """A result, and those that are made of the same arguments, of arrays that are kept beside these.
+
+        The arrays keep their dtypes. Where an element is dropped stands zero.
+        """
+        reads = self.reads[number]
+        wanted = [i for i, its in enumerate(self.reads) if its == reads]
+        if self._numbers is not None:
+            its = [arrays(argument) for argument in reads]
+            return {i: self._taken(self._numbers[i], self.dropped[i], reads, its) for i in wanted}
+        known = {id(self._arguments[i]): arrays(i) for i in reads}
+        return dict(zip(wanted, run([self._results[i] for i in wanted], known, move), strict=True))
+
+    def _taken(self, numbers: np.ndarray, dropped: np.ndarray | None, reads: Sequence[int], arrays: list[Any]) -> Any:
+        """A result by the numbers of its elements, of the arguments that it is made of."""
+        if len(reads) < len(self._shapes):  # without the others, elements begin earlier
+            starts = np.array(starts_of(self._shapes))[list(reads)]
+            shifts = starts - starts_of([self._shapes[i] for i in reads])[:-1]
+            numbers = numbers - shifts.astype(np.int32)[np.searchsorted(starts, numbers, side="right") - 1]
+        dtype = common_dtype([array.dtype for array in arrays])
+        elements = [jnp.ravel(jnp.asarray(array).astype(dtype)) for array in arrays]
+        made = jnp.take(elements[0] if len(elements) == 1 else jnp.concatenate(elements), numbers, mode="clip")
+        return made if dropped is None else jnp.where(dropped, jnp.zeros((), dtype), made)
