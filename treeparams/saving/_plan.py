@@ -149,7 +149,7 @@ class Plan(Generic[M]):
             for number, route in routes.items()
         }
         comes = {names[leaf]: (routes[id(move.route)], move.number) for leaf, move in self._fit.comes.items()}
-        aliases = {spelt[name]: spelt[source] for name, source in source.aliases.items()}
+        aliases = {spelt[name]: spelt[stored] for name, stored in source.aliases.items()}
         return Movers(comes, Names({spelt[name]: spec for name, spec in source.specs.items()}, _nothing, aliases))
 
     def __str__(self) -> str:
