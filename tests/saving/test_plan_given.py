@@ -241,7 +241,7 @@ def test_a_dtype_that_neither_numpy_nor_jax_has():
     model = {"w": ramp(2), "scale": ramp(2)}
     source = names_of(model)
     source.specs["scale"] = source.specs["scale"]._replace(dtype=_Unknown())
-    message = r"'scale' is F8_E8M0\[2\], of which JAX has no arrays; drop it, rename=\{'scale': None\}"
+    message = r"'scale' is F8_E8M0\[2\], of which NumPy and JAX have no arrays; drop it, rename=\{'scale': None\}"
     with pytest.raises(ValueError, match=message):
         saving.plan(source, model)
     assert_same(saving.plan(source, model, rename={"scale": None, None: "scale"})(source), model)

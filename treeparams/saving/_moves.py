@@ -153,8 +153,10 @@ class _Offers:
         unknown = [name for name in route.sources if not _is_in_jax(self._specs[name].dtype)]
         made = [] if unknown else _results(route, self._specs)
         if unknown:
-            what = f"{unknown[0]!r} is {describe(self._specs[unknown[0]])}"
-            self._refuse(route, f"{what}, of which JAX has no arrays; drop it, rename={{{unknown[0]!r}: None}}")
+            spec = self._specs[unknown[0]]
+            none = "JAX has no arrays" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX have no arrays"
+            what = f"{unknown[0]!r} is {describe(spec)}, of which {none}"
+            self._refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
         elif len(made) != len(route.targets):
             self._refuse(
                 route, f"{given}: {route.how} gives {len(made)} arrays, and the paths are {shown(route.targets)}"
