@@ -46,30 +46,29 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
                 f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which "
                 "takes params, stacks and states as they are"
             )
-    shape, stored = tuple(leaf.shape), _stored_as(leaf.dtype)
+    stored = _stored_as(leaf.dtype, tuple(leaf.shape))
     if stored is not None:
-        dtype, pair, itemsize, mark = stored
-        return Kind(dtype, shape + pair, itemsize, mark)
+        return stored
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
             raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
-        return Kind("U32", (*shape, *key_kind(impl)[1]), 4, {"key": impl})
+        return Kind("U32", (*leaf.shape, *key_kind(impl)[1]), 4, {"key": impl})
     raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
 
-@functools.cache
-def _stored_as(dtype: Any) -> Kind | None:
-    """How a scalar of a dtype is stored; `None`: as nothing that the dtype tells."""
+@functools.lru_cache(maxsize=4096)
+def _stored_as(dtype: Any, shape: tuple[int, ...]) -> Kind | None:
+    """How an array is stored; `None`: as nothing that its dtype tells."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     name = dtype.name
     if dtype.kind == "c":
         half = np.dtype(f"float{dtype.itemsize * 4}")
-        return Kind(_NAMES[half.name], (2,), half.itemsize, {"dtype": name})
+        return Kind(_NAMES[half.name], (*shape, 2), half.itemsize, {"dtype": name})
     if name in _NAMES:
-        return Kind(_NAMES[name], (), dtype.itemsize, {})
-    return Kind("U8", (), 1, {"dtype": name}) if dtype.itemsize == 1 else None
+        return Kind(_NAMES[name], shape, dtype.itemsize, {})
+    return Kind("U8", shape, 1, {"dtype": name}) if dtype.itemsize == 1 else None
 
 
 def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
@@ -96,7 +95,7 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
 def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
     """The array of bytes in a file: of NumPy, or typed keys."""
     if "key" in mark:
-        return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored.shape)), impl=mark["key"])
+        return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored[1])), impl=mark["key"])
     shape, dtype = decoded_kind(stored, mark)
     if isinstance(dtype, Packed):
         raise ValueError(f"it is {dtype}, of which NumPy and JAX have no arrays; a plan drops it, rename={{...: None}}")
@@ -105,8 +104,8 @@ def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
 
 def specs_of(arrays: Mapping[str, Stored], marks: Mapping[str, Mapping[str, str]]) -> dict[str, Spec]:
     """The shapes of stored arrays and their dtypes in JAX."""
-    plain = {dtype: _in_jax(_dtype_of(dtype)) for dtype in {stored.dtype for stored in arrays.values()}}
-    specs = {name: _spec(stored.shape, *plain[stored.dtype]) for name, stored in arrays.items()}
+    plain = {dtype: _in_jax(_dtype_of(dtype)) for dtype in {stored[0] for stored in arrays.values()}}
+    specs = {name: _spec(shape, *plain[dtype]) for name, (dtype, shape, _, _) in arrays.items()}
     for name, mark in marks.items():
         shape, dtype = decoded_kind(arrays[name], mark)
         specs[name] = Spec(shape, *_in_jax(dtype))
@@ -126,22 +125,19 @@ def _in_jax(dtype: Any) -> tuple[Any, bool]:
 
 def decoded_kind(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
     """The shape and dtype of a stored array as it was saved: a dtype of NumPy, of keys, or a packed one."""
+    its, shape, start, stop = stored
     if not mark:
-        return stored.shape, _dtype_of(stored.dtype)
+        return shape, _dtype_of(its)
     if "key" in mark:
         dtype, words = key_kind(mark["key"])
-        if stored.dtype != "U32" or stored.shape[len(stored.shape) - len(words) :] != words:
-            raise ValueError(f"keys of {mark['key']} are no {stored.dtype} of shape {stored.shape}")
-        return stored.shape[: len(stored.shape) - len(words)], dtype
+        if its != "U32" or shape[len(shape) - len(words) :] != words:
+            raise ValueError(f"keys of {mark['key']} are no {its} of shape {shape}")
+        return shape[: len(shape) - len(words)], dtype
     dtype = np.dtype(mark["dtype"])
-    shape = stored.shape[:-1] if dtype.kind == "c" else stored.shape
-    if (
-        dtype.hasobject
-        or dtype.name != mark["dtype"]
-        or math.prod(shape) * dtype.itemsize != stored.stop - stored.start
-    ):
-        raise ValueError(f"{dtype} is not stored as {stored.dtype} of shape {stored.shape}")
-    return shape, dtype
+    marked = shape[:-1] if dtype.kind == "c" else shape
+    if dtype.hasobject or dtype.name != mark["dtype"] or math.prod(marked) * dtype.itemsize != stop - start:
+        raise ValueError(f"{dtype} is not stored as {its} of shape {shape}")
+    return marked, dtype
 
 
 @functools.cache

@@ -127,12 +127,13 @@ class File:
         return self._array(name, data, value, sums)
 
     def _together(self, names: list[str], sums: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-        first, last = self._arrays[names[0]].start, self._arrays[names[-1]].stop
+        first, last = self._arrays[names[0]][2], self._arrays[names[-1]][3]
         data, _ = read_bytes(self.path, self._file, first, last, is_summed=False)
+        text = data.data
         for name in names:
             _, _, start, stop = self._arrays[name]
-            its = data[start - first : stop - first].copy()
-            yield name, self._array(name, its, zlib.crc32(its.data) if sums else 0, sums)
+            part = slice(start - first, stop - first)
+            yield name, self._array(name, data[part].copy(), zlib.crc32(text[part]) if sums else 0, sums)
 
     def _array(self, name: str, data: np.ndarray, value: int, sums: Mapping[str, str]) -> Any:
         if sums and f"{value:08x}" != sums[name]:

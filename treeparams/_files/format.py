@@ -4,6 +4,7 @@ The package `safetensors` is not needed to read or write it: its reader for NumP
 checksums, and its errors are of its own class. All that a header says is checked before anything is read or allocated.
 """
 
+import contextlib
 import functools
 import io
 import json
@@ -12,7 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -82,13 +83,11 @@ _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
 
 
-class Stored(NamedTuple):
-    """An array in a file."""
+Stored = tuple[str, tuple[int, ...], int, int]
+"""An array in a file: its dtype in the format's words, its shape, and where in the file it starts and stops.
 
-    dtype: str  # in the format's words
-    shape: tuple[int, ...]
-    start: int  # in the file
-    stop: int
+A file may have 100,000 of these. As plain tuples, unlike objects of a class, Python's search for cycles lets them be.
+"""
 
 
 class Header(NamedTuple):
@@ -133,17 +132,15 @@ def read_header(path: str, file: io.FileIO) -> Header:
         raise wrong(path, "its metadata are not text by text")
     metadata = _distinct(path, metadata.pairs)
     for name, stored in arrays.items():
-        if type(stored) is not Stored:
+        if type(stored) is not tuple:
             _stored(path, name, stored.pairs if type(stored) is _Object else [], first)  # the error, with the name
     # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
     end = first
     for name in in_order(arrays, arrays):
-        stored = arrays[name]
-        if stored.start != end:
-            raise wrong(
-                path, f"the array {name!r} begins at byte {stored.start:,}, and what is before it ends at {end:,}"
-            )
-        end = stored.stop
+        _, _, start, stop = arrays[name]
+        if start != end:
+            raise wrong(path, f"the array {name!r} begins at byte {start:,}, and what is before it ends at {end:,}")
+        end = stop
     if end != size:
         raise wrong(path, f"its arrays end at byte {end:,}, and the file has {size:,}")
     return Header(arrays, metadata, text)
@@ -157,7 +154,7 @@ class _Object(NamedTuple):
 
 def in_order(names: Iterable[str], arrays: Mapping[str, Stored]) -> list[str]:
     """The names of arrays in the order of the file; an empty one comes before another that begins where it does."""
-    return sorted(names, key=lambda name: arrays[name].start + arrays[name].stop)
+    return sorted(names, key=lambda name: arrays[name][2] + arrays[name][3])
 
 
 def _distinct(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,38 +164,40 @@ def _distinct(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     """Whether a value of the header is a whole number that 64 bits can hold."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def _stored(path: str, name: str, pairs: list[tuple[str, Any]], start: int) -> Stored:
     """One entry of the header, checked: nothing of it is trusted, or used to allocate, before that."""
-    its = dict(pairs)
-    if len(its) < len(pairs) or its.keys() != _ENTRY:
-        _distinct(path, pairs)
+    its = _distinct(path, pairs)
+    if its.keys() != _ENTRY:
         raise wrong(path, f"its entry {name!r} is not of a dtype, a shape and two offsets")
     dtype, shape, offsets = its["dtype"], its["shape"], its["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
         raise wrong(path, f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")
-    is_list = type(shape) is list and len(shape) <= _MOST_AXES and set(map(type, shape)) <= {int}
-    shape, bits = _shape_and_bits(dtype, tuple(shape)) if is_list else ((), -1)
+    sizes, bits = (), -1
+    if type(shape) is list and len(shape) <= _MOST_AXES:
+        with contextlib.suppress(TypeError):  # of a list of lists
+            sizes, bits = _shape_and_bits(dtype, *shape)
     if bits < 0:
         raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
-    if type(offsets) is not list or len(offsets) != 2 or not all(map(_is_size, offsets)):
+    if type(offsets) is not list or len(offsets) != 2 or not (_is_size(offsets[0]) and _is_size(offsets[1])):
         raise wrong(path, f"the offsets of {name!r} are not two numbers")
     first, last = offsets
     if 8 * (last - first) != bits:
-        raise wrong(path, f"{name!r} is {dtype} of shape {[*shape]} in {last - first:,} bytes")
-    return Stored(dtype, shape, start + first, start + last)
+        raise wrong(path, f"{name!r} is {dtype} of shape {shape} in {last - first:,} bytes")
+    return dtype, sizes, start + first, start + last
 
 
-@functools.lru_cache(maxsize=4096)
-def _shape_and_bits(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+@functools.lru_cache(maxsize=4096, typed=True)  # `True` is no size, though it is equal to 1
+def _shape_and_bits(dtype: str, *shape: object) -> tuple[tuple[int, ...], int]:
     """The same tuple for equal shapes, and how many bits such an array takes; -1 if there can be no such array."""
+    sizes = tuple([size for size in shape if _is_size(size)])
     # An axis of size 0 counts as 1 here: NumPy refuses a shape whose other axes are too long, empty or not.
-    is_right = min(shape, default=0) >= 0 and _is_size(8 * math.prod(filter(None, shape)))
-    return shape, math.prod(shape) * _BITS[dtype] if is_right else -1
+    is_right = len(sizes) == len(shape) and _is_size(8 * math.prod(filter(None, sizes)))
+    return sizes, math.prod(sizes) * _BITS[dtype] if is_right else -1
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

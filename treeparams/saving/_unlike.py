@@ -42,14 +42,16 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
     plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
-    for name in [name for name in there if name in leaves and (name in plain or name in file.specs)]:
+    for name in there:
         stored = plain.get(name, name)
-        here, there = contents.spec(leaves[name]), file.specs[stored]
-        leaf = contents.leaves[leaves[name]]
-        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
+        if name not in leaves or stored not in file.specs:
+            continue
+        i, theirs = leaves[name], file.specs[stored]
+        ours, leaf = contents.spec(i), contents.leaves[i]
+        if ours != theirs:
+            yield f"{name!r} is {describe(ours)} in the tree, {describe(theirs)} in the file"
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
             yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
-        if here != there:
-            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
