@@ -11,15 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._programs import bind, called
 from .._tree.dtypes import common_dtype, is_complex, is_inexact
-from .._tree.structure import Spec
-from ._rename import Route
 
 
 class NotMovedError(Exception):
@@ -56,10 +53,9 @@ _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 _COMMUTE = {"add", "mul"}
 
 
-def results_of(route: Route, specs: Sequence[Spec], arguments: Sequence[Elements]) -> list[Elements]:
-    """The results of the program of a route."""
-    traced = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
-    results = _read(traced.jaxpr, traced.consts, arguments)
+def results_of(program: ClosedJaxpr, arguments: Sequence[Elements]) -> list[Elements]:
+    """The results of a program of elements, all of which are elements."""
+    results = _read(program.jaxpr, program.consts, arguments)
     if not all(map(are_elements, results)):
         raise NotMovedError
     return results

@@ -135,7 +135,8 @@ class Moving:
         """Where an array of a group is before, by the groups in which the parameters of the group were."""
         for head in labelled_in(entries):
             found: dict[tuple[int, Entries], tuple[Before, Entries]] = {}
-            for path in self._members.get(head, frozenset()) & set(paths):
+            members = self._members.get(head, frozenset())
+            for path in (path for path in paths if path in members):
                 for old, history in self.reads(path):
                     its = history.same(entries, old)
                     found[id(history), its] = history, its

@@ -28,8 +28,9 @@ class Program:
         self._arguments = [Elements() for _ in specs]
         self._numbers: list[np.ndarray] | None = None
         try:
+            program = jax.make_jaxpr(route)(*[jax.ShapeDtypeStruct(*spec[:2]) for spec in specs])
             with jax.ensure_compile_time_eval():  # constants have values within `jit`, too
-                self._results = results_of(route, specs, self._arguments)
+                self._results = results_of(program, self._arguments)
                 if not are_seen_to_move(self._results):
                     self._numbers = numbered(self._results, self._arguments, self._shapes)
         except NotMovedError:
