@@ -283,6 +283,9 @@ def test_a_function_gets_arrays_of_jax_as_when_the_plan_was_made():
     source, model = {"a": row(2)}, {"a": ramp(2)}
     plan = saving.plan(source, model, transform={"a": lambda a: a.at[0].set(7)})
     np.testing.assert_array_equal(plan(source)["a"], [7, 1])
+    made = saving.plan(source, {"a": row(2)}, transform={"a": jnp.negative})(source)
+    made["a"][0] = 5  # a leaf of NumPy can be written to
+    assert_same(made, {"a": np.float32([5, -1])})
     for same in (lambda a: a, jnp.asarray, lambda a: jnp.reshape(a, -1)):
         source = {"a": np.ones(4096, np.float32)}  # NumPy aligns large arrays, and JAX may take such as they are
         made = saving.plan(source, {"a": ramp(4096)}, transform={"a": same})(source)

@@ -78,7 +78,10 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
         is_of_source = isinstance(array, np.ndarray) and not given.is_file and move.route.function is not stack
         array = copy_leaf(array) if is_of_source or id(array) in taken else array
         taken.add(id(array))
-        values[move.leaf] = placed(words[move.leaf], array, contents.leaves[move.leaf])
+        made = placed(words[move.leaf], array, contents.leaves[move.leaf])
+        # NumPy only looks at an array of JAX, which cannot be written to; a leaf of the model can.
+        is_looked_at = isinstance(made, np.ndarray) and not made.flags.writeable
+        values[move.leaf] = made.copy() if is_looked_at else made
     leaves = contents.leaves_with(values)
     for move, value in besides:
         _check_same(move, value, leaves[move.leaf], contents, words)
