@@ -249,6 +249,7 @@ def test_a_dtype_that_neither_numpy_nor_jax_has():
 
 WIDE = {
     "float64": np.array([1e300, 1.0]),
+    "float64 near zero": np.array([1e-300, 1.0]),
     "int64": np.array([2**40, 1]),
     "uint64": np.array([2**40, 1], np.uint64),
     "complex128": np.array([1e300j, 1.0]),
