@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .text import in_columns, without_middle
+from .text import in_columns, in_one_line, without_middle
 
 
 class Table(NamedTuple):
@@ -57,4 +57,4 @@ def _table(table: Table) -> str:
 def _cell(tag: str, is_right: bool, cell: str) -> str:
     side = "right" if is_right else "left"
     style = f"text-align:{side};font-family:monospace;white-space:pre"
-    return f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
+    return f'<{tag} style="{style}">{html.escape(in_one_line(cell))}</{tag}>'

@@ -111,7 +111,7 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
     """
-    cells = [list(header), *(list(map(_in_one_line, row)) for row in without_middle(rows, len(header)))]
+    cells = [list(header), *(list(map(in_one_line, row)) for row in without_middle(rows, len(header)))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     align = ["rjust" if column in right else "ljust" for column in range(len(header))]
     return [
@@ -120,8 +120,12 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
     ]
 
 
-def _in_one_line(cell: str) -> str:
-    # A dictionary's key may hold a line break or a tab, which would break the row.
+def in_one_line(cell: str) -> str:
+    r"""A text that may hold what would break a row, or could not be written: a dictionary's key may be any text.
+
+    >>> print(in_one_line("a\nb"))
+    a\nb
+    """
     return cell if cell.isprintable() else repr(cell)[1:-1]
 
 

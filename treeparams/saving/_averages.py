@@ -62,7 +62,8 @@ def _average_of(source: Names, name: str) -> Any:
     # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
     # the two a name is in may have changed since: a parameter that trained may be frozen now.
     shadow = f"shadow.{name}" if name else "shadow"
-    known = shadow if shadow in source.specs else f"rest.{quote(name)}"
-    if known not in source.specs:
-        raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")
-    return source[known]
+    # A key with dots is a name as it is, and a path in quotes.
+    for known in (shadow, f"rest.{quote(name)}", f"shadow.{quote(name)}", f"rest.{quote(quote(name))}"):
+        if known in source.specs:
+            return source[known]
+    raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")

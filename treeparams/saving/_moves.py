@@ -1,20 +1,21 @@
 """Which array by name comes to each array of a model, and which do not fit."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from .._files.arrays import Array, array_spec, in_numpy
-from .._files.format import Packed
+from .._files.arrays import array_spec
 from .._files.names import Names
-from .._tree.paths import nearest, split_path, unquote
+from .._tree.paths import nearest, quote
 from .._tree.structure import Spec
-from .._tree.text import describe, first_few
+from .._tree.text import describe, first_few, in_one_line
 from ._contents import Contents
+from ._names import bare
 from ._rename import Rename, Route, Transforms, routes
 
 
@@ -31,72 +32,179 @@ class Fit(NamedTuple):
 
     comes: dict[int, Move]  # to each leaf that is stored
     also: list[Move]  # what comes to a tie besides, and is to be the same
-    missing: tuple[str, ...]
+    same: dict[str, str]  # names that nothing takes, since each is one array with a name that is taken
+    missing: tuple[int, ...]
     unused: dict[str, str]  # and where they would go
     disagrees: tuple[str, ...]
-    kept: set[str]  # to what nothing comes on purpose
+    kept: frozenset[int]  # to what nothing comes on purpose
+
+    @property
+    def used(self) -> list[str]:
+        """The names of the arrays that go somewhere."""
+        return _sources_of((*self.comes.values(), *self.also))
 
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
     """Finds the move that fills each array of a model."""
-    leaves = {name: i for i, name in contents.names.items()}
-    # A dictionary of arrays may itself be the model; then its keys are not written as paths are.
-    leaves = {
-        unquote(name): i for name, i in leaves.items() if name.startswith('"') and len(split_path(name)) == 1
-    } | leaves
-    found, used, kept = routes(source.specs, rename, transform, leaves)
-    offers: dict[int, list[Move]] = {}  # by the leaf that is stored of a tie
-    goes_to: dict[str, str] = {}
-    disagrees, refused, nowhere = list[str](), set[int](), dict[str, str]()
+    leaves = _leaves_by_name(contents)
+    found, dropped, kept = routes(source.specs, rename, transform, leaves)
+    found = [_to_leaves(route, leaves) for route in found]
+    nowhere = {id(route) for route in found if leaves.keys().isdisjoint(route.targets)}
+    unused = {name: first_few(route.targets) for route in found if id(route) in nowhere for name in route.sources}
+    offers = _Offers(contents, leaves, source.specs)
     for route in found:
-        targets = [(number, leaves[target]) for number, target in enumerate(route.targets) if target in leaves]
-        if not targets:
-            nowhere |= dict.fromkeys(route.sources, first_few(route.targets))
-            continue
-        for target in route.targets:
-            if target not in leaves:
-                disagrees.append(f"{first_few(route.sources)}: no array is at {target!r}{nearest(target, leaves)}")
-        used.update(route.sources)
-        packed = [name for name in route.sources if isinstance(source.specs[name].dtype, Packed)]
-        if packed:
-            is_what = f"{packed[0]!r} is {describe(source.specs[packed[0]])}, of which NumPy and JAX have no arrays"
-            disagrees.append(f"{is_what}; drop it, rename={{{packed[0]!r}: None}}")
-            refused.update(leaf for _, leaf in targets)
-            continue
-        made = _results(route, source.specs)
-        if len(made) != len(route.targets):
-            why = f"gives {len(made)} arrays, and the paths are {first_few(route.targets)}"
-            disagrees.append(f"{first_few(route.sources)}: {route.how} {why}")
-            continue
-        for number, leaf in targets:
-            name, want, alias = contents.names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
-            # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one;
-            # the others are compared with it. An alias with a transform is never filled: it is computed.
-            root = leaf if alias is None or alias.transforms else alias.source
-            if name in goes_to:
-                raise ValueError(f"{goes_to[name]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
-            goes_to[name] = route.sources[0]
-            if made[number] == want:
-                offers.setdefault(root, []).append(Move(route, number, leaf))
-            else:
-                refused.add(root)
-                disagrees.append(_disagreement(name, want, made[number], route))
-    comes, also = dict[int, Move](), list[Move]()
-    for root, moves in offers.items():
-        if root in contents.aliases:  # it is computed, and what comes there is compared with that
-            also += moves
-            continue
-        first, *others = sorted(moves, key=lambda move: move.leaf != root)
-        comes[root] = first._replace(leaf=root)
-        also += [move for move in others if not _is_again(first.route, move.route, source.aliases)]
+        if id(route) not in nowhere:
+            offers.add(route)
+    comes, also = offers.chosen(source.aliases)
+    used = dropped.union(*(route.sources for route in found if id(route) not in nowhere))
     # A file has a tie under several names; the one that is stored is used where another one is.
     used.update([source.aliases[name] for name in used if name in source.aliases])
-    for name in kept & goes_to.keys():
-        raise ValueError(f"rename, None: nothing is to come to {name!r}, and {goes_to[name]!r} does")
-    here = {*comes, *refused, *(leaves[name] for name in kept)}
-    missing = [name for name, leaf in contents.stored.items() if leaf not in here]
-    unused = {name: nowhere.get(name, "") for name in source if name not in used}
-    return Fit(comes, also, tuple(missing), unused, tuple(disagrees), kept)
+    # What stays as it is must not be one array with what something comes to.
+    stay = {_stored_leaf(contents, leaves[name]): name for name in sorted(kept)}
+    for leaf, name in offers.goes_to.items():
+        if _stored_leaf(contents, leaf) in stay:
+            at = stay[_stored_leaf(contents, leaf)]
+            raise ValueError(f"rename, None: nothing is to come to {at!r}, and {name!r} does")
+    missing = tuple(i for i in contents.stored.values() if i not in comes and i not in offers.refused | stay.keys())
+    return Fit(
+        comes,
+        also,
+        _same(source, _sources_of((*comes.values(), *also)), dropped | offers.reported),
+        missing,
+        {name: unused.get(name, "") for name in source if name not in used},
+        tuple(offers.disagrees),
+        frozenset(stay),
+    )
+
+
+def _sources_of(moves: Iterable[Move]) -> list[str]:
+    return list(dict.fromkeys(name for move in moves for name in move.route.sources))
+
+
+def _same(source: Names, used: Sequence[str], left_out: set[str]) -> dict[str, str]:
+    """The names of ties of the source that nothing takes, and for each the name that is taken."""
+    taken = {source.aliases.get(name, name): name for name in reversed(used)}
+    others = dict.fromkeys(name for pair in source.aliases.items() for name in pair)
+    left_out = left_out.union(used)
+    roots = {name: source.aliases.get(name, name) for name in others if name not in left_out}
+    return {name: taken[root] for name, root in roots.items() if root in taken}
+
+
+def _stored_leaf(contents: Contents, leaf: int) -> int:
+    """The leaf that a leaf follows from, or is."""
+    return contents.aliases[leaf].source if leaf in contents.aliases else leaf
+
+
+def _leaves_by_name(contents: Contents) -> dict[str, int]:
+    """The leaves by path, and by path without quotes: a key with dots is written so where it is a name."""
+    leaves = {name: i for i, name in contents.names.items()}
+    count = collections.Counter(map(bare, leaves))
+    return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
+
+
+def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
+    """A route with a target without quotes, where that alone is a path: a flat dictionary into a nested model."""
+    texts = {target: bare(target) for target in route.targets if target not in leaves}
+    if leaves.keys().isdisjoint(texts.values()):
+        return route
+    targets = tuple([texts[target] if texts.get(target) in leaves else target for target in route.targets])
+    return dataclasses.replace(route, targets=targets)
+
+
+def in_words(contents: Contents) -> dict[int, str]:
+    """The leaves by the names that `rename` has for them: without quotes, where it reads them so."""
+    leaves = _leaves_by_name(contents)
+    words = {i: bare(name) for i, name in contents.names.items() if '"' in name}
+    is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in words.items()}
+    return contents.names | {i: text for i, text in words.items() if leaves.get(text) == i and is_read[i]}
+
+
+def shown(names: Sequence[str]) -> str:
+    """Names in one line, of many the first ones and the last."""
+    return first_few([in_one_line(name) or '""' for name in names])
+
+
+class _Offers:
+    """What would come to the leaves of a model, and which of it fits.
+
+    Attributes:
+        fits: the moves that fit, by the leaf that is stored of a tie.
+        refused: the stored leaves to which something comes that does not fit.
+        reported: the names of what does not fit.
+        disagrees: what does not fit, in words.
+        goes_to: the leaves to which something comes, and its first name.
+    """
+
+    def __init__(self, contents: Contents, leaves: Mapping[str, int], specs: Mapping[str, Spec]) -> None:
+        self.fits: dict[int, list[Move]] = {}
+        self.refused = set[int]()
+        self.reported = set[str]()
+        self.disagrees = list[str]()
+        self.goes_to: dict[int, str] = {}
+        self._contents, self._leaves, self._specs = contents, leaves, specs
+        self._words = in_words(contents)
+
+    def add(self, route: Route) -> None:
+        """Compares the results of a route with the leaves that they go to."""
+        leaves, given = self._leaves, shown(route.sources)
+        for target in route.targets:
+            if target not in leaves:
+                self._refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
+        unknown = [name for name in route.sources if not _is_in_jax(self._specs[name].dtype)]
+        made = [] if unknown else _results(route, self._specs)
+        if unknown:
+            spec = self._specs[unknown[0]]
+            none = "JAX has no arrays" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX have no arrays"
+            what = f"{unknown[0]!r} is {describe(spec)}, of which {none}"
+            self._refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
+        elif len(made) != len(route.targets):
+            self._refuse(
+                route, f"{given}: {route.how} gives {len(made)} arrays, and the paths are {shown(route.targets)}"
+            )
+            return
+        for number, target in enumerate(route.targets):
+            if target in leaves:
+                self._offer(Move(route, number, leaves[target]), made[number] if made else None)
+
+    def _refuse(self, route: Route, why: str) -> None:
+        self.disagrees.append(why)
+        self.reported.update(route.sources)
+
+    def _offer(self, move: Move, made: Spec | None) -> None:
+        contents, route, leaf = self._contents, move.route, move.leaf
+        name, want, alias = self._words[leaf], contents.spec(leaf), contents.aliases.get(leaf)
+        # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one; the
+        # others are compared with it. An alias with a transform is never filled: it is computed.
+        root = leaf if alias is None or alias.transforms else alias.source
+        if leaf in self.goes_to:
+            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
+        self.goes_to[leaf] = route.sources[0]
+        if made == want:
+            self.fits.setdefault(root, []).append(move)
+            return
+        self.refused.add(root)
+        if made is not None:
+            self._refuse(route, _disagreement(name, want, made, route))
+
+    def chosen(self, aliases: Mapping[str, str]) -> tuple[dict[int, Move], list[Move]]:
+        """The move that fills each leaf that is stored, and those that are compared with it."""
+        comes, also = dict[int, Move](), list[Move]()
+        for root, moves in self.fits.items():
+            if root in self._contents.aliases:  # it is computed, and what comes there is compared with that
+                also += moves
+                continue
+            first, *others = sorted(moves, key=lambda move: move.leaf != root)
+            comes[root] = first._replace(leaf=root)
+            also += [move for move in others if not _is_again(first.route, move.route, aliases)]
+        return comes, also
+
+
+def _is_in_jax(dtype: Any) -> bool:
+    """Whether JAX has arrays of a dtype."""
+    if not isinstance(dtype, np.dtype):
+        return getattr(dtype, "type", None) is jax.dtypes.prng_key  # else it is in a file, and nowhere else
+    widest = 16 if dtype.kind == "c" else 8  # NumPy has floats of 16 bytes, too
+    return dtype.kind == "b" or (jnp.issubdtype(dtype, np.number) and dtype.itemsize <= widest)
 
 
 def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
@@ -109,37 +217,15 @@ def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
 
 def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
     hint = ""
-    if want.shape == got.shape:
+    if want.shape == got.shape and isinstance(want.dtype, np.dtype) and isinstance(got.dtype, np.dtype):
         hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
-    elif want.shape == got.shape[::-1]:
+    elif want.shape == got.shape[::-1] != got.shape:
         hint = "; transform={...: jnp.transpose} turns it"
     by = f" by {route.how}" if route.how else ""
-    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {first_few(route.sources)}{by}{hint}"
+    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {shown(route.sources)}{by}{hint}"
 
 
 def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:
     """Whether two routes take one array that the source has under two names."""
     first, second = ([aliases.get(name, name) for name in route.sources] for route in (one, other))
     return one.function is other.function is None and first == second
-
-
-def check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
-    """Refuses another array for a tie than the one that has come there; of tracers nothing can be told."""
-    if isinstance(value, Tracer) or isinstance(have, Tracer):
-        return
-    alias = contents.aliases.get(move.leaf)
-    value, have = in_numpy(value), in_numpy(have)
-    if alias and alias.transforms:
-        # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
-        tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5
-        wide = np.complex128 if have.dtype.kind == "c" else np.float64  # NumPy does not compare the narrowest floats
-        is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
-    else:
-        is_same = bool(np.all((value == have) | ((value != value) & (have != have))))
-    if not is_same:
-        names = contents.names
-        raise ValueError(
-            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
-            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
-            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
-        )

@@ -1,15 +1,17 @@
 """names: arrays by name, whatever they come from - a file, a dictionary, a model, a layout, Orbax's metadata."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_header_2_0, read_magic
 
 from .._files.arrays import array_spec, in_numpy
-from .._files.names import Names, name_of, names_in
+from .._files.names import Names, name_of, names_in, split_name
 from .._slots.layout import Layout, index_of
+from .._tree.paths import unquote
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
@@ -28,6 +30,8 @@ def names_of(source: Any) -> Names:
         names = {name_of(paths[i]): spec for i, spec in enumerate(specs) if spec is not None}
         aliases = {name_of(paths[a.leaf]): name_of(paths[a.source]) for a in index.ties if not a.transforms}
         return Names(names, lambda name: jax.ShapeDtypeStruct(*names[name][:2]), aliases)
+    if isinstance(source, np.lib.npyio.NpzFile):
+        return _of_npz(source)
     # What is no array, such as a number among the values, has no name.
     if isinstance(source, Mapping) and all(isinstance(name, str) and _is_leaf(each) for name, each in source.items()):
         return _of_arrays({name: array for name, array in source.items() if not _is_no_array(array)})
@@ -38,7 +42,9 @@ def _is_leaf(value: object) -> bool:
     return value is None or jtu.all_leaves([value])
 
 
-def _is_no_array(value: object) -> bool:
+def _is_no_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not is_array(value)
     return not (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, np.generic)
 
 
@@ -51,16 +57,40 @@ def _checked(name: str, array: Any) -> Any:
 
 def _of_arrays(arrays: Mapping[str, Any]) -> Names:
     specs = {name: array_spec(_checked(name, array)) for name, array in arrays.items()}
+    # One array under two names is a tie, and one description of an array, such as a `jax.ShapeDtypeStruct`, is none.
     first: dict[int, str] = {}
-    aliases = {name: first.setdefault(id(array), name) for name, array in arrays.items()}
-    return Names(specs, arrays.__getitem__, {alias: name for alias, name in aliases.items() if alias != name})
+    valued = {name: array for name, array in arrays.items() if isinstance(array, (np.ndarray, jax.Array))}
+    aliases = {name: first.setdefault(id(array), name) for name, array in valued.items()}
+    aliases = {alias: name for alias, name in aliases.items() if alias != name}
+    return Names(specs, lambda name: _read(arrays[name]), aliases)
+
+
+def _read(array: Any) -> Any:
+    """An array with values as one of NumPy or JAX, also where it lies in a file, as those of h5py do."""
+    is_known = isinstance(array, (np.ndarray, jax.Array)) or not hasattr(array, "__array__")
+    return array if is_known else np.asarray(array)
+
+
+def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
+    """The names of a file that `np.load` has opened, of which the headers are read."""
+    if file.zip is None:
+        raise ValueError("np.load's file is closed, so nothing can be read of it; use it within its `with`")
+    specs = {}
+    for name, member in zip(file.files, file.zip.namelist(), strict=True):
+        with file.zip.open(member) as header:
+            if header.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX:  # else it is no array, and has no name
+                header.seek(0)
+                read = read_array_header_1_0 if read_magic(header) == (1, 0) else read_array_header_2_0
+                shape, _, dtype = read(header)
+                if not _is_no_array(np.empty(0, dtype)):
+                    specs[name] = array_spec(jax.ShapeDtypeStruct(shape, dtype))
+    return Names(specs, file.__getitem__, is_file=True)
 
 
 def _of_tree(tree: PyTree) -> Names:
     for attribute in ("item_metadata", "tree"):  # of what Orbax says of a checkpoint
         if type(tree).__module__.startswith("orbax."):
             tree = getattr(tree, attribute, tree)
-
     return names_of_contents(Contents(jtu.tree_map_with_path(_as_known, tree)))
 
 
@@ -80,6 +110,33 @@ def names_of_contents(contents: Contents) -> Names:
     aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
     states = {path: state_in_words(state) for path, state in contents.states.items()}
     return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states)
+
+
+def bare(name: str) -> str:
+    """A name without quotes, as a key with dots is written where it is a name and no path.
+
+    >>> bare('x."layers.0.weight"'), bare("layers.0.weight")
+    ('x.layers.0.weight', 'layers.0.weight')
+    """
+    return ".".join(map(unquote, split_name(name))) if '"' in name else name
+
+
+def spelt_as(known: Collection[str], given: Names) -> Names:
+    """The same arrays, with the names that are known; others may say the same without quotes, or with them.
+
+    The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
+    """
+    spelt: dict[str, str] = {}
+    if not given.specs.keys() >= set(known):
+        by_text = {bare(name): name for name in given.specs if name not in known}
+        lost = {name: by_text[bare(name)] for name in known if name not in given.specs and bare(name) in by_text}
+        spelt = {theirs: name for name, theirs in lost.items()}
+    if not spelt:
+        return given
+    specs = {spelt.get(name, name): spec for name, spec in given.specs.items()}
+    aliases = {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()}
+    theirs = {name: its for its, name in spelt.items()}
+    return Names(specs, lambda name: given[theirs.get(name, name)], aliases, given.states, is_file=given.is_file)
 
 
 def names(
@@ -102,8 +159,8 @@ def names(
     (4, 2)
 
     Args:
-        source: a model or any pytree, a dictionary of arrays, or a safetensors file or a list of several, of which each
-            array is read when it is asked for.
+        source: a model or any pytree, a dictionary of arrays, what `np.load` gives of an `.npz` file, or a safetensors
+            file or a list of several, of which each array is read when it is asked for.
         below: the path of a node, to take only the names below it, without that path.
         rename: as in `saving.plan`.
         transform: as in `saving.plan`.
@@ -115,7 +172,8 @@ def names(
 
     Raises:
         OSError: there is no such file.
-        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below.
+        ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below; a
+            function gets 64 bits that do not fit into the 32 that JAX has.
         TypeError: as `saving.plan`.
     """
     stored = names_in(source)

@@ -3,73 +3,58 @@
 import functools
 import operator
 import os
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, overload
 
 import jax.tree_util as jtu
-import numpy as np
 
 from .._average import Ema
-from .._files.arrays import as_in_jax, placed
-from .._files.names import Names, head_of, heads_of
+from .._files.names import Names, head_of
 from .._slots.layout import Trainable
-from .._tree.copying import copy_leaf
-from .._tree.paths import nearest
+from .._slots.ties import Alias
+from .._tree.structure import Spec
 from .._tree.tables import Table, as_html, as_text
-from .._tree.text import describe, first_few, quoted
 from ..optim import TrainableState
 from ._averages import carried_average
 from ._contents import Contents
+from ._fill import compared, filled
 from ._migration import carried_state
 from ._movers import Movers
-from ._moves import Fit, Move, check_same, fit
+from ._moves import Fit, fit
 from ._names import names_of, names_of_contents
 from ._rename import Rename, Transforms
+from ._report import blocks, problems, rows_of
 
 M = TypeVar("M")
 
 
-class Row(NamedTuple):
-    """An array of the model, and the names that come there."""
-
-    path: str
-    names: tuple[str, ...]  # of the source; none: nothing comes
-    how: str  # what is done to them; empty: nothing
-    shape: tuple[int, ...]
-    dtype: Any
-
-
 class Plan(Generic[M]):
-    """Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
+    r"""Which array goes where, by name, into a model. You make one by `saving.plan`; it prints as a table.
 
     Attributes:
         rows: of each array of the model, ties once: its path, the names that it comes from, how, its shape and dtype.
+            The table leaves out the middle of many rows; `print(*plan.rows, sep="\n")` shows all of them.
         missing: the paths to which nothing comes.
         unused: the names that go nowhere.
         disagrees: arrays that would come and do not fit, in words.
     """
 
-    def __init__(self, contents: Contents, source: Names, found: Fit) -> None:
+    def __init__(self, contents: Contents, source: Names, found: Fit, strict: bool) -> None:
         """For this library's own use; users write `saving.plan(source, model)`."""
         self._contents = contents
-        self._source = source
-        self._fit = found
-        self.missing, self.unused, self.disagrees = found.missing, tuple(found.unused), found.disagrees
-        rows = []
-        for leaf in contents.stored.values():
-            spec, move = contents.spec(leaf), found.comes.get(leaf)
-            several = (
-                f", {move.number + 1} of {len(move.route.targets)}" if move and len(move.route.targets) > 1 else ""
-            )
-            names, how = (move.route.sources, move.route.how + several) if move else ((), "")
-            rows.append(Row(contents.structure.paths[leaf], names, how, spec.shape, spec.dtype))
-        self.rows = tuple(rows)
+        # A plan holds no array of its source, which may be large, and may be gone when the plan is applied.
+        self._source = Names(source.specs, _nothing, source.aliases)
+        self._fit, self._strict = found, strict
+        self.missing = tuple(contents.names[leaf] for leaf in found.missing)
+        self.unused, self.disagrees = tuple(found.unused), found.disagrees
+        self.rows = rows_of(contents, found)
 
     def __call__(self, arrays: Any) -> M:
         """The model with these arrays in it.
 
         Args:
-            arrays: whatever `source` may be, with values, traced ones too.
+            arrays: whatever `source` may be, with values, traced ones too. The names and shapes are those of the
+                `source`: what is not used may be missing, but no name may be new, unless the plan is not strict.
 
         Returns:
             The model. A leaf that is no array is that of the model that the plan was made for, and so are, with
@@ -77,39 +62,13 @@ class Plan(Generic[M]):
             committed to a place. JAX arrays that go somewhere as they are may share their buffers with `arrays`.
 
         Raises:
-            ValueError: an array is not there, or another one than the plan is for; several that go to one tie differ;
-                nothing comes to an array without a value; the file is damaged.
+            ValueError: an array is not there, or of another shape or dtype than in the source; there is one that the
+                source had not; arrays that were one in the source, or that go to one tie, differ; 64 bits do not fit
+                into the 32 that JAX has; nothing comes to an array without a value; the file is damaged. Within
+                `jax.jit` names, shapes and dtypes are compared when the function is traced, and values cannot be.
         """
-        contents, given = self._contents, self._checked(names_of(arrays))
-        empty = sorted(contents.abstract - self._fit.comes.keys() - contents.aliases.keys())
-        if empty:
-            raise ValueError(
-                f"nothing comes to {first_few([contents.names[i] for i in empty])}, which has no value in the model "
-                "either; make the model"
-            )
-        wanted: dict[int, list[Move]] = {}
-        for move in (*self._fit.comes.values(), *self._fit.also):
-            wanted.setdefault(id(move.route), []).append(move)
-        values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
-        # A route runs once, though several of its results may be wanted.
-        for moves in wanted.values():
-            route = moves[0].route
-            arrays = [given[name] for name in route.sources]
-            made = arrays if route.function is None else route(*map(as_in_jax, route.sources, arrays))
-            for move in moves:
-                if self._fit.comes.get(move.leaf) is move:
-                    array = made[move.number]
-                    # NumPy arrays may change; and a model that is not tied stays so, though the source be.
-                    is_shared = id(array) in taken or (isinstance(array, np.ndarray) and not given.is_file)
-                    taken.add(id(array))
-                    array = copy_leaf(array) if is_shared else array
-                    values[move.leaf] = placed(contents.names[move.leaf], array, contents.leaves[move.leaf])
-                else:
-                    besides.append((move, made[move.number]))
-        leaves = contents.leaves_with(values)
-        for move, value in besides:
-            check_same(move, value, leaves[move.leaf], contents)
-        return jtu.tree_unflatten(contents.treedef, leaves)
+        given = compared(names_of(arrays), self._source, self._fit, self._strict)
+        return jtu.tree_unflatten(self._contents.treedef, filled(self._contents, self._fit, given))
 
     def state(self, source: Any, like: TrainableState, tx: Any = None) -> TrainableState:
         """The state of an optimiser of the model before, as one of the model after.
@@ -193,58 +152,45 @@ class Plan(Generic[M]):
         comes = {leaf: (move.route, move.number) for leaf, move in self._fit.comes.items()}
         return Movers(self._contents, comes, self._source)
 
-    def _checked(self, given: Names) -> Names:
-        moves = (*self._fit.comes.values(), *self._fit.also)
-        used = dict.fromkeys(name for move in moves for name in move.route.sources)
-        for name in used:
-            want, got = self._source.specs[name], given.specs.get(name)
-            if got != want:
-                got = "nothing" if got is None else describe(got)
-                raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {got}")
-        return given
-
     def __str__(self) -> str:
         return as_text(self._blocks())
 
     def _repr_html_(self) -> str:
         return as_html(self._blocks())
 
-    def _blocks(self) -> list[Table | str]:
-        why = dict.fromkeys(self.missing, "missing") | dict.fromkeys(self._fit.kept, "stays")
-        rows = [
-            [
-                row.path or '""',
-                first_few(row.names) or "-",
-                row.how if row.names else why.get(row.path, "disagrees"),
-                describe(row),
-            ]
-            for row in self.rows
-        ]
-        used = sum(1 for row in self.rows if row.names)
-        table = Table(["path", "from", "how", "is"], rows)
-        return [table, f"{used} of {len(rows)} arrays come from the source", *self.problems()]
-
     def __repr__(self) -> str:
         counts = [(len(self.missing), "missing"), (len(self.unused), "unused"), (len(self.disagrees), "disagree")]
         wrong = "".join(f", {count} {word}" for count, word in counts if count)
         return f"Plan({len(self.rows)} arrays{wrong})"
 
+    def __reduce__(self) -> Any:
+        # A treedef of a class need not be one of that class when it has been pickled; a model is.
+        model = jtu.tree_unflatten(self._contents.treedef, self._contents.leaves)
+        names = self._source.specs, self._source.aliases
+        return _unpickled, (model, self._contents.aliases, names, self._fit, self._strict)
+
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
-        heads = heads_of(self.missing, self._source.specs)
-        if heads:
-            call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
-            return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
-        few = len(self.missing) * len(self.unused) < 1000  # the nearest of many takes long to find
-        unused, missing = (self.unused, self.missing) if few else ((), ())
-        return [
-            *(f"{path!r} is missing: nothing comes to it{nearest(path, unused)}" for path in self.missing),
-            *(
-                f"{name!r} is unused: no array is at {to or name!r}{nearest(to or name, missing)}"
-                for name, to in self._fit.unused.items()
-            ),
-            *self.disagrees,
-        ]
+        return problems(self._contents, self._source, self._fit)
+
+    def _blocks(self) -> list[Table | str]:
+        return [*blocks(self._contents, self._fit), *self.problems()]
+
+
+def _nothing(name: str) -> Any:
+    raise KeyError(name)
+
+
+def _unpickled(
+    model: Any,
+    aliases: dict[int, Alias],
+    names: tuple[Mapping[str, Spec], Mapping[str, str]],
+    found: Fit,
+    strict: bool,
+) -> Plan[Any]:
+    contents = Contents(model)
+    contents.aliases = aliases
+    return Plan(contents, Names(names[0], _nothing, names[1]), found, strict)
 
 
 _contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")
@@ -325,16 +271,18 @@ def plan(
 
     Args:
         source: arrays by name: a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a safetensors
-            file, of which the header is read, or a list of several; the result of `saving.names`; Orbax's metadata of a
-            checkpoint, `checkpointer.metadata(path)`; another model or a `Layout`, whose names are paths; another plan,
-            for the model that it makes.
-        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
+            file, of which the header is read, or a list of several; what `np.load` gives of an `.npz` file; the result
+            of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`; another model or a
+            `Layout`, whose names are paths; another plan, for the model that it makes.
+        model: the model to fill, ties once; its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
+            keys of a flat dictionary, as `layers.0.weight`, are names, too.
         rename: as above, or a function of a name that returns the new one, or `None` to drop it.
         transform: `{left: function}`, by the left side as it is written in `rename`; or by a pattern over names, for
             arrays that go one to one. A function gets one array for each source and returns one, or a sequence for
             several targets; it need not be linear. Of arrays that are stacked it gets all, in order.
-        strict: whether to refuse what is missing, unused or does not fit. Otherwise the plan takes what fits and
-            reports the rest; arrays to which nothing comes stay as they are in the model.
+        strict: whether to refuse what is missing, unused or does not fit, and later names that the source has not.
+            Otherwise the plan takes what fits and reports the rest; arrays to which nothing comes stay as they are in
+            the model.
         trainable: a `Layout` knows ties that an abstract model does not show; which leaves it trains does not matter
             here.
 
@@ -344,15 +292,16 @@ def plan(
     Raises:
         OSError: there is no such file.
         ValueError: with `strict`, all that is missing, unused or does not fit; dtypes must be equal as JAX has them, a
-            cast is a transform. A pattern of `rename` or `transform` matches nothing; two arrays go to one path; arrays
-            are merged or split and `transform` does not say how; a function fails; the file is damaged, or a pickle.
+            cast is a transform, and an array of a dtype that JAX has not is dropped by `None`. A pattern of `rename` or
+            `transform` matches nothing; two arrays go to one path; arrays are merged or split and `transform` does not
+            say how; a function fails; the file is damaged, or a pickle.
         TypeError: a side of `rename` is no pattern, or a transform no function.
     """
     if isinstance(model, (str, os.PathLike)):
         raise TypeError("expected a model, got a path; the source comes first: saving.plan(path, model)")
     contents = Contents(model, trainable)
     known = names_of_contents(_contents_of(source)) if isinstance(source, Plan) else names_of(source)
-    made = Plan(contents, known, fit(contents, known, rename, transform))
+    made = Plan(contents, known, fit(contents, known, rename, transform), strict)
     problems = made.problems()
     if strict and problems:
         raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._files.arrays import Array, as_in_jax
 from .._files.names import split_name
 from .._tree.globs import Glob, Star
-from .._tree.paths import nearest
+from .._tree.paths import nearest, quote, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 
@@ -20,14 +22,30 @@ Transforms = Mapping[Any, Callable[..., Any]]
 Stars = tuple[Star, ...]
 
 
-def stack(*arrays: Any) -> jax.Array:
-    """One array of several, as of layers."""
-    return jnp.stack([jnp.asarray(array) for array in arrays])
+_AT_ONCE = 32
 
 
-def unstack(array: Any) -> list[Any]:
-    """The rows of an array."""
-    return [array[row] for row in range(len(array))]
+def stack(*arrays: Array) -> jax.Array | np.ndarray:
+    """One array of several, as of layers.
+
+    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So it gets some at a
+    time, and NumPy's arrays are left to NumPy, where both make the same dtype of them.
+    """
+    if all(isinstance(array, np.ndarray) for array in arrays) and len({array.dtype for array in arrays}) == 1:
+        return np.stack(arrays)
+    parts = [jnp.stack(list(map(jnp.asarray, some))) for some in _in_parts(arrays)]
+    while len(parts) > 1:
+        parts = [jnp.concatenate(some) for some in _in_parts(parts)]
+    return parts[0]
+
+
+def _in_parts(arrays: Sequence[Any]) -> list[Sequence[Any]]:
+    return [arrays[start : start + _AT_ONCE] for start in range(0, len(arrays), _AT_ONCE)]
+
+
+def unstack(array: jax.Array | np.ndarray) -> list[Any]:
+    """The rows of an array; each an array of its own kind, also where it is a number."""
+    return [array[row, ...] for row in range(len(array))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +68,14 @@ class Route:
         """One array for each target, from one for each source."""
         if self.function is None:
             return list(arrays)
+        # A function of `jax.numpy` cuts 64 bits to 32 without a word. NumPy's stacks and rows keep them.
+        if not (self.function in (stack, unstack) and all(isinstance(array, np.ndarray) for array in arrays)):
+            for name, array in zip(self.sources, arrays, strict=True):
+                as_in_jax(name, array)
         try:
             made = self.function(*arrays)
             made = list(made) if isinstance(made, (tuple, list)) else [made]
+            made = [np.asarray(each) if isinstance(each, np.generic) else each for each in made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
         except jax.errors.TracerArrayConversionError:
             made, reason = [], "it is written with NumPy, and has to be with jax.numpy"
@@ -113,7 +136,10 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
 
 def _match(glob: Glob, name: str) -> Stars | None:
     """The stars, if a glob matches a name. A name is also matched by its own text, whatever stands in it: `w[0]`."""
-    stars = glob.match(split_name(name))
+    entries = split_name(name)
+    stars = glob.match(entries)
+    if stars is None and len(entries) == 1 and "." in name:  # a key of a flat dictionary that was saved as a tree
+        stars = glob.match(tuple(map(quote, unquote(name).split("."))))
     return () if stars is None and not glob.stars and glob.text == name else stars
 
 

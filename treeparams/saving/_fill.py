@@ -1,0 +1,143 @@
+"""The arrays that a plan is given: compared with those that it was made of, and put into the model."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._files.arrays import Array, as_in_jax, in_numpy, placed
+from .._files.names import Names, heads_of
+from .._tree.copying import copy_leaf
+from .._tree.paths import nearest
+from .._tree.text import describe, quoted
+from ._contents import Contents
+from ._moves import Fit, Move, in_words, shown
+from ._names import spelt_as
+from ._rename import Route, stack, unstack
+
+
+def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
+    """The given arrays by the names of a plan; an error if they are not those that the plan was made of.
+
+    What could be wrong without an error later: an array that the plan does not know, and that would be lost; and one
+    that was the same array as another when the plan was made, so that the plan takes that alone.
+    """
+    given = spelt_as(planned.specs, given)
+    for name in found.used:
+        want, got = planned.specs[name], given.specs.get(name)
+        if got is None:
+            heads = heads_of(found.used, given.specs)
+            hint = f"; there are such names below {quoted(heads)}: saving.names(arrays, {heads[-1]!r})" if heads else ""
+            hint = hint or nearest(name, [other for other in given.specs if other not in planned.specs])
+            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got nothing{hint}")
+        if got != want:
+            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {describe(got)}")
+    known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs}
+    unknown = [name for name in given if name not in known]
+    if unknown and strict:
+        raise ValueError(
+            f"the plan does not know {quoted(unknown)}, so what is there would be lost; make the plan of these arrays, "
+            "saving.plan(arrays, model, ...), in which rename={...: None} drops some, or pass strict=False to it"
+        )
+    for name, other in found.same.items():
+        if name in given.specs:
+            _check_tie(given, name, other)
+    return given
+
+
+def _check_tie(given: Names, name: str, other: str) -> None:
+    """Refuses two arrays that were one when the plan was made."""
+    if given.aliases.get(name, name) == given.aliases.get(other, other):
+        return
+    is_same = given.specs[name] == given.specs[other]
+    if not is_same or not _are_same(given[name], given[other]):
+        raise ValueError(
+            f"{name!r} and {other!r} are two arrays that differ, and were one when the plan was made, which takes "
+            f"{other!r} alone; make the plan of these arrays, or drop one, rename={{{name!r}: None}}"
+        )
+
+
+def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
+    """The leaves of a model with the given arrays."""
+    words = in_words(contents)
+    empty = sorted(contents.abstract - found.comes.keys() - contents.aliases.keys())
+    if empty:
+        raise ValueError(
+            f"nothing comes to {shown([words[i] for i in empty])}, which has no value in the model either; make the "
+            "model"
+        )
+    values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
+    for move, array in _moved(found, given):
+        if found.comes.get(move.leaf) is not move:
+            besides.append((move, array))
+            continue
+        # NumPy arrays may change; and a model that is not tied stays so, though the source be.
+        is_of_source = isinstance(array, np.ndarray) and not given.is_file and move.route.function is not stack
+        array = copy_leaf(array) if is_of_source or id(array) in taken else array
+        taken.add(id(array))
+        made = placed(words[move.leaf], array, contents.leaves[move.leaf])
+        # NumPy only looks at an array of JAX, which cannot be written to; a leaf of the model can.
+        is_looked_at = isinstance(made, np.ndarray) and not made.flags.writeable
+        values[move.leaf] = made.copy() if is_looked_at else made
+    leaves = contents.leaves_with(values)
+    for move, value in besides:
+        _check_same(move, value, leaves[move.leaf], contents, words)
+    return leaves
+
+
+def _moved(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
+    """What each move brings. A route runs once, though several of its results may be wanted."""
+    wanted: dict[int, list[Move]] = {}
+    for move in (*found.comes.values(), *found.also):
+        wanted.setdefault(id(move.route), []).append(move)
+    for moves in wanted.values():
+        made = _made(moves[0].route, given)
+        yield from ((move, made[move.number]) for move in moves)
+
+
+def _made(route: Route, given: Names) -> list[Any]:
+    arrays = [given[name] for name in route.sources]
+    for name, array in zip(route.sources, arrays, strict=True):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{name!r} has no value: expected arrays, got jax.ShapeDtypeStructs; jax.eval_shape(plan, arrays) "
+                "gives the shapes of the model"
+            )
+    if route.function in (None, stack, unstack):
+        return route(*arrays)
+    # The function has met arrays of JAX alone, when the plan was made. It may give back an argument as it is, which is
+    # not to be the array of somebody else.
+    for i, (name, array) in enumerate(zip(route.sources, arrays, strict=True)):
+        if isinstance(array, np.ndarray):
+            arrays[i] = jnp.array(as_in_jax(name, array), copy=not given.is_file)
+    return route(*arrays)
+
+
+def _are_same(one: Array, other: Array) -> bool:
+    """Whether two arrays have the same values; of tracers nothing can be told."""
+    if isinstance(one, Tracer) or isinstance(other, Tracer):
+        return True
+    one, other = in_numpy(one), in_numpy(other)
+    return bool(np.all((one == other) | ((one != one) & (other != other))))
+
+
+def _check_same(move: Move, value: Array, have: Array, contents: Contents, words: Mapping[int, str]) -> None:
+    """Refuses another array for a tie than the one that has come there."""
+    alias = contents.aliases.get(move.leaf)
+    if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
+        # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
+        value, have = in_numpy(value), in_numpy(have)
+        tolerance = float(jnp.finfo(have.dtype).eps) ** 0.5
+        wide = np.complex128 if have.dtype.kind == "c" else np.float64  # NumPy does not compare the narrowest floats
+        is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
+    else:
+        is_same = _are_same(value, have)
+    if not is_same:
+        raise ValueError(
+            f"{move.route.sources[0]!r} goes to {words[move.leaf]!r}, which is one array with "
+            f"{words[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
+        )
