@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -193,11 +193,7 @@ class _Reading:
         self._keys = StaticKeys()
         self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
         self._held: list[object] = []  # so that no other object gets the identity of one that is known
-        taken = take(tree)
-        if taken is None:
-            self.entries.append(())
-        else:
-            self._visit(type(tree), list(taken[0]), taken[1], ())
+        self._visit(tree)
 
     def found(self) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...]]:
         """The nodes, and the entries of each leaf."""
@@ -207,25 +203,30 @@ class _Reading:
         """The static keys, and the bare objects in them."""
         return tuple(self.statics), tuple(self._keys.bare)
 
-    # One frame of Python for each level of the tree, as JAX takes: a tree that can be flattened can be read.
-    def _visit(self, kind: type, children: Sequence[tuple[Any, Any]], data: object, path: tuple[str, ...]) -> None:
-        names = keys_of(kind, children)
-        self.statics.append((kind, len(names), self._static_key(data)))
-        if kind is type(None):
-            return
-        number, start = len(self.nodes), len(self.entries)
-        self.nodes.append(None)  # in preorder; its last leaf is not known yet
-        # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
-        # does not change when a sibling loses its leaves.
-        is_boxed = len(names) == 1 and is_box(kind)
-        for (_, child), entry in zip(children, sibling_entries(names, path), strict=True):
-            below = path if is_boxed else (*path, entry)
-            taken = take(child)
-            if taken is None:
-                self.entries.append(below)
+    def _visit(self, tree: PyTree) -> None:
+        # No recursion: JAX takes more levels than Python has frames, from Python 3.12 on.
+        opened: list[tuple[Any, ...]] = []  # the nodes above, each with its children that are not read yet
+        children: Iterator[tuple[Any, tuple[str, ...]]] = iter([(tree, ())])
+        while True:
+            for child, path in children:
+                taken = take(child)
+                if taken is None:
+                    self.entries.append(path)
+                    continue
+                kind, data, pairs = type(child), taken[1], list(taken[0])
+                names = keys_of(kind, pairs)
+                self.statics.append((kind, len(names), self._static_key(data)))
+                if child is None:
+                    continue
+                opened.append((len(self.nodes), kind, path, len(self.entries), data, children))
+                self.nodes.append(None)  # in preorder; its last leaf is not known yet
+                children = _below(kind, names, pairs, path)
+                break
             else:
-                self._visit(type(child), list(taken[0]), taken[1], below)
-        self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
+                if not opened:
+                    return
+                number, kind, path, start, data, children = opened.pop()
+                self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
 
     def _static_key(self, data: object) -> Hashable:
         # JAX makes the tuple of static fields anew at each flattening, around values that are not.
@@ -234,6 +235,18 @@ class _Reading:
             self._held.append(data)
             self._known[same] = self._keys.key(data)
         return self._known[same]
+
+
+def _below(
+    kind: type, names: Sequence[Any], children: Sequence[tuple[Any, Any]], path: tuple[str, ...]
+) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """The children of a node, each with its path."""
+    # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path does
+    # not change when a sibling loses its leaves.
+    if len(names) == 1 and is_box(kind):
+        return iter([(children[0][1], path)])
+    entries = sibling_entries(names, path)
+    return iter([(child, (*path, entry)) for (_, child), entry in zip(children, entries, strict=True)])
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:

@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 
 from .._files.arrays import Array, array_spec, pieces_of, placed
 from .._files.names import name_of
+from .._files.values import in_words
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
@@ -58,6 +59,12 @@ class Contents:
         """The ties in words: `{alias: (name, transforms)}`."""
         return {self.names[i]: (self.names[alias.source], str(alias)) for i, alias in self.aliases.items()}
 
+    @functools.cached_property
+    def values(self) -> dict[int, list[str]]:
+        """The numbers and texts in words, by leaf."""
+        others = [i for i, spec in enumerate(self.structure.specs) if spec is None]
+        return {i: said for i, said in zip(others, [in_words(self.leaves[i]) for i in others], strict=True) if said}
+
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""
         return array_spec(self.leaves[i])
@@ -78,7 +85,7 @@ class Contents:
                         self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves with these arrays where they are stored, and those that follow from them at their aliases."""
+        """The leaves with these values where they are stored, and the arrays that follow from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:
@@ -98,6 +105,8 @@ class Contents:
 
     def _of_class(self, cls: type[T]) -> dict[str, T]:
         paths = [node.path for node in self.structure.nodes if issubclass(node.cls, cls)]
+        if not paths:
+            return {}
         return dict(zip(paths, nodes_of(cls, jtu.tree_unflatten(self.treedef, self.leaves)), strict=True))
 
     @functools.cached_property

@@ -1,6 +1,7 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
@@ -8,14 +9,17 @@ import jax.tree_util as jtu
 from .._files.arrays import placed
 from .._files.file import PREFIX, File, write
 from .._files.format import FilePath, as_text
-from .._files.words import histories_in
+from .._files.names import name_of
+from .._files.values import from_words
+from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
 from .._tree.messages import name_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
 from ..optim import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
-from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
+from ._opaque import lost_arrays
+from ._unlike import unlike_joined, unlike_leaves, unlike_states, unlike_ties
 
 M = TypeVar("M")
 
@@ -60,17 +64,18 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
     as_text(path)
+    _check_tree(model, "saving.save(path, model)")
     if isinstance(model, (type, ModelTransformation)):
         raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
-    for at, leaf in zip(contents.structure.paths, contents.leaves, strict=True):
-        if isinstance(leaf, Mapping):
-            raise TypeError(f"{at!r} is a mapping and no pytree, so none of its arrays would be saved; write dict(...)")
-    for name in [*contents.names.values(), *said, *said.values()]:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name!r} is not Unicode text, so it cannot be a name in a file") from None
+    lost = list(lost_arrays(contents))
+    if lost:
+        raise TypeError(first_lines(lost))
+    paths = contents.structure.paths
+    values = {name_of(paths[i]): value for i, value in contents.values.items()}
+    _check_unicode([*contents.names.values(), *values, *said, *said.values()], "in a file")
+    for name, (_, text) in values.items():
+        _check_unicode([text], f"saved, at {name!r}")
     try:
         contents.store_what_differs()
         frozen = contents.frozen
@@ -79,11 +84,27 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             "states": {path: state_in_words(state) for path, state in contents.states.items()},
             "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
             "frozen": [name for name, i in contents.stored.items() if i in frozen],
+            "values": values,
         }
         write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
     except RuntimeError as error:
         name_deleted(error, model)
         raise
+
+
+def _check_tree(tree: object, call: str) -> None:
+    """Refuses a text or a path where a tree is expected: the two arguments may stand in PyTorch's order."""
+    if isinstance(tree, (str, bytes, os.PathLike)):
+        raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; the path comes first: {call}")
+
+
+def _check_unicode(texts: Iterable[str], where: str) -> None:
+    """Refuses texts that no file can hold."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{text!r} is not Unicode text, so it cannot be {where}") from None
 
 
 def metadata(path: FilePath) -> dict[str, str]:
@@ -143,6 +164,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
         OSError: there is no such file.
         ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
     """
+    as_text(path)
+    _check_tree(like, "saving.load(path, like)")
     file = File(path)
     if not file.is_ours:
         raise ValueError(
@@ -152,7 +175,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     contents = Contents(like)
     leaves = _leaves_in(contents, file)
     wrong = list(unlike_states(contents, file))
-    wrong = wrong or [*unlike_arrays(contents, leaves, file), *unlike_ties(contents, leaves, file)]
+    wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))
     if wrong:
         raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
@@ -165,6 +188,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
         for name in file.specs:
             file.check(name)
     values = {leaves[name]: placed(name, file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+    values |= {leaves[name]: from_words(said) for name, said in values_in(file.words).items()}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
@@ -176,7 +200,7 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
     names = {}
-    for i, name in contents.names.items():
+    for i, name in enumerate(map(name_of, contents.structure.paths)):
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
         names[theirs.get(start, "") + name[len(start) :]] = i
     return names
