@@ -25,7 +25,7 @@ M = TypeVar("M")
 
 
 def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes all arrays of a tree to a file in the safetensors format, each once, by its path.
+    """Writes the arrays of a tree, each once, its numbers and its texts to a file in the safetensors format, by path.
 
     >>> import os, tempfile, jax.numpy as jnp, optax
     >>> from treeparams import optim, saving
@@ -33,29 +33,36 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"embed": shared, "head": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.adam(0.1))
-    >>> saving.save(path, {"model": model, "optimiser": tx.init(model)}, metadata={"run": "7"})
+    >>> run = {"model": model, "optimiser": tx.init(model), "epoch": 5}
+    >>> saving.save(path, run, metadata={"run": "7"})
     >>> list(saving.names(path, "model"))
     ['embed', 'steps']
+    >>> saving.load(path, {"model": model, "optimiser": tx.init(model), "epoch": 0})["epoch"]
+    5
 
-    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. All else -
-    functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
-    says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
-    state is of. Of a `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything
-    that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    Saved are trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have, and
+    numbers and texts, with their type. All else - functions, other objects, static fields, structure - is not in the
+    file: it comes from the code that builds the model. The file says which paths are one array, what each array's
+    checksum is, and which parameters each array of an optimiser's state is of. Of a `Restructure` in the tree it says
+    which parameter lies where in its vector or stacks. Anything that reads safetensors reads the arrays. Complex
+    numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one.
 
     Args:
         path: of the file; `.safetensors` is usual.
-        model: any pytree: a model, a state, an average, or a dictionary of these.
+        model: any pytree: a model, a state, an average, or a dictionary of these and of numbers.
         metadata: text by text, for people and other programs; `saving.metadata(path)` reads it.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
-            the format cannot hold; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`.
-        TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
+            the format cannot hold; a name or text is not Unicode; `metadata` has a name that starts with `treeparams.`;
+            the tree is nested too deeply for JAX.
+        TypeError: the path does not come first; `metadata` is not text by text; a leaf that is no pytree, such as a
+            plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be saved. What
+            functions close over is not looked at.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
@@ -145,16 +152,18 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     >>> bool(tp.diff(saving.load(path, shapes), model))
     False
 
-    **By name.** Each array goes to its path, whatever the order of fields. All that can be wrong is looked at before
-    the first array is made: names, shapes, dtypes, ties, histories, checksums. Where names or shapes have changed
-    since, `saving.plan(path, model, rename=...)` says which array goes where.
+    **By name.** Each array goes to its path, whatever the order of fields, and so do numbers and texts: a dropout rate
+    is that of the file, and so is `inference`. With `saving.plan(path, like)(path)` they are those of `like`. All that
+    can be wrong is looked at before the first array is made: names, shapes, dtypes, ties, histories, checksums. Where
+    names or shapes have changed since, `saving.plan(path, model, rename=...)` says which array goes where.
 
     Args:
         path: of a file that `save` wrote.
-        like: a tree of the same structure, shapes, dtypes and ties. Of it are all leaves that are no arrays, and where
-            the arrays are to lie: on which devices, by which sharding, in NumPy or in JAX. A leaf may be a
-            `jax.ShapeDtypeStruct`, and takes the ties of the file. A state of an optimiser must have the histories of
-            the saved one: that of `tx.init` has one; the error says the calls that make another.
+        like: a tree of the same structure, shapes, dtypes and ties, with numbers where the file has numbers. Of it are
+            functions, other objects and static fields, and where the arrays are to lie: on which devices, by which
+            sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`, and takes the ties of the file. A
+            state of an optimiser must have the histories of the saved one: that of `tx.init` has one; the error says
+            the calls that make another.
         checksum: whether to compare the arrays with their checksums, which takes about as long as reading them again.
 
     Returns:
@@ -163,6 +172,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     Raises:
         OSError: there is no such file.
         ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
+        TypeError: the path does not come first.
     """
     as_text(path)
     _check_tree(like, "saving.load(path, like)")
