@@ -54,7 +54,13 @@ RUN = {
     **{f"complex {i}": complex(a, b) for i, (a, b) in enumerate((a, b) for a in FLOATS for b in FLOATS)},
     "flags": [True, False],
     "texts": ["", "gelu", 'é"\\\n\0\u2028😀', np.str_("of NumPy")],
-    "numpy": [np.bool_(True), np.float32(0.1), np.int64(-(2**63)), np.uint64(2**64 - 1), np.complex128(1, -0.0)],
+    "numpy": [
+        np.bool_(True),
+        np.float32(0.1),
+        np.int64(-(2**63)),
+        np.uint64(2**64 - 1),
+        np.complex128(complex(1, -0.0)),
+    ],
     "__metadata__": 1,
 }
 

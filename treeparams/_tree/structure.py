@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -204,11 +204,12 @@ class _Reading:
         return tuple(self.statics), tuple(self._keys.bare)
 
     def _visit(self, tree: PyTree) -> None:
-        # No recursion: JAX takes more levels than Python has frames, from Python 3.12 on.
-        opened: list[tuple[Any, ...]] = []  # the nodes above, each with its children that are not read yet
-        children: Iterator[tuple[Any, tuple[str, ...]]] = iter([(tree, ())])
+        # No recursion: from Python 3.12 on, JAX takes more levels than Python has frames.
+        opened: list[tuple[Any, ...]] = []  # the nodes above, each with its siblings that are not read yet
+        children, above = zip([(None, tree)], [None], strict=True), ()
         while True:
-            for child, path in children:
+            for (_, child), entry in children:
+                path = above if entry is None else (*above, entry)
                 taken = take(child)
                 if taken is None:
                     self.entries.append(path)
@@ -218,14 +219,14 @@ class _Reading:
                 self.statics.append((kind, len(names), self._static_key(data)))
                 if child is None:
                     continue
-                opened.append((len(self.nodes), kind, path, len(self.entries), data, children))
+                opened.append((len(self.nodes), kind, path, len(self.entries), data, children, above))
                 self.nodes.append(None)  # in preorder; its last leaf is not known yet
-                children = _below(kind, names, pairs, path)
+                children, above = zip(pairs, _entries_below(kind, names, path), strict=True), path
                 break
             else:
                 if not opened:
                     return
-                number, kind, path, start, data, children = opened.pop()
+                number, kind, path, start, data, children, above = opened.pop()
                 self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
 
     def _static_key(self, data: object) -> Hashable:
@@ -237,16 +238,11 @@ class _Reading:
         return self._known[same]
 
 
-def _below(
-    kind: type, names: Sequence[Any], children: Sequence[tuple[Any, Any]], path: tuple[str, ...]
-) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """The children of a node, each with its path."""
-    # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path does
-    # not change when a sibling loses its leaves.
-    if len(names) == 1 and is_box(kind):
-        return iter([(children[0][1], path)])
-    entries = sibling_entries(names, path)
-    return iter([(child, (*path, entry)) for (_, child), entry in zip(children, entries, strict=True)])
+def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> Sequence[str | None]:
+    """The entries that a node's children add to their paths; `None`: nothing, below a box."""
+    # Siblings without leaves take part in the naming of the others, so that a path does not change when a sibling loses
+    # its leaves.
+    return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
