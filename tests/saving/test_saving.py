@@ -29,6 +29,10 @@ def emptied(tree):
     made = {}
 
     def zeros(leaf):
+        if type(leaf) in (bool, int, float, complex, str):
+            return type(leaf)()
+        if not hasattr(leaf, "dtype"):
+            return leaf
         if isinstance(leaf, np.ndarray):
             return np.zeros_like(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -36,7 +40,7 @@ def emptied(tree):
             return jax.random.wrap_key_data(jnp.asarray(np.zeros(data.shape, "u4")), impl=jax.random.key_impl(leaf))
         return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
 
-    return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)) if hasattr(leaf, "dtype") else leaf, tree)
+    return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)), tree)
 
 
 def abstract(leaf):

@@ -1,4 +1,4 @@
-"""The arrays of a tree that are stored, each once, under its path; ties and the histories of optimisers in words."""
+"""The arrays of a tree that are stored, each once, under its path; numbers, ties and histories in words."""
 
 import functools
 from collections.abc import Collection, Mapping

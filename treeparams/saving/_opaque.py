@@ -7,7 +7,6 @@ import itertools
 import types
 from collections.abc import Iterator, Mapping
 
-import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -24,45 +23,49 @@ _DEEPEST = 8  # levels below a leaf; what lies deeper is hardly the leaf's own
 def lost_arrays(contents: Contents) -> Iterator[str]:
     """Says which leaves hold arrays that would not be saved, and what to write in their place."""
     seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
-    others = [i for i, spec in enumerate(contents.structure.specs) if spec is None]
-    for i in others:
+    for i, spec in enumerate(contents.structure.specs):
         leaf = contents.leaves[i]
-        if _is_bare(type(leaf)) and not isinstance(leaf, LONG):
-            continue
-        at, kind = repr(contents.structure.paths[i]), type(leaf).__qualname__
-        found = None
-        if isinstance(leaf, Mapping):
-            yield f"{at} is a mapping and no pytree, so none of its arrays would be saved; write dict(...)"
-        elif isinstance(leaf, LONG) or _is_foreign(leaf):
-            yield f"{at} is a {kind}, which is no array of JAX, so it would not be saved; {_instead(leaf)}"
-        else:
-            found = _array_in(leaf, seen)
-        if found is not None:
-            where, array = found
-            yield (
-                f"{at} is a {kind} and no pytree, so its array {where} ({describe(array)}) would not be saved; "
-                f"{_instead(leaf)}"
-            )
+        why = _why_lost(leaf, seen) if spec is None else None
+        if why is not None:
+            yield f"{contents.structure.paths[i]!r} is a {why}; {_instead(leaf)}, or leave it out of the tree"
+
+
+def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
+    """What a leaf is, and what of it would not be saved; `None`: nothing."""
+    kind = type(leaf)
+    if issubclass(kind, LONG):
+        return f"{kind.__qualname__}, which other machines do not have, so it would not be saved"
+    if _is_bare(kind):
+        return None
+    if isinstance(leaf, Mapping):
+        return "mapping and no pytree, so none of its arrays would be saved"
+    if _is_foreign(leaf):
+        return f"{kind.__qualname__}, which is no array of JAX, so it would not be saved"
+    found = _array_in(leaf, seen)
+    if found is None:
+        return None
+    where, array = found
+    return f"{kind.__qualname__} and no pytree, so its array {where} ({describe(array)}) would not be saved"
 
 
 def _instead(leaf: object) -> str:
     """What to write in place of a leaf, so that it is saved."""
     kind = type(leaf).__qualname__
     if isinstance(leaf, LONG):
-        write = "write float(...) or complex(...)"
-    elif isinstance(leaf, np.ndarray):
-        write = "write array.tolist()"
-    elif _is_foreign(leaf):
-        write = "write np.asarray(...)"
-    elif isinstance(leaf, functools.partial):
-        write = "write jax.tree_util.Partial(...)"
-    elif isinstance(leaf, _COLLECTIONS):
-        write = "write list(...)"
-    elif isinstance(leaf, types.SimpleNamespace):
-        write = "write vars(...)"
-    else:
-        write = f"make {kind} an eqx.Module, or jax.tree_util.register_dataclass({kind})"
-    return f"{write}, or leave it out of the tree"
+        return "write float(...) or complex(...)"
+    if isinstance(leaf, Mapping):
+        return "write dict(...)"
+    if isinstance(leaf, np.ndarray):
+        return "write array.tolist()"
+    if _is_foreign(leaf):
+        return "write np.asarray(...)"
+    if isinstance(leaf, functools.partial):
+        return "write jax.tree_util.Partial(...)"
+    if isinstance(leaf, _COLLECTIONS):
+        return "write list(...)"
+    if isinstance(leaf, types.SimpleNamespace):
+        return "write vars(...)"
+    return f"make {kind} an eqx.Module, or jax.tree_util.register_dataclass({kind})"
 
 
 def _array_in(leaf: object, seen: dict[int, object]) -> tuple[str, object] | None:
@@ -93,11 +96,11 @@ def _held_by(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, functools.partial):
         named = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     elif isinstance(value, (dict, types.MappingProxyType)):
-        named = ((f"[{key!r}]", each) for key, each in value.items())
+        named = ((f"[{key!r}]", each) for key, each in list(value.items()))
     elif isinstance(value, np.ndarray):
         named = ((f".flat[{i}]", each) for i, each in enumerate(value.flat))
     else:
-        items = value if isinstance(value, _COLLECTIONS) else ()
+        items = list(value) if isinstance(value, _COLLECTIONS) else ()
         named = itertools.chain(((f"[{i}]", each) for i, each in enumerate(items)), _attributes_of(value))
     return ((where, each) for where, each in named if not _is_bare(type(each)))
 
@@ -108,7 +111,7 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         attributes = {}
-    for name, each in attributes.items():
+    for name, each in list(attributes.items()):
         yield f".{name}", each
     for name, slot in _slots_of(type(value)):
         try:
@@ -127,7 +130,7 @@ def _slots_of(kind: type) -> list[tuple[str, types.MemberDescriptorType]]:
 @functools.lru_cache(maxsize=1024)
 def _is_bare(kind: type) -> bool:
     """Whether values of a type hold no arrays of their own; a function does not, whatever it closes over."""
-    is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib", "equinox")
+    is_of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
     return issubclass(kind, _BARE) or (is_of_jax and not issubclass(kind, _LOOKED_AT))
 
 
@@ -140,7 +143,7 @@ def _is_foreign(value: object) -> bool:
 
 
 _COLLECTIONS = list, tuple, collections.deque, set, frozenset
-_LOOKED_AT = jax.Array, eqx.Module, functools.partial
+_LOOKED_AT = jax.Array, functools.partial
 _BARE = (
     *(str, bytes, int, float, complex, type(None), type, enum.Enum, np.generic, np.dtype, np.ufunc, types.ModuleType),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, jax.ShapeDtypeStruct),

@@ -18,10 +18,13 @@ from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
 
+_ARRAYS_ALONE = "; saving.plan(path, tree)(path) takes the arrays of the file alone, no numbers"
+
 
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
     """Says which arrays, numbers and texts are in one only, or are others."""
-    there = dict.fromkeys([*file.specs, *file.words["ties"], *values_in(file.words)])
+    said = values_in(file.words)
+    there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
     has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
     here = {name: i for name, i in leaves.items() if i in contents.names or (has_values and i in contents.values)}
     heads = heads_of(here, there)
@@ -32,11 +35,13 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         )
         return
     for name in [name for name in here if name not in there]:
-        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
+        hint = _ARRAYS_ALONE if here[name] in contents.values else ""
+        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}{hint}"
     heads, others = set(map(head_of, leaves)), dict[str, None]()
     for name in [name for name in there if name not in leaves]:
         if head_of(name) in heads:
-            yield f"{name!r} is in the file and not in the tree{nearest(name, here)}"
+            hint = _ARRAYS_ALONE if name in said else ""
+            yield f"{name!r} is in the file and not in the tree{nearest(name, here)}{hint}"
         else:
             others[head_of(name)] = None
     for other in others:
