@@ -1,6 +1,6 @@
 """Arrays by name: trees into files and back, and from any arrays by name into a model.
 
-`save` and `load` keep a tree - model, optimiser, average, epoch - in one file, by path. `plan` says which array goes where,
+`save` and `load` keep a tree - model, optimiser, average - in one file, by path. `plan` says which array goes where,
 from any arrays by name into a model, before you load anything; it takes states and averages along.
 """
 

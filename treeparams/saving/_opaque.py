@@ -109,7 +109,7 @@ def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
     """The attributes of an object, as they are stored: no code of its class runs."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:  # there are none, or the class has a property of this name
         attributes = {}
     for name, each in list(attributes.items()):
         yield f".{name}", each

@@ -63,7 +63,8 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> Iterator[
             yield f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the file{hint}"
     elif i not in contents.names:
         there = describe(file.specs[stored])
-        yield f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file"
+        hint = "; write jnp.asarray(...) in the tree" if i in contents.values else ""
+        yield f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file{hint}"
     elif not transforms:
         here, there = contents.spec(i), file.specs[stored]
         if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
