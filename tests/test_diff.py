@@ -18,12 +18,14 @@ from hypothesis import given, settings
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import treeparams as tp
-from treeparams import _diff, optim
+from treeparams import optim
+from treeparams._tree import elements as elements_of
 
 from .zoo import ZOO, Net, Norm, enable_x64, models, ramp
 
 f32 = functools.partial(np.array, dtype=np.float32)
 i64 = functools.partial(np.array, dtype=np.int64)
+c64 = functools.partial(np.array, dtype=np.complex64)
 f8 = functools.partial(np.array, dtype=ml_dtypes.float8_e4m3fn)
 
 
@@ -277,7 +279,14 @@ NUMBERS = {
     "bfloat16": (W.astype(jnp.bfloat16), -W.astype(jnp.bfloat16), (3.0, 2.0, 2), ("1.5", "-1.5")),
     "float8": (f8([1, 2]), f8([1, 4]), (2.0, 0.5, 1), ("2", "4")),
     "complex": (np.complex64([1, 3 + 4j]), np.complex64([1, 0]), (5.0, inf, 1), ("(3+4j)", "0j")),
-    "half a NaN": (np.complex64([complex(nan, 1)]), np.complex64([complex(1, nan)]), None, None),
+    "half a NaN": (c64([complex(1, nan)]), c64([complex(2, nan)]), (inf, inf, 1), ("(1+nanj)", "(2+nanj)")),
+    "the other half": (c64([complex(nan, 1)]), c64([complex(1, nan)]), (inf, inf, 1), ("(nan+1j)", "(1+nanj)")),
+    "wide beside narrow": (i64([2**32 + 5]), np.int32([5]), (2.0**32, 2.0**32 / 5, 1), (str(2**32 + 5), "5")),
+    "narrow unsigned": (np.uint32([5]), np.uint64([2**63]), (2.0**63, 1.0, 1), ("5", str(2**63))),
+    "a large double": (np.float64([1e300]), f32([inf]), (inf, inf, 1), ("1e+300", "inf")),
+    "a small double": (np.float64([1e-300]), f32([0]), (1e-300, inf, 1), ("1e-300", "0.0")),
+    "a rounded double": (np.float64([2 + 2**-40]), f32([2]), (2.0**-40, 2.0**-41, 1), ("2.0000000000009095", "2.0")),
+    "a wide complex": (np.complex128([1e300j]), c64([complex(0, inf)]), (inf, inf, 1), ("1e+300j", "infj")),
     "ints": (np.int32([1, -5]), np.int32([1, 5]), (10.0, 2.0, 1), ("-5", "5")),
     "bytes": (np.uint8([250, 3]), np.uint8([5, 4]), (245.0, 49.0, 2), ("250", "5")),
     "widest ints": (i64([2**63 - 1]), i64([-(2**63)]), (2.0**64, 2.0, 1), (str(2**63 - 1), str(-(2**63)))),
@@ -289,9 +298,6 @@ NUMBERS = {
 
 @pytest.mark.parametrize(("here", "there", "numbers", "words"), NUMBERS.values(), ids=NUMBERS)
 def test_the_numbers_of_elements(here, there, numbers, words):
-    if numbers is None:
-        assert not tp.diff(here, there)  # as NumPy's `equal_nan`
-        return
     row = elements(here, there)
     assert (row.absolute, row.relative, row.differing, row.size) == (*numbers, here.size)
     assert (row.first, row.second) == words
@@ -303,7 +309,8 @@ def test_the_numbers_of_elements(here, there, numbers, words):
 
 def test_what_is_equal():
     assert not tp.diff(f32([0.0, nan]), f32([-0.0, nan]))
-    assert not tp.diff(np.float64([0.1]), jnp.float32([0.1]))  # which the first is to JAX
+    assert not tp.diff(np.float64([0.5]), jnp.float32([0.5]))  # to JAX they are of one dtype
+    assert not tp.diff(np.complex64([complex(nan, 1), nan]), np.complex128([complex(nan, 1), nan]))
     assert not tp.diff(np.zeros((0, 3)), np.zeros((0, 3)))
     assert not tp.diff(W, np.asarray(W))
     assert not tp.diff(jax.random.split(jax.random.key(0)), jax.random.split(jax.random.key(0)))
@@ -337,7 +344,7 @@ def test_tolerance():
 
 
 def test_large_arrays_in_pieces(monkeypatch):
-    monkeypatch.setattr(_diff, "_AT_ONCE", 3)
+    monkeypatch.setattr(elements_of, "_AT_ONCE", 3)
     here, there = np.zeros(20, np.float32), np.zeros(20, np.float32)
     there[[4, 11, 19]] = 1, -7, nan
     row = elements(here.reshape(4, 5), there.reshape(4, 5))

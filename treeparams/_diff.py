@@ -1,19 +1,24 @@
 """diff: how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
-import math
 import operator
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from ._files.arrays import array_spec
+from ._files.names import Names, name_of, names_in, split_name
 from ._slots.layout import Layout
-from ._tree.difference import Diff, Difference, compare, groups_of, spec_rows, tie_rows
-from ._tree.dtypes import is_complex, is_inexact
+from ._slots.ties import find_ties
+from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
+from ._tree.elements import elements
 from ._tree.flattening import flatten, same_treedef
 from ._tree.messages import name_deleted
+from ._tree.paths import join_path, split_path, unquote
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
 from ._tree.structure import Spec
@@ -21,7 +26,6 @@ from ._tree.text import both_in_text, describe
 from ._tree.types import PyTree
 
 _ABSOLUTE = operator.attrgetter("absolute")
-_AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 
 
 def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
@@ -68,9 +72,13 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     A subtree that one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array
     nor zeros.
 
+    Files are compared by name: `tp.diff("a.safetensors", "b.safetensors")`, a file beside a tree, or the names of one,
+    `saving.names(path, "model")`. Their arrays are read two at a time. A file has no classes and no functions, so of
+    the tree beside it the arrays and their ties are compared.
+
     Args:
-        a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or a
-            `Layout`.
+        a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or the path
+            of a safetensors file, also as text, or the result of `saving.names`. Or a `Layout`.
         b: another; or a `Layout` if `a` is one.
         atol: how far elements may be apart, `|a - b| <= atol + rtol * |b|`; `None` is 0. It is for floating and integer
             arrays and for Python floats; bools and PRNG keys are compared as they are.
@@ -89,11 +97,13 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
           its device, as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
         - `tie`: with which others the array at a path is one, as objects. For ties that you declared or gave, and for
           trained parameters, compare two layouts with `tp.diff`.
-        - `elements`: NaN equals NaN, `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite
-          difference. The relative one is that to the element of `b`. Arrays of other shapes are not compared.
+        - `elements`: by value, so that `0.1` in float64 is not `0.1` in float32. NaN equals NaN, in each part of a
+          complex number, and `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite difference.
+          The relative one is that to the element of `b`. Arrays of other shapes are not compared.
 
     Raises:
-        ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself.
+        OSError: there is no such file.
+        ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself; a file is damaged.
         TypeError: one of the two is a `Layout`, the other none; `atol` or `rtol` is no number.
         RuntimeError: an array whose elements are compared has been deleted, or lies on devices of other processes.
     """
@@ -105,6 +115,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         raise TypeError(
             f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
         )
+    if any(isinstance(each, (str, os.PathLike, Names)) for each in (a, b)):
+        return _diff_by_name(a, b, tolerance)
     if _is_one(a, b):
         return Diff(())
     ours, _, these = structure_of(a)
@@ -121,11 +133,11 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         elif one is None or other is None:
             yield Difference(path, "type", *both_in_text(here, there))
         else:
-            yield from spec_rows(these, those, i, j)
+            yield from spec_rows(path, one, other)
             yield from _weak_type_rows(path, (one, here), (other, there))
             if one.shape == other.shape and _is_concrete(here) and _is_concrete(there):
                 yield from _sharding_rows(path, here, there)
-                yield from _elements(path, here, there, tolerance)
+                yield from elements(path, here, there, tolerance)
 
     def is_shared(path: str) -> bool:
         i, j = these.index.get(path), those.index.get(path)
@@ -138,8 +150,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
             name_deleted(error, tree)
         raise
     seen = [row for row in rows if row.what != "elements"]
-    elements = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
-    return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *elements])
+    by_size = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
+    return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *by_size])
 
 
 def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
@@ -215,70 +227,72 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
     if _is_same_static(here, there):
         return True
     are_numbers = any(tolerance) and isinstance(here, (float, complex, np.inexact))
-    return are_numbers and not list(_elements("", np.asarray(here), np.asarray(there), tolerance))
+    return are_numbers and not list(elements("", np.asarray(here), np.asarray(there), tolerance))
 
 
-# -- Elements ----------------------------------------------------------------------------------------------------------
+# -- By name -----------------------------------------------------------------------------------------------------------
 
 
-def _elements(
-    path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
-) -> Iterator[Difference]:
-    """The row of two arrays of one shape, if their elements differ."""
-    are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
-    if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
-        return
-    if any(are_keys):
-        here, there = jax.random.key_data(here), jax.random.key_data(there)
-    first, second = np.asarray(here).reshape(-1), np.asarray(there).reshape(-1)
-    if first.dtype != second.dtype:
-        ours, theirs = (jax.dtypes.canonicalize_dtype(each.dtype) for each in (first, second))
-        # NumPy's float64 beside JAX's float32 is the same to JAX, without x64.
-        if ours == theirs:
-            first, second = first.astype(ours, copy=False), second.astype(theirs, copy=False)
-    dtypes = first.dtype, second.dtype
-    is_exact = any(are_keys) or bool in dtypes
-    atol, rtol = (0.0, 0.0) if is_exact else tolerance
-    largest, relative, differing, largest_at, nans = 0.0, 0.0, 0, 0, [0, 0]
-    # Slice by slice: two arrays may be most of the memory, and the temporaries in double precision would be twice them.
-    for start in range(0, first.size, _AT_ONCE):
-        x, y = first[start : start + _AT_ONCE], second[start : start + _AT_ONCE]
-        if dtypes[0] == dtypes[1] and not (x != y).any():  # nor is there a NaN
-            continue
-        with np.errstate(all="ignore"):
-            gaps, sizes = _gaps(x, y, nans)
-            far = gaps > 0
-            if atol or rtol:
-                far &= ~((gaps <= atol + rtol * sizes) & np.isfinite(gaps))
-            if not far.any():
-                continue
-            gaps = np.where(far, gaps, 0)
-            ratios = np.where(far, gaps / sizes, 0)
-        differing += int(np.count_nonzero(far))
-        relative = max(relative, float(np.where(np.isnan(ratios), np.inf, ratios).max()))
-        at = int(gaps.argmax())
-        if gaps[at] > largest:
-            largest, largest_at = float(gaps[at]), start + at
-    if differing:
-        words = str(first[largest_at]), str(second[largest_at])
-        yield Difference(path, "elements", *words, largest, relative, differing, first.size, (nans[0], nans[1]))
+def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
+    """As `diff`, of what has names alone, such as a file: it has arrays and ties, and neither classes nor functions."""
+    (ours, computed), (theirs, also_computed) = map(_named, (a, b))
+    absent = (computed - theirs.specs.keys()) | (also_computed - ours.specs.keys())  # the other need not have them
+    shared = ours.specs.keys() & theirs.specs.keys()
+    rows = [*_missing_rows(ours, theirs, absent, 0), *_missing_rows(theirs, ours, absent, 1)]
+    by_size = list[Difference]()
+    for name in [name for name in ours.specs if name in shared]:
+        one, other = ours.specs[name], theirs.specs[name]
+        rows += spec_rows(name, one, other)
+        is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
+        if one.shape == other.shape and not is_again:
+            here, there = ours[name], theirs[name]
+            if _is_concrete(here) and _is_concrete(there):
+                by_size += elements(name, here, there, tolerance)
+    ties = tie_rows(_groups_of(ours), _groups_of(theirs), shared.__contains__)
+    return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
 
 
-def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """How far elements are apart, and how large those of the second are, in double precision; counts NaNs."""
-    kinds = [is_inexact(each.dtype) for each in (x, y)]
-    if not any(kinds) and x.dtype == y.dtype:
-        if x.dtype.itemsize < 8:
-            x, y = x.astype(np.int64), y.astype(np.int64)
-        # The difference of two integers of 64 bits needs these bits and no sign: it is right where it wraps around.
-        return np.where(x > y, x - y, y - x).view(np.uint64).astype(np.float64), np.abs(y.astype(np.float64))
-    wide = np.complex128 if is_complex(x.dtype) or is_complex(y.dtype) else np.float64
-    x, y = x.astype(wide), y.astype(wide)
-    lacking = np.isnan(x), np.isnan(y)
-    for side, each in enumerate(lacking):
-        nans[side] += int(np.count_nonzero(each))
-    gaps = np.abs(x - y)
-    # NaN comes of a NaN on either side and of infinities: all are infinitely far apart, but for those that are equal.
-    gaps[np.isnan(gaps)] = math.inf
-    gaps[(x == y) | (lacking[0] & lacking[1])] = 0
-    return gaps, np.abs(y)
+def _named(source: Any) -> tuple[Names, frozenset[str]]:
+    """The arrays of a file or of a tree by name, and those that a transform makes of others, which no file has."""
+    known = names_in(source)
+    if known is not None:
+        return known, frozenset()
+    if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
+        source = dict(source)
+    leaves, _, structure = structure_of(source)
+    names = {i: _name_in_file(structure.paths[i]) for i, spec in enumerate(structure.specs) if spec is not None}
+    aliases = {names[i]: names[structure.first[i]] for i in names if structure.first[i] != i}
+    ties = find_ties(structure)
+    aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
+    numbers = {name: i for i, name in names.items()}
+    specs = {name: array_spec(leaves[i]) for name, i in numbers.items()}
+    computed = frozenset(names[tie.leaf] for tie in ties if tie.transforms)
+    return Names(specs, lambda name: leaves[numbers[name]], aliases), computed
+
+
+def _name_in_file(path: str) -> str:
+    """A path as a name. A dictionary of arrays by name may stand for a tree, and its keys may have dots."""
+    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else name_of(path)
+
+
+def _missing_rows(these: Names, those: Names, absent: Set[str], side: int) -> Iterator[Difference]:
+    """The names that only one has, by the topmost node that the other lacks."""
+    entries = {name: split_name(name) for name in those.specs}
+    known = {its[:depth] for its in entries.values() for depth in range(len(its) + 1)}
+    heads: dict[str, list[str]] = {}
+    for name in these.specs:
+        if name not in entries and name not in absent:
+            its = split_name(name)
+            depth = next((depth for depth in range(len(its)) if its[:depth] not in known), len(its))
+            heads.setdefault(join_path(its[:depth]), []).append(name)
+    for head, names in heads.items():
+        text = describe(these.specs[head]) if names == [head] else f"{len(names):,} array{'s' * (len(names) > 1)}"
+        yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
+
+
+def _groups_of(names: Names) -> dict[str, dict[str, str]]:
+    """The names of each array that has several, by the first of them."""
+    found: dict[str, dict[str, str]] = {}
+    for alias, name in names.aliases.items():
+        found.setdefault(name, {name: ""})[alias] = ""
+    return found

@@ -100,7 +100,9 @@ class Names(Mapping[str, Any]):
 
 
 def names_in(source: object) -> Names | None:
-    """The names of a file, or of several together; `None` if the source is no path, and no paths."""
+    """The names of a file, or of several together, or names as they are; `None` of any other source."""
+    if isinstance(source, Names):
+        return source
     several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
     if not several or not all(isinstance(each, (str, os.PathLike)) for each in several):
         return None

@@ -213,7 +213,7 @@ class Layout:
         here, there = these.structure, those.structure
 
         def at_leaves(i: int, j: int) -> Iterator[Difference]:
-            yield from spec_rows(here, there, i, j)
+            yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
             if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
                 words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
                 yield Difference(here.paths[i], "trained", *words)

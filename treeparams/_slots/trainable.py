@@ -222,7 +222,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
     if not fits or want.entries != structure.entries or not want.has_statics_of(structure):
 
         def at_leaves(i: int, j: int) -> Iterable[Difference]:
-            return [] if want.specs[i] is None else spec_rows(want, structure, i, j)
+            return [] if want.specs[i] is None else spec_rows(want.paths[i], want.specs[i], structure.specs[j])
 
         lines = [row.in_words() for row in compare(want, structure, at_leaves)]
         raise MisfitError(first_lines(lines))

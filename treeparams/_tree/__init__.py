@@ -13,6 +13,7 @@ The files, from the ground up:
     flattening   trees flattened, with a clear error for one that contains itself; treedefs
     structure    the static half of a tree: nodes, paths, shapes, which arrays are one
     difference   Diff; the differences of two structures, in words
+    elements     how two arrays of one shape differ in their elements
     messages     warnings at the line of the caller; the error of a deleted array
     marks        pairs of leaves that something is remembered of
     numbers      where models hold Python numbers

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .declare import is_box
 from .paths import join_path, quote, sibling_entries
 from .static_keys import contents, static_key
-from .structure import Node, Structure, keys_of
+from .structure import Node, Spec, Structure, keys_of
 from .tables import Table, as_html, as_text
 from .text import both_in_text, cut, describe, first_few, in_text
 from .types import PyTree
@@ -166,16 +166,15 @@ def compare(
                 yield Difference(node.path, "static", cut(in_text(node.static)), "the same, changed in place since")
 
 
-def spec_rows(these: Structure, those: Structure, i: int, j: int) -> Iterator[Difference]:
-    """How two leaves differ in shape and dtype, or in that only one is an array."""
-    here, there = these.specs[i], those.specs[j]
+def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Difference]:
+    """How two leaves at a path differ in shape and dtype, or in that only one is an array."""
     if here == there:
         return
     what = "type"
     if here is not None and there is not None:
         what = ", ".join(name for name in ("shape", "dtype") if getattr(here, name) != getattr(there, name))
     first, second = (describe(spec) if spec else "no array" for spec in (here, there))
-    yield Difference(these.paths[i], what, first, second)
+    yield Difference(path, what, first, second)
 
 
 def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:

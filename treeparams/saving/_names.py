@@ -19,11 +19,9 @@ from ._rename import Rename, Transforms, routes
 
 def names_of(source: Any) -> Names:
     """The names of whatever has names."""
-    if isinstance(source, Names):
-        return source
-    in_files = names_in(source)
-    if in_files is not None:
-        return in_files
+    known = names_in(source)
+    if known is not None:
+        return known
     if isinstance(source, Layout):
         index = index_of(source)
         paths, specs = index.structure.paths, index.structure.specs
@@ -120,7 +118,7 @@ def names(
         ValueError: a pattern matches nothing; two arrays get one name; the file is damaged; nothing lies below.
         TypeError: as `saving.plan`.
     """
-    stored = source if isinstance(source, Names) else names_in(source)
+    stored = names_in(source)
     known = names_of(source) if stored is None else stored
     known = known if below is None else known.below(below)
     if stored is not None and rename is None and transform is None:

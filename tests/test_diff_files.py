@@ -1,0 +1,119 @@
+"""Files are compared as trees are: by name, with whatever of the two is a file."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import save_file
+
+import treeparams as tp
+from treeparams import optim, saving
+
+from .zoo import ZOO, ramp
+
+
+def changed(mlp):
+    return eqx.tree_at(lambda mlp: mlp.layers[0].bias, mlp, mlp.layers[0].bias + 1)
+
+
+@pytest.fixture
+def mlp():
+    return eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
+
+
+def rows(a, b, **options):
+    return [(row.path, row.what, row.first, row.second) for row in tp.diff(a, b, **options).rows]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_tree_does_not_differ_from_its_file(name, tmp_path):
+    tree = ZOO[name].make()
+    saving.save(tmp_path / "a", tree)
+    for other in (tree, tmp_path / "a", saving.names(tmp_path / "a")):
+        assert not tp.diff(tmp_path / "a", other)
+        assert not tp.diff(other, str(tmp_path / "a"))
+
+
+def test_the_same_rows_from_files_as_from_trees(mlp, tmp_path):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    other = changed(mlp)
+    saving.save(a, mlp)
+    saving.save(b, other)
+    want = tp.diff(mlp, other).rows
+    assert want[0].what == "elements"
+    assert want[0].absolute == pytest.approx(1)
+    for pair in ((str(a), str(b)), (a, other), (mlp, b), (saving.names(a), saving.names(b)), (saving.names(a), b)):
+        assert tp.diff(*pair).rows == want
+    assert not tp.diff(str(a), str(b), atol=1.5)
+    assert str(tp.diff(a, b)) == str(tp.diff(mlp, other))
+    # An array that another program stores, and a dictionary of arrays by name.
+    save_file(saving.names(other), b)
+    assert tp.diff(a, b).rows == tp.diff(a, saving.names(other)).rows == want
+
+
+def test_what_only_one_has_is_named_by_its_topmost_node(mlp, tmp_path):
+    deep = eqx.nn.MLP(2, 1, 3, 3, key=jax.random.key(0))
+    saving.save(tmp_path / "a", {"model": mlp, "steps": jnp.array(3)})
+    saving.save(tmp_path / "b", {"model": deep, "best": mlp})
+    assert rows(tmp_path / "a", tmp_path / "b", atol=9) == [
+        ("steps", "structure", "int32[]", "nothing"),
+        ("best", "structure", "nothing", "4 arrays"),
+        ("model.layers.2", "structure", "nothing", "2 arrays"),
+        ("model.layers.3", "structure", "nothing", "2 arrays"),
+        ("model.layers.1.weight", "shape", "float32[1,3]", "float32[3,3]"),
+        ("model.layers.1.bias", "shape", "float32[1]", "float32[3]"),
+    ]
+    assert not tp.diff(saving.names(tmp_path / "a", "model"), mlp)
+    assert tp.diff(tmp_path / "a", mlp).paths[:2] == ("model", "steps")
+
+
+def test_ties_and_dtypes(tmp_path):
+    shared = jnp.arange(3.0)
+    tied, untied = {"a": shared, "b": shared}, {"a": shared, "b": jnp.copy(shared)}
+    saving.save(tmp_path / "tied", tied)
+    saving.save(tmp_path / "untied", untied)
+    want = [("a", "tie", "b", "nothing")]
+    assert rows(tmp_path / "tied", tmp_path / "untied") == rows(tied, tmp_path / "untied") == rows(tied, untied) == want
+    assert rows(tmp_path / "tied", {"a": shared, "b": shared + 1})[-1][0] == "b"
+    half = {"a": shared.astype(jnp.bfloat16), "b": shared}
+    assert rows(tmp_path / "untied", half) == [("a", "dtype", "float32[3]", "bfloat16[3]")]
+    saving.save(tmp_path / "wide", {"a": np.arange(3.0) + 1e-12, "b": np.arange(3.0)})
+    assert tp.diff(tmp_path / "wide", tmp_path / "untied").rows[0].absolute == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_a_tie_that_is_computed_is_in_no_file(tmp_path):
+    class Tied(eqx.Module):
+        down: jax.Array
+        up: jax.Array = tp.field(tied_to="down", transform=jnp.transpose)
+
+    weight = jnp.arange(6.0).reshape(2, 3)
+    model = Tied(weight, weight.T)
+    saving.save(tmp_path / "a", model)
+    assert list(saving.names(tmp_path / "a")) == ["down"]
+    assert not tp.diff(tmp_path / "a", model)
+    assert rows(Tied(weight, weight.T + 1), tmp_path / "a") == []
+    saving.save(tmp_path / "b", Tied(weight, weight.T + 1))  # which is stored by itself
+    assert tp.diff(tmp_path / "b", model).paths == ("up",)
+
+
+def test_states_by_name(tmp_path):
+    model = {"w": ramp(2, 3), "b": ramp(3)}
+    tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
+    state = tx.init(model)
+    saving.save(tmp_path / "a", {"model": model, "optimiser": state})
+    _, after = optim.step(tx, tp.copy(model), state, model)
+    saving.save(tmp_path / "b", {"model": model, "optimiser": after})
+    diff = tp.diff(tmp_path / "a", tmp_path / "b")
+    assert {path.split(".")[0] for path in diff.paths} == {"optimiser"}
+    assert set(tp.diff(saving.names(tmp_path / "a", "optimiser"), after).paths) == set(tp.diff(state, after).paths)
+
+
+def test_errors(tmp_path, mlp):
+    with pytest.raises(OSError, match="nothing"):
+        tp.diff(tmp_path / "nothing", mlp)
+    with pytest.raises(OSError, match="relu"):
+        tp.diff("relu", "relu")
+    with pytest.raises(TypeError, match="a Layout and a str"):
+        tp.diff(tp.layout(mlp), "a")
