@@ -30,6 +30,10 @@ def _count_compilations(event: str, *_, **__):
         _compiled.append(event)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="repeat what a few repetitions test already: for hours idle")
+
+
 def pytest_collection_modifyitems(items):
     """A law holds for models too that train nothing; that these are warned of is a test of its own."""
     for item in items:

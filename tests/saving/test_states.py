@@ -104,17 +104,19 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def in_another_process(trained, tmp_path_factory):
+def in_another_process(trained, tmp_path_factory, request):
     """What one process writes that does all that another process has to do here: starting it takes longest."""
-    folder = tmp_path_factory.mktemp("writing")
+    folders, is_long = [str(tmp_path_factory.mktemp("writing")) for _ in range(2)], request.config.getoption("--long")
     calls = (
-        f"from tests.saving.test_writing import saves_that_end_early; saves_that_end_early({str(folder)!r})\n"
+        "from tests.saving.test_writing import processes_at_one_file, saves_that_end_early\n"
+        f"saves_that_end_early({folders[0]!r}, {is_long})\n"
+        f"processes_at_one_file({folders[1]!r}, {is_long})\n"
         f"from tests.saving.test_states import go_on; go_on({str(trained[0])!r})"
     )
     root = pathlib.Path(__file__).parents[2]
     child = subprocess.run([sys.executable, "-W", "ignore", "-c", calls], cwd=root, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    return child.stdout
+    return [json.loads(line) for line in child.stdout.splitlines()]
 
 
 def test_training_goes_on_in_another_process_bit_for_bit(trained, in_another_process):
@@ -125,7 +127,7 @@ def test_training_goes_on_in_another_process_bit_for_bit(trained, in_another_pro
 
 
 def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the_new(in_another_process):
-    found = json.loads(in_another_process)
+    found = in_another_process[0]
     *killed, done = [each for each in found["killed"] if each[0] != "SIGXFSZ"]
     assert len(killed) >= 20
     assert done == ["done", 2, 1]
@@ -136,6 +138,14 @@ def test_a_save_that_is_killed_or_finds_the_disk_full_leaves_the_old_file_or_the
     in_a_write = [each for each in found["killed"] if each[0] == "SIGXFSZ"]
     assert in_a_write == [["SIGXFSZ", 1, 2]] * 5
     assert found["full"] == [["EFBIG", 1, 1]] * 5
+
+
+def test_processes_that_save_to_one_path_or_read_from_one_file(in_another_process):
+    found = in_another_process[1]
+    errors, values, left = found["savers"]
+    assert (errors, left) == (0, ["shared"])
+    assert values in [[[number]] * 3 for number in range(8)]  # all of one saver
+    assert found["readers"] == 0
 
 
 # -- Histories ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from treeparams import saving
-from treeparams._files import file as files
+from treeparams._files import file as files, replacement
 
 from .test_faults import tree_of
 
@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_or_without_fsync_of_folders(tmp_path, monke
             raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
 
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(replacement.fcntl, "flock", no_locks)
     monkeypatch.setattr(os, "fsync", no_folders)
     saving.save(tmp_path / "m", tree_of(1))
     assert (saving.load(tmp_path / "m", tree_of(0))["first"] == 1).all()
@@ -103,7 +103,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path, monkeypatch):
     other = tmp_path / (unfinished.name[:3] + "0000000" + unfinished.name[10:])  # of a file of another name
     other.write_bytes(b"")
     with open(unfinished, "rb") as file:
-        files.fcntl.flock(file, files.fcntl.LOCK_EX)
+        replacement.fcntl.flock(file, replacement.fcntl.LOCK_EX)
         saving.save(path, tree_of(1))
         assert names_in(tmp_path) == sorted([other.name, unfinished.name, "m"])
     saving.save(path, tree_of(1))
@@ -131,10 +131,176 @@ def test_others_may_read_it_as_any_new_file(tmp_path, umask):
     assert (tmp_path / "m").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o2750, 0o4755], ids=oct)
+def test_a_replaced_file_keeps_its_mode_and_owner(tmp_path, mode):
+    path = tmp_path / "m"
+    saving.save(path, tree_of(1))
+    path.chmod(mode)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 5678)
+        path.chmod(mode)  # the system takes some of it away from a file that gets another owner
+    before = path.stat()
+    saving.save(path, tree_of(2))
+    after = path.stat()
+    assert after.st_ino != before.st_ino
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+@pytest.mark.parametrize(("mode", "want"), [(0o4755, 0o755), (0o6770, 0o700), (0o664, 0o644), (0o604, 0o604)])
+def test_a_file_that_gets_another_owner_allows_no_more_than_before(tmp_path, monkeypatch, mode, want):
+    def not_permitted(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    path, fstat = tmp_path / "m", os.fstat
+    saving.save(path, tree_of(1))
+    path.chmod(mode)
+    monkeypatch.setattr(os, "fchown", not_permitted)
+    other = lambda its: os.stat_result([*its[:4], its.st_uid + 1, its.st_gid + 1, *its[6:]])
+    monkeypatch.setattr(os, "fstat", lambda descriptor: other(fstat(descriptor)))
+    saving.save(path, tree_of(2))
+    assert path.stat().st_mode & 0o7777 == want
+
+
+def test_nobody_else_reads_a_private_file_while_it_is_written(tmp_path, monkeypatch):
+    path, modes, pieces_of = tmp_path / "m", [], files.pieces_of
+
+    def note_mode(leaf):
+        modes.extend(each.stat().st_mode & 0o777 for each in tmp_path.glob(".*.unfinished"))
+        return pieces_of(leaf)
+
+    saving.save(path, tree_of(1))
+    path.chmod(0o600)
+    monkeypatch.setattr(files, "pieces_of", note_mode)
+    saving.save(path, tree_of(2))
+    assert set(modes) == {0o600}
+
+
+# -- Live buffers ------------------------------------------------------------------------------------------------------
+
+LARGE = 300_000  # more than is written at once
+BUFFERS = {
+    "small": lambda: np.zeros(10),
+    "large": lambda: np.zeros(LARGE),
+    "strided": lambda: np.zeros(2 * LARGE)[::2],
+    "Fortran": lambda: np.zeros((600, 500)).T,
+    "scalar": lambda: np.zeros(()),
+}
+
+
+@pytest.mark.parametrize("case", BUFFERS)
+def test_an_array_that_changes_while_it_is_written(tmp_path, monkeypatch, case):
+    """As another thread may change a replay buffer, at the worst moment: between the checksum and the write."""
+    live, crc32 = BUFFERS[case](), files.zlib.crc32
+
+    def and_change(piece, value=0):
+        value = crc32(piece, value)
+        live[...] += 1
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.zlib, "crc32", and_change)
+        saving.save(tmp_path / "m", {"live": live})
+    # The first checksums are of the names of files and of the header. Each piece is of one moment.
+    got = saving.load(tmp_path / "m", {"live": np.zeros_like(live)})["live"]
+    assert len(np.unique(got)) == max(1, -(-live.nbytes // (1 << 20)))
+    assert live.min() > got.max() > 0
+
+
+# -- At one time -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_about_to_get_its_name_is_left_alone(tmp_path, monkeypatch):
+    path, replace = tmp_path / "m", os.replace
+
+    def save_and_replace(*args):
+        monkeypatch.setattr(os, "replace", replace)
+        saving.save(path, tree_of(2))
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", save_and_replace)
+    saving.save(path, tree_of(1))
+    assert (saving.load(path, tree_of(0))["first"] == 1).all()  # the last one wins
+    assert names_in(tmp_path) == ["m"]
+
+
+def test_what_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    path, flock = tmp_path / "m", replacement.fcntl.flock
+
+    def save_and_lock(*args):
+        monkeypatch.setattr(replacement.fcntl, "flock", flock)
+        assert len(names_in(tmp_path)) == 1
+        saving.save(path, tree_of(2))
+        assert names_in(tmp_path) == ["m"]
+        flock(*args)
+
+    monkeypatch.setattr(replacement.fcntl, "flock", save_and_lock)
+    saving.save(path, tree_of(1))
+    assert (saving.load(path, tree_of(0))["first"] == 1).all()
+    assert names_in(tmp_path) == ["m"]
+
+
+def test_without_locks_what_may_still_be_written_is_left_alone(tmp_path, monkeypatch):
+    path, replaced = tmp_path / "m", []
+    monkeypatch.setattr(replacement, "fcntl", None)  # as on Windows
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda source, target: replaced.append(source))
+        saving.save(path, tree_of(1))
+    (unfinished,) = replaced
+    saving.save(path, tree_of(2))
+    assert names_in(tmp_path) == sorted([os.path.basename(unfinished), "m"])
+    os.utime(unfinished, (0, 0))
+    saving.save(path, tree_of(3))
+    assert names_in(tmp_path) == ["m"]
+    assert (saving.load(path, tree_of(0))["first"] == 3).all()
+
+
+def forks_that_end(count, work):
+    """Runs some work in forked processes at one moment, and adds up what each returns."""
+    ready, go = os.pipe()
+    results, children = os.pipe(), []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            os.close(go)
+            os.read(ready, 1)  # ends when all are there
+            os.write(results[1], work(number).to_bytes(4, "little"))
+            os._exit(0)
+        children.append(child)
+    os.close(go)
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}
+    return sum(int.from_bytes(os.read(results[0], 4), "little") for _ in children)
+
+
+def processes_at_one_file(folder, is_long):
+    """In a process of its own, by test_states: savers of one path, and readers of one open file."""
+    path = pathlib.Path(folder, "shared")
+    many, rounds = {f"w{i}": np.full(50 + i, i, "f") for i in range(8)}, 2000 if is_long else 20
+
+    def errors_of_a_saver(number):
+        errors = 0
+        for _ in range(rounds):
+            try:
+                saving.save(path, tree_of(number))
+            except OSError:
+                errors += 1
+        return errors
+
+    def errors_of_a_reader(number):
+        return sum(bool((names[f"w{i % 8}"] != i % 8).any()) for i in range(number, number + 25 * rounds))
+
+    errors = forks_that_end(8, errors_of_a_saver)
+    found = saving.load(path, tree_of(0))
+    is_whole = [np.unique(found[name].real).tolist() for name in ("first", "z", "low")]
+    left = names_in(path.parent)
+    saving.save(path, many)
+    names = saving.names(path)
+    print(json.dumps({"savers": [errors, is_whole, left], "readers": forks_that_end(8, errors_of_a_reader)}))
+
+
 # -- Killed ------------------------------------------------------------------------------------------------------------
 
 
-def saves_that_end_early(folder):
+def saves_that_end_early(folder, is_long):
     """In a process of its own, by test_states: saves that are killed or find the disk full, and what they leave."""
     path = pathlib.Path(folder, "m")
     found = {"killed": [], "full": []}
@@ -160,7 +326,7 @@ def saves_that_end_early(folder):
         lines = iter(range(count))
 
         def trace(frame, event, _):
-            if frame.f_code.co_filename != files.__file__:
+            if frame.f_code.co_filename not in {files.__file__, replacement.__file__}:
                 return None
             if event == "line" and next(lines, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -178,7 +344,7 @@ def saves_that_end_early(folder):
     while ending != "done":
         ending = in_a_fork(kill_at_line, line)
         report("killed", ending)
-        line += 3
+        line += 1 if is_long else 3
     for at in np.linspace(0, size - 1, 5).astype(int).tolist():
         report("killed", in_a_fork(kill_at_byte, at))
     for at in np.linspace(0, size - 1, 5).astype(int).tolist():

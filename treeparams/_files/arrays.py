@@ -14,14 +14,12 @@ from jax.sharding import SingleDeviceSharding
 from .._tree.dtypes import is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
-from .format import DTYPES, Stored
+from .format import DTYPES, PACKED, PIECE, WRITTEN, Packed, Stored
 
 Array = jax.Array | np.ndarray | np.number | np.bool_
 """An array with values, or a tracer; JAX has typed keys too, and NumPy scalars."""
 
-_NAMES = {name: text for text, name in DTYPES.items() if name != "complex64"}  # newer than the format's first readers
-PIECE = 1 << 20
-"""Bytes that are still in the cache of a processor when they are used again."""
+_NAMES = {name: text for text, name in WRITTEN.items()}
 
 
 class Kind(NamedTuple):
@@ -40,16 +38,18 @@ class Kind(NamedTuple):
 
 def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
     """How an array will be stored."""
-    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-        raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise ValueError(
-            f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which takes "
-            "params, stacks and states as they are"
-        )
+    if not isinstance(leaf, np.ndarray):
+        if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+            raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which "
+                "takes params, stacks and states as they are"
+            )
     shape, stored = tuple(leaf.shape), _stored_as(leaf.dtype)
     if stored is not None:
-        return stored._replace(shape=(*shape, *stored.shape))
+        dtype, pair, itemsize, mark = stored
+        return Kind(dtype, shape + pair, itemsize, mark)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
@@ -72,42 +72,67 @@ def _stored_as(dtype: Any) -> Kind | None:
     return Kind("U8", (), 1, {"dtype": name}) if dtype.itemsize == 1 else None
 
 
-def pieces_of(leaf: Array) -> Iterator[memoryview]:
-    """The bytes of an array, a piece at a time."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
+    """The bytes of an array, a piece at a time, each as it stays.
+
+    A NumPy array may change while it is written, as a replay buffer does. So each piece of it is a copy.
+    """
+    if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    view = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
-    for start in range(0, len(view), PIECE):
-        yield view[start : start + PIECE]
+    array = np.asarray(leaf)
+    if array.nbytes <= PIECE:
+        yield array.tobytes()
+    elif isinstance(leaf, np.ndarray) or not array.flags.c_contiguous:
+        flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+        count = PIECE // array.itemsize
+        for start in range(0, array.size, count):
+            yield flat[start : start + count].tobytes()
+    else:
+        view = array.reshape(-1).view(np.uint8).data
+        for start in range(0, len(view), PIECE):
+            yield view[start : start + PIECE]
 
 
 def decode(stored: Stored, mark: Mapping[str, str], data: np.ndarray) -> Any:
     """The array of bytes in a file: of NumPy, or typed keys."""
-    shape, dtype = decoded_kind(stored, mark)
     if "key" in mark:
-        words = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
-        return jax.random.wrap_key_data(jnp.asarray(words), impl=mark["key"])
+        return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored.shape)), impl=mark["key"])
+    shape, dtype = decoded_kind(stored, mark)
+    if isinstance(dtype, Packed):
+        raise ValueError(f"it is {dtype}, of which NumPy and JAX have no arrays; a plan drops it, rename={{...: None}}")
     return data.view(dtype).reshape(shape)
 
 
-def spec_of(stored: Stored, mark: Mapping[str, str]) -> Spec:
-    """The shape of a stored array and its dtype in JAX."""
-    shape, dtype = decoded_kind(stored, mark)
-    if not isinstance(dtype, np.dtype):
-        return Spec(shape, dtype, False)
+def specs_of(arrays: Mapping[str, Stored], marks: Mapping[str, Mapping[str, str]]) -> dict[str, Spec]:
+    """The shapes of stored arrays and their dtypes in JAX."""
+    plain = {dtype: _in_jax(_dtype_of(dtype)) for dtype in {stored.dtype for stored in arrays.values()}}
+    specs = {name: _spec(stored.shape, *plain[stored.dtype]) for name, stored in arrays.items()}
+    for name, mark in marks.items():
+        shape, dtype = decoded_kind(arrays[name], mark)
+        specs[name] = Spec(shape, *_in_jax(dtype))
+    return specs
+
+
+_spec = functools.lru_cache(maxsize=4096)(Spec)  # equal ones are one object, of which a file may have 100,000
+
+
+def _in_jax(dtype: Any) -> tuple[Any, bool]:
+    """A dtype in JAX, and whether a parameter may have it."""
+    if isinstance(dtype, Packed) or (not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        return dtype, False
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return Spec(shape, dtype, is_inexact(dtype))
+    return dtype, is_inexact(dtype)
 
 
 def decoded_kind(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of a stored array as it was saved."""
+    """The shape and dtype of a stored array as it was saved: a dtype of NumPy, of keys, or a packed one."""
+    if not mark:
+        return stored.shape, _dtype_of(stored.dtype)
     if "key" in mark:
         dtype, words = key_kind(mark["key"])
         if stored.dtype != "U32" or stored.shape[len(stored.shape) - len(words) :] != words:
             raise ValueError(f"keys of {mark['key']} are no {stored.dtype} of shape {stored.shape}")
         return stored.shape[: len(stored.shape) - len(words)], dtype
-    if "dtype" not in mark:
-        return stored.shape, np.dtype(DTYPES[stored.dtype])
     dtype = np.dtype(mark["dtype"])
     shape = stored.shape[:-1] if dtype.kind == "c" else stored.shape
     if (
@@ -117,6 +142,12 @@ def decoded_kind(stored: Stored, mark: Mapping[str, str]) -> tuple[tuple[int, ..
     ):
         raise ValueError(f"{dtype} is not stored as {stored.dtype} of shape {stored.shape}")
     return shape, dtype
+
+
+@functools.cache
+def _dtype_of(name: str) -> Any:
+    """A dtype of the format, in NumPy where NumPy has it."""
+    return PACKED[name] if name in PACKED else np.dtype(DTYPES[name])
 
 
 @functools.cache
@@ -157,22 +188,28 @@ def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """An array in a dtype that may have fewer bits, as all of JAX's have without x64; digits are lost, no values."""
     if array.dtype == dtype:
         return array
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         new = array.astype(dtype)
-    is_lost = np.isinf(new) & ~np.isinf(array) if dtype.kind in "fc" else new != array
-    if is_lost.any():
+    if _has_lost(array, new):
         raise ValueError(
             f"{name!r} is {array.dtype}, and has values that {dtype} cannot hold; switch on jax_enable_x64"
         )
     return new
 
 
+def _has_lost(old: np.ndarray, new: np.ndarray) -> bool:
+    """Whether a value has become another one by more than rounding: infinite, zero, or another integer."""
+    if new.dtype.kind == "c":
+        return any(_has_lost(part(old), part(new)) for part in (np.real, np.imag))
+    if new.dtype.kind != "f":
+        return bool((new != old).any())
+    at = np.isinf(new) | (new == 0)  # few, so that little memory is needed
+    return bool((np.isfinite(old[at]) & (old[at] != new[at])).any())
+
+
 def array_spec(array: Array | jax.ShapeDtypeStruct) -> Spec:
     """The shape of an array and its dtype in JAX."""
-    dtype = array.dtype
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return Spec(tuple(array.shape), dtype, is_inexact(dtype))
+    return Spec(tuple(array.shape), *_in_jax(array.dtype))
 
 
 def in_numpy(array: Array) -> np.ndarray:

@@ -1,25 +1,35 @@
 """A file of arrays by name: written whole or not at all, and read one array at a time."""
 
-import contextlib
 import errno
+import io
 import json
 import os
-import secrets
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .._tree.text import in_short
-from .arrays import PIECE, decode, decoded_kind, kind_of, pieces_of, spec_of
-from .format import FilePath, Header, as_text, header_text, prefixed, read_bytes, read_header, wrong
-from .words import are_right
+import numpy as np
 
-try:
-    import fcntl
-except ImportError:  # Windows, which does not remove a file that is open
-    fcntl = None
+from .._tree.text import in_short
+from .arrays import decode, decoded_kind, kind_of, pieces_of, specs_of
+from .format import (
+    PIECE,
+    FilePath,
+    Header,
+    Stored,
+    as_text,
+    entries_text,
+    header_text,
+    in_order,
+    prefixed,
+    read_bytes,
+    read_header,
+    wrong,
+)
+from .replacement import refuse_irregular, replacing
+from .words import are_right
 
 PREFIX = "treeparams."
 """Of what this library says in the metadata of a file."""
@@ -28,10 +38,13 @@ _VERSION = 1
 _CHECKSUM, _WORDS = f"{PREFIX}checksum", f"{PREFIX}header"
 _START = f'{{"__metadata__":{{"{_CHECKSUM}":"'.encode()
 _BLANK = "0" * 8
+_SMALL = 1 << 14  # bytes of an array; to read more than that takes longer than to call the system
 
 
 class File:
     """A file that is open for reading; its header has been checked.
+
+    Several threads, and forked processes, may read from one `File`.
 
     Attributes:
         specs: the shape and dtype in JAX of each array, by name.
@@ -42,7 +55,7 @@ class File:
 
     def __init__(self, path: FilePath) -> None:
         self.path = as_text(path)
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object is there
+        self._file = _opened(self.path)
         weakref.finalize(self, self._file.close)
         try:
             header = read_header(self.path, self._file)
@@ -54,9 +67,9 @@ class File:
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "checksums": {}}
         if self.is_ours:
             self.words = _words(self.path, header)
-        self._arrays, marks = header.arrays, self.words["marks"]
+        self._arrays, self._marks = header.arrays, self.words["marks"]
         try:
-            self.specs = {name: spec_of(its, marks.get(name, {})) for name, its in header.arrays.items()}
+            self.specs = specs_of(self._arrays, self._marks)
         except Exception as error:
             raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
 
@@ -69,9 +82,9 @@ class File:
                 f"{self.path!r} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
                 "eqx.tree_deserialise_leaves(path, like), and save that"
             ) from None
-        if _is_of_savez(self.path):
+        if _is_of_savez(self._file):
             raise ValueError(
-                f"{self.path!r} is written by np.savez: write arrays = dict(np.load(path)), saving.plan(arrays, model)"
+                f"{self.path!r} is written by np.savez; np.load(path) is a source: saving.plan(np.load(path), model)"
             ) from None
         # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
         is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
@@ -85,29 +98,89 @@ class File:
 
     def dtype(self, name: str) -> Any:
         """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
-        return decoded_kind(self._arrays[name], self.words["marks"].get(name, {}))[1]
+        return decoded_kind(self._arrays[name], self._marks.get(name, {}))[1]
 
     def read(self, name: str) -> Any:
-        """An array: of NumPy, in a buffer of its own, or typed keys."""
-        stored = self._arrays[name]
-        return decode(stored, self.words["marks"].get(name, {}), read_bytes(self.path, self._file, stored))
+        """An array that agrees with its checksum: of NumPy, in a buffer of its own, or typed keys."""
+        return next(self.arrays([name]))[1]
 
-    def check(self, name: str) -> None:
-        """Compares an array with its checksum, where the file has one."""
-        if not self.is_ours:
-            return
-        stored, value = self._arrays[name], 0
-        self._file.seek(stored.start)
-        for start in range(stored.start, stored.stop, PIECE):
-            value = zlib.crc32(self._file.read(min(PIECE, stored.stop - start)), value)
-        if f"{value:08x}" != self.words["checksums"][name]:
+    def arrays(self, names: Iterable[str], is_checked: bool = True) -> Iterator[tuple[str, Any]]:
+        """Arrays with their names, in the order of the file, each as `read` gives it.
+
+        Args:
+            names: of arrays that are in the file.
+            is_checked: whether to compare each with its checksum, where the file has one.
+        """
+        sums = self.words["checksums"] if is_checked else {}
+        for several in _neighbours(in_order(names, self._arrays), self._arrays):
+            if len(several) > 1:
+                yield from self._together(several, sums)
+            else:
+                yield several[0], self._alone(several[0], sums)
+
+    # An array may take half of the memory that there is. So nothing here refers to the one before while the next one is
+    # read, which is why these two are functions.
+
+    def _alone(self, name: str, sums: Mapping[str, str]) -> Any:
+        _, _, start, stop = self._arrays[name]
+        data, value = read_bytes(self.path, self._file, start, stop, is_summed=bool(sums))
+        return self._array(name, data, value, sums)
+
+    def _together(self, names: list[str], sums: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+        first, last = self._arrays[names[0]].start, self._arrays[names[-1]].stop
+        data, _ = read_bytes(self.path, self._file, first, last, is_summed=False)
+        for name in names:
+            _, _, start, stop = self._arrays[name]
+            its = data[start - first : stop - first].copy()
+            yield name, self._array(name, its, zlib.crc32(its.data) if sums else 0, sums)
+
+    def _array(self, name: str, data: np.ndarray, value: int, sums: Mapping[str, str]) -> Any:
+        if sums and f"{value:08x}" != sums[name]:
             raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+        try:
+            return decode(self._arrays[name], self._marks.get(name, {}), data)
+        except ValueError as error:
+            raise ValueError(f"{name!r} of {self.path!r} cannot be read: {error}") from None
 
 
-def _is_of_savez(path: str) -> bool:
-    if not zipfile.is_zipfile(path):
+def _opened(path: str) -> io.FileIO:
+    """An open file, once it is known to be a regular one: who opens a FIFO waits for another program."""
+    flags = getattr(os, "O_NONBLOCK", 0)  # so that not even opening waits
+    try:
+        file = open(path, "rb", buffering=0, opener=lambda path, given: os.open(path, given | flags))  # noqa: SIM115
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            refuse_irregular(path, os.stat(path).st_mode)
+        raise
+    try:
+        refuse_irregular(path, os.fstat(file.fileno()).st_mode)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list[str]]:
+    """Arrays in the order of the file; those that are small and follow one another together, up to one piece."""
+    together, first, last = list[str](), 0, 0
+    for name in names:
+        _, _, start, stop = arrays[name]
+        is_small = stop - start <= _SMALL
+        if together and not (is_small and start == last and stop - first <= PIECE):
+            yield together
+            together = []
+        if not together:
+            first = start
+        last = stop if is_small else -1  # nothing joins a large one
+        together.append(name)
+    if together:
+        yield together
+
+
+def _is_of_savez(file: io.FileIO) -> bool:
+    if not zipfile.is_zipfile(file):
         return False
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         return any(name.endswith(".npy") for name in archive.namelist())
 
 
@@ -147,17 +220,18 @@ def write(path: FilePath, leaves: Mapping[str, Any], words: Mapping[str, Any], m
     checksum of the header is that of its text with blanks in the checksum's own place.
     """
     kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
-    kinds = dict(sorted(kinds.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
+    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}  # so each is aligned
     sums = dict.fromkeys(kinds, _BLANK)
     marks = {name: kind.mark for name, kind in kinds.items() if kind.mark}
+    entries = entries_text(kinds)
 
     def header() -> bytes:
         said = json.dumps({"version": _VERSION, **words, "marks": marks, "checksums": sums}, ensure_ascii=False)
-        text = header_text(kinds, {_CHECKSUM: _BLANK, _WORDS: said, **metadata})
+        text = header_text({_CHECKSUM: _BLANK, _WORDS: said, **metadata}, entries)
         return text.replace(_BLANK.encode(), f"{zlib.crc32(text):08x}".encode(), 1)
 
     before = header()
-    with _replacing(os.path.realpath(as_text(path))) as file:
+    with replacing(as_text(path)) as file:
         file.write(prefixed(before))
         for name in kinds:
             value = 0
@@ -167,47 +241,3 @@ def write(path: FilePath, leaves: Mapping[str, Any], words: Mapping[str, Any], m
             sums[name] = f"{value:08x}"
         file.seek(0)
         file.write(prefixed(header()))
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[Any]:
-    """A file that takes the place of the one at a path when all of it is on the disk."""
-    folder, name = os.path.split(path)
-    # A killed process leaves its file behind, and the next one that writes to the same path removes it. So the name
-    # tells the path, by a checksum: the name of the path itself may be as long as the file system allows.
-    start, end = f".{zlib.crc32(os.fsencode(name)):08x}.", ".unfinished"
-    for each in os.listdir(folder):
-        if each.startswith(start) and each.endswith(end):
-            _remove_unless_written(os.path.join(folder, each))
-    unfinished = os.path.join(folder, f"{start}{secrets.token_hex(4)}{end}")
-    try:
-        with open(unfinished, "xb") as file:
-            with contextlib.suppress(OSError):  # not all file systems have locks
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-        raise
-    if fcntl is not None:  # the new name is on the disk once the folder is
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems that do so by themselves
-                raise
-        finally:
-            os.close(descriptor)
-
-
-def _remove_unless_written(unfinished: str) -> None:
-    """Removes the file that a killed process has left; one that still writes holds a lock."""
-    with contextlib.suppress(OSError):
-        if fcntl is not None:
-            with open(unfinished, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.remove(unfinished)

@@ -45,7 +45,6 @@ class Names(Mapping[str, Any]):
         specs: shape and dtype in JAX of each, of further names of one array too.
         aliases: the further names that only say again what another name says, and that one.
         states: the words on the states of optimisers, by path.
-        check: compares an array with its checksum, where there is one.
         is_file: whether each array is read into a buffer of its own.
     """
 
@@ -55,13 +54,11 @@ class Names(Mapping[str, Any]):
         read: Callable[[str], Any],
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
-        check: Callable[[str], None] = lambda name: None,
         is_file: bool = False,
     ) -> None:
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
-        self.check = check
         self.is_file = is_file
         self._read = read
 
@@ -89,14 +86,7 @@ class Names(Mapping[str, Any]):
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
         states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
         specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(
-            specs,
-            lambda name: self[whole[name]],
-            aliases,
-            states,
-            lambda name: self.check(whole[name]),
-            self.is_file,
-        )
+        return Names(specs, lambda name: self[whole[name]], aliases, states, self.is_file)
 
 
 def names_in(source: object) -> Names | None:
@@ -113,13 +103,7 @@ def _of_file(file: File) -> Names:
     aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
     specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
     stored = {name: aliases.get(name, name) for name in specs}
-    return Names(
-        specs,
-        lambda name: file.read(stored[name]),
-        aliases,
-        file.words["states"],
-        lambda name: file.check(stored[name]),
-    )
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"])
 
 
 def _of_several(files: Sequence[Names]) -> Names:
@@ -135,6 +119,5 @@ def _of_several(files: Sequence[Names]) -> Names:
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
-        lambda name: owners[name].check(name),
         is_file=True,
     )

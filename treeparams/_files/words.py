@@ -19,6 +19,7 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
         and all(map(_is_state, states.values()))
         and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
         and sums.keys() == set(names)
+        and all(map(_is_text, sums.values()))
         and all(_is_value(said) and name not in names and name not in ties for name, said in values_in(words).items())
     )
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from .._files.arrays import Array, array_spec, pieces_of, placed
+from .._files.arrays import Array, pieces_of, placed
 from .._files.names import name_of
 from .._files.values import in_words
 from .._forms.owners import Division, Entries, Owners
@@ -67,7 +67,7 @@ class Contents:
 
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""
-        return array_spec(self.leaves[i])
+        return self.structure.spec(i)
 
     def store_what_differs(self) -> None:
         """Has an alias stored by itself that is another array than its source gives, as before `tp.tie`."""

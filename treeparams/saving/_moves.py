@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._files.arrays import Array, array_spec, in_numpy
+from .._files.format import Packed
 from .._files.names import Names
 from .._tree.paths import nearest, split_path, unquote
 from .._tree.structure import Spec
@@ -56,6 +57,12 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
             if target not in leaves:
                 disagrees.append(f"{first_few(route.sources)}: no array is at {target!r}{nearest(target, leaves)}")
         used.update(route.sources)
+        packed = [name for name in route.sources if isinstance(source.specs[name].dtype, Packed)]
+        if packed:
+            is_what = f"{packed[0]!r} is {describe(source.specs[packed[0]])}, of which NumPy and JAX have no arrays"
+            disagrees.append(f"{is_what}; drop it, rename={{{packed[0]!r}: None}}")
+            refused.update(leaf for _, leaf in targets)
+            continue
         made = _results(route, source.specs)
         if len(made) != len(route.targets):
             why = f"gives {len(made)} arrays, and the paths are {first_few(route.targets)}"

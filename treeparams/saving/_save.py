@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._files.arrays import placed
+from .._files.arrays import Array, placed
 from .._files.file import PREFIX, File, write
 from .._files.format import FilePath, as_text
 from .._files.names import name_of
@@ -48,7 +48,9 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
-    is full, leaves the old one.
+    is full, leaves the old one. It keeps the mode and the owner of that one, where the system lets it. Of several
+    processes that save to one path the last one wins, whole. A NumPy array may change while it is written: the file
+    holds, piece by piece, what was there when the piece was written.
 
     Args:
         path: of the file; `.safetensors` is usual.
@@ -59,7 +61,7 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
             the format cannot hold; a name or text is not Unicode; `metadata` has a name that starts with `treeparams.`;
-            the tree is nested too deeply for JAX.
+            the tree is nested too deeply for JAX; the path is no regular file, as a FIFO or `/dev/null`.
         TypeError: the path does not come first; `metadata` is not text by text; a leaf that is no pytree, such as a
             plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be saved. What
             functions close over is not looked at.
@@ -153,9 +155,10 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     False
 
     **By name.** Each array goes to its path, whatever the order of fields, and so do numbers and texts: a dropout rate
-    is that of the file, and so is `inference`. With `saving.plan(path, like)(path)` they are those of `like`. All that
-    can be wrong is looked at before the first array is made: names, shapes, dtypes, ties, histories, checksums. Where
-    names or shapes have changed since, `saving.plan(path, model, rename=...)` says which array goes where.
+    is that of the file, and so is `inference`. With `saving.plan(path, like)(path)` they are those of `like`. Names,
+    shapes, dtypes, ties and histories are looked at before the first array is read, and each array is compared with
+    its checksum as it is read. Where names or shapes have changed since, `saving.plan(path, model, rename=...)` says
+    which array goes where.
 
     Args:
         path: of a file that `save` wrote.
@@ -164,7 +167,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
             sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`, and takes the ties of the file. A
             state of an optimiser must have the histories of the saved one: that of `tx.init` has one; the error says
             the calls that make another.
-        checksum: whether to compare the arrays with their checksums, which takes about as long as reading them again.
+        checksum: whether to compare the arrays with their checksums.
 
     Returns:
         The tree, in buffers of its own, with one array at all paths of a tie. No array has a weak type.
@@ -194,10 +197,13 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     for alias, (source, transforms) in file.words["ties"].items():
         its = known[leaves[alias]].transforms if transforms else ()
         contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
-    if checksum:
-        for name in file.specs:
-            file.check(name)
-    values = {leaves[name]: placed(name, file.read(name), contents.leaves[leaves[name]]) for name in file.specs}
+
+    def put(name_and_array: tuple[str, Array]) -> tuple[int, Array]:
+        """An array in its place; `map` lets go of it before the next one is read."""
+        name, array = name_and_array
+        return leaves[name], placed(name, array, contents.leaves[leaves[name]])
+
+    values = dict(map(put, file.arrays(file.specs, checksum)))
     values |= {leaves[name]: from_words(said) for name, said in values_in(file.words).items()}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
@@ -209,8 +215,11 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
+    paths = map(name_of, contents.structure.paths)
+    if not theirs:
+        return {name: i for i, name in enumerate(paths)}
     names = {}
-    for i, name in enumerate(map(name_of, contents.structure.paths)):
+    for i, name in enumerate(paths):
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
         names[theirs.get(start, "") + name[len(start) :]] = i
     return names

@@ -27,7 +27,8 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
     has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
     here = {name: i for name, i in leaves.items() if i in contents.names or (has_values and i in contents.values)}
-    heads = heads_of(here, there)
+    # Equal names, however many, are never those of another tree below a node, and none is missing.
+    heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
             f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
@@ -37,8 +38,9 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     for name in [name for name in here if name not in there]:
         hint = _ARRAYS_ALONE if here[name] in contents.values else ""
         yield f"{name!r} is in the tree and not in the file{nearest(name, there)}{hint}"
-    heads, others = set(map(head_of, leaves)), dict[str, None]()
-    for name in [name for name in there if name not in leaves]:
+    rest, others = [name for name in there if name not in leaves], dict[str, None]()
+    heads = set(map(head_of, leaves)) if rest else set[str]()
+    for name in rest:
         if head_of(name) in heads:
             hint = _ARRAYS_ALONE if name in said else ""
             yield f"{name!r} is in the file and not in the tree{nearest(name, here)}{hint}"
