@@ -11,6 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+Value = bool | int | float | complex | str | np.generic
+"""A number or a text."""
+
 _LONGEST = 10**18  # of the numbers in decimal digits, which people can read
 
 
@@ -43,40 +46,44 @@ LONG: tuple[type, ...] = (np.longdouble, np.clongdouble)
 """Numbers that are of other bits on each kind of machine, so that no file has them."""
 
 
-def in_words(leaf: object) -> list[str] | None:
-    """The type and the value of a number or text; `None` of any other leaf.
+def in_words(leaf: Value) -> list[str]:
+    """The type and the value of a number or text.
 
     >>> in_words(5), in_words(float("inf")), in_words(True), in_words("gelu")
     (['int', '5'], ['float', 'inf'], ['bool', 'True'], ['str', 'gelu'])
-    >>> in_words(np.float32(0.5)), in_words(len)
-    (['numpy.float32', '0000003f'], None)
+    >>> in_words(np.float32(0.5))
+    ['numpy.float32', '0000003f']
     """
     kind = type(leaf)
-    name = _name_of(kind)
+    name = kind_in_words(kind)
     if name is None:
-        return None
+        raise TypeError(f"a {kind.__name__} is no number and no text")
     # Of a NumPy scalar the bytes are written, which tell one NaN from another.
     return [name, _TO_TEXT[kind](leaf) if kind in _TO_TEXT else np.asarray(leaf).tobytes().hex()]
 
 
-def from_words(said: Sequence[str]) -> Any:
+def from_words(said: Sequence[str]) -> Value:
     """The number or text that a file says; a `ValueError` or `KeyError` where it says none.
 
-    >>> from_words(["int", "5"]), from_words(["numpy.float32", "0000003f"])
-    (5, np.float32(0.5))
+    >>> from_words(["int", "5"]), from_words(["float", "inf"])
+    (5, inf)
     """
     name, text = said
     if name in _FROM_TEXT:
         return _FROM_TEXT[name](text)
     dtype = np.dtype(name.removeprefix(_OF_NUMPY))
-    if _name_of(dtype.type) != name:
+    if kind_in_words(dtype.type) != name:
         raise ValueError(f"{name!r} is no type of numbers or texts")
     return np.frombuffer(bytes.fromhex(text), dtype)[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def _name_of(kind: type) -> str | None:
-    """How a file names a type of numbers or texts; `None` of any other type."""
+def kind_in_words(kind: type) -> str | None:
+    """How a file names a type of numbers or texts; `None` of any other type.
+
+    >>> kind_in_words(float), kind_in_words(np.float32), kind_in_words(list)
+    ('float', 'numpy.float32', None)
+    """
     if kind in _TO_TEXT:
         return f"{_OF_NUMPY}str" if kind is np.str_ else kind.__name__
     if not issubclass(kind, np.generic) or issubclass(kind, LONG):

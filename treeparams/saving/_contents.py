@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 
 from .._files.arrays import Array, pieces_of, placed
 from .._files.names import name_of
-from .._files.values import in_words
+from .._files.values import in_words, kind_in_words
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
@@ -62,8 +62,8 @@ class Contents:
     @functools.cached_property
     def values(self) -> dict[int, list[str]]:
         """The numbers and texts in words, by leaf."""
-        others = [i for i, spec in enumerate(self.structure.specs) if spec is None]
-        return {i: said for i, said in zip(others, [in_words(self.leaves[i]) for i in others], strict=True) if said}
+        kinds = set(filter(kind_in_words, set(map(type, self.leaves))))  # a model has many leaves, of few types
+        return {i: in_words(leaf) for i, leaf in enumerate(self.leaves) if type(leaf) in kinds}
 
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""

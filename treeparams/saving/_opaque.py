@@ -23,9 +23,11 @@ _DEEPEST = 8  # levels below a leaf; what lies deeper is hardly the leaf's own
 def lost_arrays(contents: Contents) -> Iterator[str]:
     """Says which leaves hold arrays that would not be saved, and what to write in their place."""
     seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
-    for i, spec in enumerate(contents.structure.specs):
-        leaf = contents.leaves[i]
-        why = _why_lost(leaf, seen) if spec is None else None
+    specs = contents.structure.specs
+    kinds = {kind for kind in set(map(type, contents.leaves)) if not _is_bare(kind) or issubclass(kind, LONG)}
+    others = [(i, leaf) for i, leaf in enumerate(contents.leaves) if type(leaf) in kinds and specs[i] is None]
+    for i, leaf in others:
+        why = _why_lost(leaf, seen)
         if why is not None:
             yield f"{contents.structure.paths[i]!r} is a {why}; {_instead(leaf)}, or leave it out of the tree"
 
@@ -35,8 +37,6 @@ def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
     kind = type(leaf)
     if issubclass(kind, LONG):
         return f"{kind.__qualname__}, which other machines do not have, so it would not be saved"
-    if _is_bare(kind):
-        return None
     if isinstance(leaf, Mapping):
         return "mapping and no pytree, so none of its arrays would be saved"
     if _is_foreign(leaf):

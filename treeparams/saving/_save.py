@@ -1,7 +1,8 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
@@ -107,8 +108,11 @@ def _check_tree(tree: object, call: str) -> None:
         raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; the path comes first: {call}")
 
 
-def _check_unicode(texts: Iterable[str], where: str) -> None:
+def _check_unicode(texts: Collection[str], where: str) -> None:
     """Refuses texts that no file can hold."""
+    with contextlib.suppress(UnicodeEncodeError):
+        "".join(texts).encode()
+        return
     for text in texts:
         try:
             text.encode()
@@ -215,11 +219,11 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
-    paths = map(name_of, contents.structure.paths)
+    leaves = dict(zip(map(name_of, contents.structure.paths), range(len(contents.leaves)), strict=True))
     if not theirs:
-        return {name: i for i, name in enumerate(paths)}
+        return leaves
     names = {}
-    for i, name in enumerate(paths):
+    for name, i in leaves.items():
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
         names[theirs.get(start, "") + name[len(start) :]] = i
     return names

@@ -51,28 +51,28 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             f"the file also holds {other!r}, which the tree has not; to take a part of a file, as 'model', write "
             "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
-    for name in [name for name in there if name in leaves]:
-        yield from _unlike_leaf(contents, leaves[name], name, file)
+    yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
 
 
-def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> Iterator[str]:
-    """Says how a leaf of the tree differs from what the file has at its name."""
+def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
+    """How a leaf of the tree differs from what the file has at its name."""
     leaf, said = contents.leaves[i], values_in(file.words).get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
     if said is not None:
         if i not in contents.values and not _is_scalar_of_numpy(leaf, said):
             hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
-            yield f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the file{hint}"
+            return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the file{hint}"
     elif i not in contents.names:
         there = describe(file.specs[stored])
         hint = "; write jnp.asarray(...) in the tree" if i in contents.values else ""
-        yield f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file{hint}"
+        return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file{hint}"
     elif not transforms:
         here, there = contents.spec(i), file.specs[stored]
         if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
-            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
+            return f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
         if here != there:
-            yield f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
+            return f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
+    return None
 
 
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
