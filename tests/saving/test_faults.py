@@ -36,7 +36,12 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def like():
     tx = optim.trainable(optax.sgd(0.1, momentum=0.9))
-    return tree_of(0) | {"key": np.zeros(2, "u4"), "state": tx.init({"a": np.ones(2, "f"), "b": np.ones((), "f")})}
+    return tree_of(0) | {
+        "epoch": 5,
+        "x": np.float16(2),
+        "key": np.zeros(2, "u4"),
+        "state": tx.init({"a": np.ones(2, "f"), "b": np.ones((), "f")}),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +269,23 @@ LIES = {
     "no restructures": lambda words: words.pop("restructures", None) and None,
     "a place of a number": lambda words: words.update(restructures={"back": {"a": [5, [2]]}}),
     "running of a number": lambda words: words["states"]["state"].update(running=[5]),
+    "values that are a list": lambda words: words.update(values=[["int", "5"]]),
+    "values that are null": lambda words: words.update(values=None),
+    "a value that is a number": lambda words: words["values"].update(epoch=5),
+    "a value of three": lambda words: words["values"].update(epoch=["int", "5", ""]),
+    "a value of a number": lambda words: words["values"].update(epoch=["int", 5]),
+    "a value of nonsense": lambda words: words["values"].update(epoch=["int", "five"]),
+    "a value with spaces": lambda words: words["values"].update(epoch=["int", " 5"]),
+    "a value of too many digits": lambda words: words["values"].update(epoch=["int", "9" * 5000]),
+    "a value of another type": lambda words: words["values"].update(epoch=["list", "5"]),
+    "a value of objects": lambda words: words["values"].update(x=["numpy.object", "00" * 8]),
+    "a value of fields": lambda words: words["values"].update(x=["numpy.f4,f4", "00" * 8]),
+    "a value of too few bytes": lambda words: words["values"].update(x=["numpy.float16", "00"]),
+    "a value of two": lambda words: words["values"].update(x=["numpy.float16", "0000" * 2]),
+    "a value at an array": lambda words: words["values"].update(first=["int", "5"]),
+    "a value at a tie": lambda words: words["values"].update(second=["int", "5"]),
+    "a value at nothing": lambda words: words["values"].update(nothing=["int", "5"]),
+    "a value too few": lambda words: words["values"].pop("x") and None,
     "running of lists": lambda words: words["states"]["state"].update(running=[[["a"]]]),
 }
 

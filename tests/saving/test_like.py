@@ -97,8 +97,10 @@ def test_a_declared_tie_in_the_file_only(path):
 def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, monkeypatch):
     read = []
     monkeypatch.setattr(files, "read_bytes", lambda *args, **_: read.append(args))
-    saving.save(path, {"layers": [{"weight": ramp(2), "bias": ramp(1)}], "n": jnp.arange(2), "old": ramp(1)})
-    like = {"layers": [{"weight": ramp(3), "bais": ramp(1)}], "n": ramp(2), "new": {"deep": ramp(1)}, "old": 0.5}
+    saving.save(
+        path, {"layers": [{"weight": ramp(2), "bias": ramp(1)}], "n": jnp.arange(2), "old": ramp(1), "rate": ramp(1)}
+    )
+    like = {"layers": [{"weight": ramp(3), "bais": ramp(1)}], "n": ramp(2), "new": {"deep": ramp(1)}, "rate": 0.5}
     with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} does not fit the tree:\n")) as error:
         saving.load(path, like)
     for line in (
@@ -108,6 +110,7 @@ def test_all_that_does_not_fit_is_said_at_once_before_anything_is_read(path, mon
         "'n' is float32[2] in the tree, int32[2] in the file",
         "'new.deep' is in the tree and not in the file",
         "the file also holds 'old', which the tree has not",
+        "'rate' is float in the tree, an array float32[1] in the file",
     ):
         assert line in str(error.value)
     assert read == []

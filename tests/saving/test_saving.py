@@ -29,6 +29,10 @@ def emptied(tree):
     made = {}
 
     def zeros(leaf):
+        if type(leaf) in (bool, int, float, complex, str):
+            return type(leaf)()
+        if not hasattr(leaf, "dtype"):
+            return leaf
         if isinstance(leaf, np.ndarray):
             return np.zeros_like(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -36,7 +40,7 @@ def emptied(tree):
             return jax.random.wrap_key_data(jnp.asarray(np.zeros(data.shape, "u4")), impl=jax.random.key_impl(leaf))
         return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
 
-    return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)) if hasattr(leaf, "dtype") else leaf, tree)
+    return jax.tree.map(lambda leaf: made.setdefault(id(leaf), zeros(leaf)), tree)
 
 
 def abstract(leaf):
@@ -56,7 +60,8 @@ def assert_bits(got, want):
         assert (type(a), a.dtype, a.shape) == (type(b), b.dtype, b.shape)
         assert np.asarray(as_data(a)).tobytes() == np.asarray(as_data(b)).tobytes()
     assert pattern([a for a, _ in pairs]) == pattern([b for _, b in pairs])
-    assert all(a is b for a, b in pairs if not hasattr(b, "dtype"))
+    others = [pair for pair in pairs if not hasattr(pair[1], "dtype")]
+    assert all(a is b or (type(a), repr(a)) == (type(b), repr(b)) for a, b in others)
     return len(arrays)
 
 
@@ -247,14 +252,6 @@ def test_metadata_that_are_no_text(path, metadata):
 # -- What is not in a file ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_array_stays_with_like(path):
-    saved = {"w": ramp(2), "f": jnp.tanh, "n": 3, "x": np.float32(0.5), "name": "old", "none": None}
-    like = {"w": jnp.zeros(2), "f": jnp.sin, "n": 4.5, "x": np.float64(7), "name": object(), "none": None}
-    got = there_and_back(path, saved, like)
-    assert [got[name] for name in ("f", "n", "x", "name")] == [like[name] for name in ("f", "n", "x", "name")]
-    np.testing.assert_array_equal(got["w"], saved["w"])
-
-
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     path = tmp_path / "m"
     saving.save(path, {"w": ramp(2)})
@@ -271,6 +268,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
         (first | {"gone": gone}, RuntimeError, "'gone' has been deleted, as by a step that donates it; keep a copy"),
         (first | {"key": key}, RuntimeError, "'key' has been deleted"),
         (first | {"n\ud800": ramp(1)}, ValueError, r"'n\\ud800' is not Unicode text"),
+        (first | {"note": "\udcff"}, ValueError, r"'\\udcff' is not Unicode text, so it cannot be saved, at 'note'"),
         (first | {"times": np.zeros(2, ">f4")}, TypeError, "'times' is a NumPy array of >f4, which JAX does not have"),
     ]
     for tree, error, message in refused:

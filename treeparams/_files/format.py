@@ -221,7 +221,7 @@ def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
     text += b" " * (-len(text) % 8)  # so that the arrays are aligned
     if len(text) > _LONGEST:
         raise ValueError(
-            f"the names and ties of the tree take {len(text):,} bytes; the format has {_LONGEST:,} at most"
+            f"the names, ties and texts of the tree take {len(text):,} bytes; the format has {_LONGEST:,} at most"
         )
     return text
 

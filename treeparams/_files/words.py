@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._tree.structure import Spec
+from .values import from_words, in_words
 
 
 def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -19,6 +20,7 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
         and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
         and sums.keys() == set(names)
         and all(map(_is_text, sums.values()))
+        and all(_is_value(said) and name not in names and name not in ties for name, said in values_in(words).items())
     )
 
 
@@ -35,6 +37,11 @@ def _is_tie(tie: Sequence[Any]) -> bool:
 def _is_mark(mark: Mapping[str, Any]) -> bool:
     """Whether this says that an array is of another dtype than it is stored as, or holds keys."""
     return len(mark) == 1 and mark.keys() <= {"key", "dtype"} and all(map(_is_text, mark.values()))
+
+
+def _is_value(said: Sequence[Any]) -> bool:
+    """Whether this says a number or a text, as `save` says it."""
+    return _are(_is_text, said) and in_words(from_words(said)) == said
 
 
 def _is_slot(slot: Sequence[Any]) -> bool:
@@ -93,6 +100,11 @@ def _is_count(said: object) -> bool:
 def _are(is_one: Callable[[Any], bool], several: object) -> bool:
     """Whether a value of a file is a list, and each entry passes a test."""
     return type(several) is list and all(map(is_one, several))
+
+
+def values_in(words: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The numbers and texts that a file says, by path; a file of an older `save` says none."""
+    return words.get("values", {})
 
 
 def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

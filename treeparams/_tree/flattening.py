@@ -1,9 +1,9 @@
-"""Trees flattened as JAX does, with a clear error for a tree that contains itself; treedefs compared."""
+"""Trees flattened as JAX does, with clear errors for one that contains itself or is too deep; treedefs compared."""
 
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -32,18 +32,23 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    """`jax.tree.flatten` with a clear error for a tree that contains itself."""
+    """`jax.tree.flatten` with clear errors for a tree that contains itself, and for one of too many levels."""
     try:
         return _one_level_down(tree)
     except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
         sys.setrecursionlimit(sys.getrecursionlimit() + _SPARE)
         _give_back_levels()
-        path = _find_cycle(tree, (), ())
-        if path is None:
+        path = _find_cycle(tree)
+        if path is not None:
+            raise ValueError(
+                f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
+                "keep one of the two references, or hold it in a static field"
+            ) from error
+        if not _is_of_depth(error):
             raise
         raise ValueError(
-            f"the model is cyclic: the node at {path!r} is one of the nodes above it. A pytree is a tree; "
-            "keep one of the two references, or hold it in a static field"
+            "the tree is nested too deeply for jax.tree.flatten, as a chain of nodes may be; keep the nodes of a chain "
+            "in one list"
         ) from error
 
 
@@ -73,14 +78,37 @@ def _give_back_levels() -> None:
     sys.setrecursionlimit(max(limit - _SPARE, lost + _ENOUGH if lost > _SPARE else 0))
 
 
-def _find_cycle(node: PyTree, above: tuple[Any, ...], entries: tuple[str, ...]) -> str | None:
+def _is_of_depth(error: BaseException | None) -> bool:
+    """Whether an error comes of a stack that was full, whatever was made of it since."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _find_cycle(tree: PyTree) -> str | None:
     """The path of the first node that is one of those above it."""
-    if any(node is each for each in above):
-        return join_path(entries)
+    # No recursion: the tree may be as deep as memory allows.
+    above, entries = {id(tree)}, list[str]()
+    opened = [(tree, _children_of(tree, entries))]
+    while opened:
+        node, children = opened[-1]
+        for entry, child in children:
+            entries.append(entry)
+            if id(child) in above:
+                return join_path(entries)
+            above.add(id(child))
+            opened.append((child, _children_of(child, entries)))
+            break
+        else:
+            opened.pop()
+            above.discard(id(node))
+            del entries[-1:]
+    return None
+
+
+def _children_of(node: PyTree, entries: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The children of a node, each with its entry in a path."""
     taken = take(node)
     children = list(taken[0]) if taken is not None else []
-    for entry, (_, child) in zip(sibling_entries([key for key, _ in children], entries), children, strict=True):
-        found = _find_cycle(child, (*above, node), (*entries, entry))
-        if found is not None:
-            return found
-    return None
+    names = sibling_entries([key for key, _ in children], entries)
+    return iter([(entry, child) for entry, (_, child) in zip(names, children, strict=True)])

@@ -193,11 +193,7 @@ class _Reading:
         self._keys = StaticKeys()
         self._known: dict[Hashable, Hashable] = {}  # many nodes have the same objects as static values
         self._held: list[object] = []  # so that no other object gets the identity of one that is known
-        taken = take(tree)
-        if taken is None:
-            self.entries.append(())
-        else:
-            self._visit(type(tree), list(taken[0]), taken[1], ())
+        self._visit(tree)
 
     def found(self) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...]]:
         """The nodes, and the entries of each leaf."""
@@ -207,25 +203,31 @@ class _Reading:
         """The static keys, and the bare objects in them."""
         return tuple(self.statics), tuple(self._keys.bare)
 
-    # One frame of Python for each level of the tree, as JAX takes: a tree that can be flattened can be read.
-    def _visit(self, kind: type, children: Sequence[tuple[Any, Any]], data: object, path: tuple[str, ...]) -> None:
-        names = keys_of(kind, children)
-        self.statics.append((kind, len(names), self._static_key(data)))
-        if kind is type(None):
-            return
-        number, start = len(self.nodes), len(self.entries)
-        self.nodes.append(None)  # in preorder; its last leaf is not known yet
-        # A box adds no entry to a path. Siblings without leaves take part in the naming of the others, so that a path
-        # does not change when a sibling loses its leaves.
-        is_boxed = len(names) == 1 and is_box(kind)
-        for (_, child), entry in zip(children, sibling_entries(names, path), strict=True):
-            below = path if is_boxed else (*path, entry)
-            taken = take(child)
-            if taken is None:
-                self.entries.append(below)
+    def _visit(self, tree: PyTree) -> None:
+        # No recursion: from Python 3.12 on, JAX takes more levels than Python has frames.
+        opened: list[tuple[Any, ...]] = []  # the nodes above, each with its siblings that are not read yet
+        children, above = zip([(None, tree)], [None], strict=True), ()
+        while True:
+            for (_, child), entry in children:
+                path = above if entry is None else (*above, entry)
+                taken = take(child)
+                if taken is None:
+                    self.entries.append(path)
+                    continue
+                kind, data, pairs = type(child), taken[1], list(taken[0])
+                names = keys_of(kind, pairs)
+                self.statics.append((kind, len(names), self._static_key(data)))
+                if child is None:
+                    continue
+                opened.append((len(self.nodes), kind, path, len(self.entries), data, children, above))
+                self.nodes.append(None)  # in preorder; its last leaf is not known yet
+                children, above = zip(pairs, _entries_below(kind, names, path), strict=True), path
+                break
             else:
-                self._visit(type(child), list(taken[0]), taken[1], below)
-        self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
+                if not opened:
+                    return
+                number, kind, path, start, data, children, above = opened.pop()
+                self.nodes[number] = Node(kind, path, start, len(self.entries), data, len(self.nodes))
 
     def _static_key(self, data: object) -> Hashable:
         # JAX makes the tuple of static fields anew at each flattening, around values that are not.
@@ -234,6 +236,13 @@ class _Reading:
             self._held.append(data)
             self._known[same] = self._keys.key(data)
         return self._known[same]
+
+
+def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> Sequence[str | None]:
+    """The entries that a node's children add to their paths; `None`: nothing, below a box."""
+    # Siblings without leaves take part in the naming of the others, so that a path does not change when a sibling loses
+    # its leaves.
+    return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:

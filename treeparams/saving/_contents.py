@@ -1,4 +1,4 @@
-"""The arrays of a tree that are stored, each once, under its path; ties and the histories of optimisers in words."""
+"""The arrays of a tree that are stored, each once, under its path; numbers, ties and histories in words."""
 
 import functools
 from collections.abc import Collection, Mapping
@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 
 from .._files.arrays import Array, pieces_of, placed
 from .._files.names import name_of
+from .._files.values import in_words, kind_in_words
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
@@ -58,6 +59,12 @@ class Contents:
         """The ties in words: `{alias: (name, transforms)}`."""
         return {self.names[i]: (self.names[alias.source], str(alias)) for i, alias in self.aliases.items()}
 
+    @functools.cached_property
+    def values(self) -> dict[int, list[str]]:
+        """The numbers and texts in words, by leaf."""
+        kinds = set(filter(kind_in_words, set(map(type, self.leaves))))  # a model has many leaves, of few types
+        return {i: in_words(leaf) for i, leaf in enumerate(self.leaves) if type(leaf) in kinds}
+
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""
         return self.structure.spec(i)
@@ -78,7 +85,7 @@ class Contents:
                         self.aliases[i] = Alias(i, first[i], ())
 
     def leaves_with(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves with these arrays where they are stored, and those that follow from them at their aliases."""
+        """The leaves with these values where they are stored, and the arrays that follow from them at their aliases."""
         leaves = [values.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         for i, alias in self.aliases.items():
             if alias.source in values:

@@ -1,6 +1,8 @@
 """save, load, metadata: a tree in one file, and back into a tree like it."""
 
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
@@ -8,20 +10,23 @@ import jax.tree_util as jtu
 from .._files.arrays import Array, placed
 from .._files.file import PREFIX, File, write
 from .._files.format import FilePath, as_text
-from .._files.words import histories_in
+from .._files.names import name_of
+from .._files.values import from_words
+from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
 from .._tree.messages import name_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
 from ..optim import ModelTransformation
 from ._contents import Contents, places_in_words, state_in_words
-from ._unlike import unlike_arrays, unlike_joined, unlike_states, unlike_ties
+from ._opaque import lost_arrays
+from ._unlike import unlike_joined, unlike_leaves, unlike_states, unlike_ties
 
 M = TypeVar("M")
 
 
 def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes all arrays of a tree to a file in the safetensors format, each once, by its path.
+    """Writes the arrays of a tree, each once, its numbers and its texts to a file in the safetensors format, by path.
 
     >>> import os, tempfile, jax.numpy as jnp, optax
     >>> from treeparams import optim, saving
@@ -29,15 +34,19 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     >>> shared = jnp.array([1.0, 2.0])
     >>> model = {"embed": shared, "head": shared, "steps": jnp.array(3)}
     >>> tx = optim.trainable(optax.adam(0.1))
-    >>> saving.save(path, {"model": model, "optimiser": tx.init(model)}, metadata={"run": "7"})
+    >>> run = {"model": model, "optimiser": tx.init(model), "epoch": 5}
+    >>> saving.save(path, run, metadata={"run": "7"})
     >>> list(saving.names(path, "model"))
     ['embed', 'steps']
+    >>> saving.load(path, {"model": model, "optimiser": tx.init(model), "epoch": 0})["epoch"]
+    5
 
-    Trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have. All else -
-    functions, Python numbers, structure - is not in the file: it comes from the code that builds the model. The file
-    says which paths are one array, what each array's checksum is, and which parameters each array of an optimiser's
-    state is of. Of a `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything
-    that reads safetensors reads it. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    Saved are trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have, and
+    numbers and texts, with their type. All else - functions, other objects, static fields, structure - is not in the
+    file: it comes from the code that builds the model. The file says which paths are one array, what each array's
+    checksum is, and which parameters each array of an optimiser's state is of. Of a `Restructure` in the tree it says
+    which parameter lies where in its vector or stacks. Anything that reads safetensors reads the arrays. Complex
+    numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one. It keeps the mode and the owner of that one, where the system lets it. Of several
@@ -46,15 +55,17 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
 
     Args:
         path: of the file; `.safetensors` is usual.
-        model: any pytree: a model, a state, an average, or a dictionary of these.
+        model: any pytree: a model, a state, an average, or a dictionary of these and of numbers.
         metadata: text by text, for people and other programs; `saving.metadata(path)` reads it.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: an array has no values, lies over several processes (Orbax is for these), or is of a dtype that
-            the format cannot hold; a name is not Unicode text; `metadata` has a name that starts with `treeparams.`;
-            the path is no regular file, as a FIFO or `/dev/null`.
-        TypeError: `metadata` is not text by text; a mapping that is no pytree stands in the tree.
+            the format cannot hold; a name or text is not Unicode; `metadata` has a name that starts with `treeparams.`;
+            the tree is nested too deeply for JAX; the path is no regular file, as a FIFO or `/dev/null`.
+        TypeError: the path does not come first; `metadata` is not text by text; a leaf that is no pytree, such as a
+            plain dataclass, a `deque` or a `functools.partial`, holds an array, which would not be saved. What
+            functions close over is not looked at.
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
@@ -63,17 +74,18 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
     as_text(path)
+    _check_tree(model, "saving.save(path, model)")
     if isinstance(model, (type, ModelTransformation)):
         raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
-    for at, leaf in zip(contents.structure.paths, contents.leaves, strict=True):
-        if isinstance(leaf, Mapping):
-            raise TypeError(f"{at!r} is a mapping and no pytree, so none of its arrays would be saved; write dict(...)")
-    for name in [*contents.names.values(), *said, *said.values()]:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name!r} is not Unicode text, so it cannot be a name in a file") from None
+    lost = list(lost_arrays(contents))
+    if lost:
+        raise TypeError(first_lines(lost))
+    paths = contents.structure.paths
+    values = {name_of(paths[i]): value for i, value in contents.values.items()}
+    _check_unicode([*contents.names.values(), *values, *said, *said.values()], "in a file")
+    for name, (_, text) in values.items():
+        _check_unicode([text], f"saved, at {name!r}")
     try:
         contents.store_what_differs()
         frozen = contents.frozen
@@ -82,11 +94,30 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
             "states": {path: state_in_words(state) for path, state in contents.states.items()},
             "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
             "frozen": [name for name, i in contents.stored.items() if i in frozen],
+            "values": values,
         }
         write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
     except RuntimeError as error:
         name_deleted(error, model)
         raise
+
+
+def _check_tree(tree: object, call: str) -> None:
+    """Refuses a text or a path where a tree is expected: the two arguments may stand in PyTorch's order."""
+    if isinstance(tree, (str, bytes, os.PathLike)):
+        raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; the path comes first: {call}")
+
+
+def _check_unicode(texts: Collection[str], where: str) -> None:
+    """Refuses texts that no file can hold."""
+    with contextlib.suppress(UnicodeEncodeError):
+        "".join(texts).encode()
+        return
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{text!r} is not Unicode text, so it cannot be {where}") from None
 
 
 def metadata(path: FilePath) -> dict[str, str]:
@@ -127,16 +158,19 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     >>> bool(tp.diff(saving.load(path, shapes), model))
     False
 
-    **By name.** Each array goes to its path, whatever the order of fields. Names, shapes, dtypes, ties and histories
-    are looked at before the first array is read, and each array is compared with its checksum as it is read. Where
-    names or shapes have changed since, `saving.plan(path, model, rename=...)` says which array goes where.
+    **By name.** Each array goes to its path, whatever the order of fields, and so do numbers and texts: a dropout rate
+    is that of the file, and so is `inference`. With `saving.plan(path, like)(path)` they are those of `like`. Names,
+    shapes, dtypes, ties and histories are looked at before the first array is read, and each array is compared with
+    its checksum as it is read. Where names or shapes have changed since, `saving.plan(path, model, rename=...)` says
+    which array goes where.
 
     Args:
         path: of a file that `save` wrote.
-        like: a tree of the same structure, shapes, dtypes and ties. Of it are all leaves that are no arrays, and where
-            the arrays are to lie: on which devices, by which sharding, in NumPy or in JAX. A leaf may be a
-            `jax.ShapeDtypeStruct`, and takes the ties of the file. A state of an optimiser must have the histories of
-            the saved one: that of `tx.init` has one; the error says the calls that make another.
+        like: a tree of the same structure, shapes, dtypes and ties, with numbers where the file has numbers. Of it are
+            functions, other objects and static fields, and where the arrays are to lie: on which devices, by which
+            sharding, in NumPy or in JAX. A leaf may be a `jax.ShapeDtypeStruct`, and takes the ties of the file. A
+            state of an optimiser must have the histories of the saved one: that of `tx.init` has one; the error says
+            the calls that make another.
         checksum: whether to compare the arrays with their checksums.
 
     Returns:
@@ -145,7 +179,10 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     Raises:
         OSError: there is no such file.
         ValueError: the file is damaged or none of `save`; it does not fit `like`, with all that does not.
+        TypeError: the path does not come first.
     """
+    as_text(path)
+    _check_tree(like, "saving.load(path, like)")
     file = File(path)
     if not file.is_ours:
         raise ValueError(
@@ -155,7 +192,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     contents = Contents(like)
     leaves = _leaves_in(contents, file)
     wrong = list(unlike_states(contents, file))
-    wrong = wrong or [*unlike_arrays(contents, leaves, file), *unlike_ties(contents, leaves, file)]
+    wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))
     if wrong:
         raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
@@ -171,6 +208,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
         return leaves[name], placed(name, array, contents.leaves[leaves[name]])
 
     values = dict(map(put, file.arrays(file.specs, checksum)))
+    values |= {leaves[name]: from_words(said) for name, said in values_in(file.words).items()}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
@@ -181,10 +219,11 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         here, there = (_paths_of(words, path) for words in (state_in_words(state), file.words["states"].get(path)))
         for paths, ours in here.items():
             theirs |= dict(zip(ours, there.get(paths, ours), strict=True))
+    leaves = dict(zip(map(name_of, contents.structure.paths), range(len(contents.leaves)), strict=True))
     if not theirs:
-        return {name: i for i, name in contents.names.items()}
+        return leaves
     names = {}
-    for i, name in contents.names.items():
+    for name, i in leaves.items():
         start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
         names[theirs.get(start, "") + name[len(start) :]] = i
     return names

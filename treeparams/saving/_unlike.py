@@ -1,39 +1,49 @@
 """How a tree differs from a file, in words: arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from .._files.arrays import array_spec
 from .._files.file import File
 from .._files.names import head_of, heads_of
-from .._files.words import histories_in, specs_in
+from .._files.values import from_words
+from .._files.words import histories_in, specs_in, values_in
 from .._slots.layout import index_of
 from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
 
+_ARRAYS_ALONE = "; saving.plan(path, tree)(path) takes the arrays of the file alone, no numbers"
 
-def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which arrays are in one only, or are others."""
-    there = dict.fromkeys([*file.specs, *file.words["ties"]])
+
+def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
+    """Says which arrays, numbers and texts are in one only, or are others."""
+    said = values_in(file.words)
+    there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
+    has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
+    here = {name: i for name, i in leaves.items() if i in contents.names or (has_values and i in contents.values)}
     # Equal names, however many, are never those of another tree below a node, and none is missing.
-    heads = heads_of(leaves, there) if leaves.keys() != there.keys() else []
+    heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
             f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
             f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
-    for name in [name for name in leaves if name not in there]:
-        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}"
+    for name in [name for name in here if name not in there]:
+        hint = _ARRAYS_ALONE if here[name] in contents.values else ""
+        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}{hint}"
     rest, others = [name for name in there if name not in leaves], dict[str, None]()
     heads = set(map(head_of, leaves)) if rest else set[str]()
     for name in rest:
         if head_of(name) in heads:
-            yield f"{name!r} is in the file and not in the tree{nearest(name, leaves)}"
+            hint = _ARRAYS_ALONE if name in said else ""
+            yield f"{name!r} is in the file and not in the tree{nearest(name, here)}{hint}"
         else:
             others[head_of(name)] = None
     for other in others:
@@ -41,17 +51,44 @@ def unlike_arrays(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             f"the file also holds {other!r}, which the tree has not; to take a part of a file, as 'model', write "
             "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
-    plain = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
-    for name in there:
-        stored = plain.get(name, name)
-        if name not in leaves or stored not in file.specs:
-            continue
-        i, theirs = leaves[name], file.specs[stored]
-        ours, leaf = contents.spec(i), contents.leaves[i]
-        if ours != theirs:
-            yield f"{name!r} is {describe(ours)} in the tree, {describe(theirs)} in the file"
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored):
-            yield f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
+    yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
+
+
+def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
+    """How a leaf of the tree differs from what the file has at its name."""
+    leaf, said = contents.leaves[i], values_in(file.words).get(name)
+    stored, transforms = file.words["ties"].get(name, (name, ""))
+    if said is not None:
+        if i not in contents.values and not _is_scalar_of_numpy(leaf, said):
+            hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
+            return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the file{hint}"
+    elif i not in contents.names:
+        there = describe(file.specs[stored])
+        hint = "; write jnp.asarray(...) in the tree" if i in contents.values else ""
+        return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file{hint}"
+    elif not transforms:
+        here, there = contents.spec(i), file.specs[stored]
+        if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
+            return f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
+        if here != there:
+            return f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
+    return None
+
+
+def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
+    """Whether a leaf stands for such a NumPy scalar, as `eqx.filter_eval_shape` has it: without its value."""
+    value = from_words(said)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(value, (np.number, np.bool_)):
+        return False
+    return array_spec(leaf) == array_spec(value)
+
+
+def _leaf_in_words(contents: Contents, i: int) -> str:
+    """What a leaf is, where the file has something else: an array, a number, a function."""
+    if i in contents.names:
+        return f"an array {describe(contents.spec(i))}"
+    said = contents.values.get(i)
+    return said[0] if said is not None else f"{contents.structure.values[i]}"
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
@@ -83,7 +120,18 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
     """Says which states have other histories, and how to make one that fits."""
     for path, state in contents.states.items():
         here, there = state_in_words(state), file.words["states"].get(path)
-        if there is None or _histories_in(here) == _histories_in(there):
+        if there is None:
+            yield from _unlike_optax(path, here, file)
+            continue
+        form, other = _form_of(here), _form_of(there)
+        if form != other:
+            names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
+            yield (
+                f"the state at {path!r} is of optim.{other} in the file, of optim.{form} in the tree. A plan makes one "
+                f"of the other:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
+            )
+            continue
+        if _histories_in(here) == _histories_in(there):
             continue
         structure = index_of(state.layout).structure
         known = dict(zip(structure.paths, structure.specs, strict=True))
@@ -92,6 +140,27 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         yield (
             f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
             f"{_histories(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
+        )
+
+
+def _form_of(words: Mapping[str, Any]) -> str:
+    """Which function of `optim` makes a state: of separate arrays, of a vector, of stacks."""
+    blocks = [block for each in words["divisions"] for block in each["blocks"]]
+    if any(has_rows for _, _, has_rows in blocks):
+        return "stacked"
+    return "flat" if any(starts for _, starts, _ in blocks) else "trainable"
+
+
+def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[str]:
+    """Says that a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
+    start = f"{path}." if path else ""
+    names = [name[len(start) :] for name in file.specs if name.startswith(start)]
+    is_ours = file.words["states"] if not path else any(name.startswith(("runs.", "held.")) for name in names)
+    ends = tuple([f".{name}" for name, *_ in words["slots"]])
+    if not is_ours and any(name.endswith(ends) for name in names):
+        yield (
+            f"the state at {path!r} is one of plain Optax in the file, of optim.{_form_of(words)} in the tree: load it "
+            "into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
         )
 
 
