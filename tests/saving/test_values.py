@@ -145,7 +145,7 @@ def test_functions_objects_and_static_fields_are_those_of_like(path):
         ([5, 6], [5], "'x.1' is in the file and not in the tree; nearest: 'x.0'; saving.plan"),
         ([5], [5, 6], "'x.1' is in the tree and not in the file; nearest: 'x.0'; saving.plan"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_does_not_fit_is_refused_by_path(path, saved, like, message):
     saving.save(path, {"w": ramp(2), "x": saved})
