@@ -14,7 +14,7 @@ from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.text import describe, quoted
 from ._contents import Contents
-from ._moves import Fit, Move, in_words, shown
+from ._fit import Fit, Move, in_words, shown
 from ._names import spelt_as
 from ._rename import Route, stack, unstack
 

@@ -18,12 +18,12 @@ from ..optim import TrainableState
 from ._averages import carried_average
 from ._contents import Contents
 from ._fill import compared, filled
-from ._migration import carried_state
+from ._fit import Fit, fit
 from ._movers import Movers
-from ._moves import Fit, fit
 from ._names import names_of, names_of_contents
 from ._rename import Rename, Transforms
 from ._report import blocks, problems, rows_of
+from ._states import carried_state
 
 M = TypeVar("M")
 

@@ -7,7 +7,7 @@ from .._tree.paths import nearest
 from .._tree.tables import Table
 from .._tree.text import describe, quoted
 from ._contents import Contents
-from ._moves import Fit, in_words, shown
+from ._fit import Fit, in_words, shown
 
 
 class Row(NamedTuple):

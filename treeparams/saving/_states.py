@@ -29,7 +29,7 @@ from ..optim._groups import groups_in
 from ..optim._state import Roles, in_own_buffers
 from ._before import Source, histories_before, unlabelled
 from ._movers import Movers
-from ._moving import Home, Moving
+from ._pieces import Home, Moving
 
 
 class _History(NamedTuple):
