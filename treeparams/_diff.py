@@ -11,14 +11,14 @@ import numpy as np
 from jax.core import Tracer
 
 from ._files.arrays import array_spec
-from ._files.names import Names, name_of, names_in, split_name
+from ._files.names import Names, key_of, names_in, split_name
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
 from ._tree.elements import elements
 from ._tree.flattening import flatten, same_treedef
 from ._tree.messages import name_deleted
-from ._tree.paths import join_path, split_path, unquote
+from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
 from ._tree.structure import Spec
@@ -260,7 +260,7 @@ def _named(source: Any) -> tuple[Names, frozenset[str]]:
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
     leaves, _, structure = structure_of(source)
-    names = {i: _name_in_file(structure.paths[i]) for i, spec in enumerate(structure.specs) if spec is not None}
+    names = {i: key_of(structure.paths[i]) for i, spec in enumerate(structure.specs) if spec is not None}
     aliases = {names[i]: names[structure.first[i]] for i in names if structure.first[i] != i}
     ties = find_ties(structure)
     aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
@@ -268,11 +268,6 @@ def _named(source: Any) -> tuple[Names, frozenset[str]]:
     specs = {name: array_spec(leaves[i]) for name, i in numbers.items()}
     computed = frozenset(names[tie.leaf] for tie in ties if tie.transforms)
     return Names(specs, lambda name: leaves[numbers[name]], aliases), computed
-
-
-def _name_in_file(path: str) -> str:
-    """A path as a name. A dictionary of arrays by name may stand for a tree, and its keys may have dots."""
-    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else name_of(path)
 
 
 def _missing_rows(these: Names, those: Names, absent: Set[str], side: int) -> Iterator[Difference]:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._tree.paths import join_path, nearest, quote, split_path
+from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe
 from .file import File
@@ -25,6 +25,24 @@ def split_name(name: str) -> tuple[str, ...]:
         return split_path(name)
     except ValueError:  # an array in a file of another program
         return tuple(map(quote, name.split(".")))
+
+
+def key_of(path: str) -> str:
+    """A path as a name, or as the key of a flat dictionary of arrays, where dots may stand without quotes.
+
+    >>> key_of('"layers.0.weight"'), key_of("layers.0.weight")
+    ('layers.0.weight', 'layers.0.weight')
+    """
+    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else name_of(path)
+
+
+def bare(name: str) -> str:
+    """A name without quotes, as people write a key with dots.
+
+    >>> bare('x."layers.0.weight"'), bare("layers.0.weight")
+    ('x.layers.0.weight', 'layers.0.weight')
+    """
+    return ".".join(map(unquote, split_name(name))) if '"' in name else name
 
 
 def head_of(name: str) -> str:
@@ -76,6 +94,10 @@ class Names(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Names({', '.join(f'{name}: {describe(self.specs[name])}' for name in self)})"
 
+    def without_values(self) -> "Names":
+        """The names of the arrays, and their specs, without the arrays."""
+        return Names(self.specs, _without_value, self.aliases)
+
     def below(self, path: str) -> "Names":
         """The names below a node, without its path."""
         short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
@@ -87,6 +109,28 @@ class Names(Mapping[str, Any]):
         states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
         specs = {new: self.specs[name] for name, new in short.items()}
         return Names(specs, lambda name: self[whole[name]], aliases, states, self.is_file)
+
+
+def spelt_as(known: Collection[str], given: Names) -> Names:
+    """The same arrays, with the names that are known; others may say the same without quotes, or with them.
+
+    The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
+    """
+    spelt: dict[str, str] = {}
+    if not given.specs.keys() >= set(known):
+        by_text = {bare(name): name for name in given.specs if name not in known}
+        lost = {name: by_text[bare(name)] for name in known if name not in given.specs and bare(name) in by_text}
+        spelt = {theirs: name for name, theirs in lost.items()}
+    if not spelt:
+        return given
+    specs = {spelt.get(name, name): spec for name, spec in given.specs.items()}
+    aliases = {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()}
+    theirs = {name: its for its, name in spelt.items()}
+    return Names(specs, lambda name: given[theirs.get(name, name)], aliases, given.states, is_file=given.is_file)
+
+
+def _without_value(name: str) -> Any:
+    raise KeyError(name)
 
 
 def names_in(source: object) -> Names | None:

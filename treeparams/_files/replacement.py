@@ -19,21 +19,18 @@ _LEFT = 24 * 60 * 60.0
 """Seconds after which nobody writes to a file any more, where there are no locks that say so."""
 
 
-def kind_of(mode: int) -> str:
-    """What a path is that is no regular file, by its mode; empty for a file and for a folder."""
-    kinds = {
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a character device",
-        stat.S_IFBLK: "a block device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "")
+_IRREGULAR = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def refuse_irregular(path: str, mode: int) -> None:
-    """Raises an error where a path is no regular file; of a folder the system says so itself."""
-    kind = kind_of(mode)
-    if kind:
+    """Refuses a path that is no regular file, by its mode; a folder is refused by the system."""
+    kind = _IRREGULAR.get(stat.S_IFMT(mode))
+    if kind is not None:
         raise ValueError(f"{path!r} is {kind}, and arrays are read from and written to regular files alone")
 
 

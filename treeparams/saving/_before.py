@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 
 from .._files.arrays import Array, as_in_jax
-from .._files.names import Names, name_of, split_name
+from .._files.names import Names, key_of, name_of, split_name
 from .._files.words import histories_in, specs_in
 from .._forms.owners import Entries, Owners, Place
 from .._forms.states import Copies, Piece
@@ -138,7 +138,7 @@ def histories_before(movers: Movers, source: Names, tx: object) -> Source:
     found, also = dict[str, tuple[str, Before]](), dict[str, tuple[str, Before]]()
     for history in histories:
         for path, shape in history.copies.shapes.items():
-            names = [name for name in (name_of(path), _as_key(path)) if name in movers.specs]
+            names = [name for name in (name_of(path), path, key_of(path)) if name in movers.specs]
             if not names:
                 raise ValueError(
                     f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.specs)}; "
@@ -153,11 +153,6 @@ def histories_before(movers: Movers, source: Names, tx: object) -> Source:
             found[names[0]] = path, history
             also |= dict.fromkeys(aliases.get(path, ()), (path, history))
     return Source(histories, _with_ties(movers, also | found))
-
-
-def _as_key(path: str) -> str:
-    """The path of an array as the key that it has in a dictionary of arrays."""
-    return unquote(path) if path.startswith('"') and len(split_path(path)) == 1 else path
 
 
 def _with_ties(movers: Movers, found: dict[str, tuple[str, Before]]) -> dict[str, tuple[str, Before]]:

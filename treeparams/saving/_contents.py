@@ -1,5 +1,6 @@
 """The arrays of a tree that are stored, each once, under its path; numbers, ties and histories in words."""
 
+import collections
 import functools
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from .._files.arrays import Array, pieces_of, placed
-from .._files.names import name_of
+from .._files.names import bare, name_of
 from .._files.values import in_words, kind_in_words
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
@@ -17,7 +18,7 @@ from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
-from .._tree.paths import join_path
+from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec
 from .._tree.types import PyTree
@@ -65,6 +66,20 @@ class Contents:
         kinds = set(filter(kind_in_words, set(map(type, self.leaves))))  # a model has many leaves, of few types
         return {i: in_words(leaf) for i, leaf in enumerate(self.leaves) if type(leaf) in kinds}
 
+    @functools.cached_property
+    def leaf_at(self) -> dict[str, int]:
+        """The leaf at each path, and at each path without quotes: so a key with dots is written where it is a name."""
+        leaves = {name: i for i, name in self.names.items()}
+        count = collections.Counter(map(bare, leaves))
+        return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
+
+    @functools.cached_property
+    def short_names(self) -> dict[int, str]:
+        """The leaves by the names that you write in `rename`: without quotes, where it reads them so."""
+        short = {i: bare(name) for i, name in self.names.items() if '"' in name}
+        is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in short.items()}
+        return self.names | {i: text for i, text in short.items() if self.leaf_at.get(text) == i and is_read[i]}
+
     def spec(self, i: int) -> Spec:
         """Shape and dtype in JAX of an array."""
         return self.structure.spec(i)
@@ -78,7 +93,7 @@ class Contents:
                 continue
             if alias.transforms or have is not source:
                 want = alias.value_from(source, self.structure.spec(alias.source))
-                if not _are_same(have, want):
+                if not _have_same_bits(have, want):
                     del self.aliases[i]
                     # It may still be the very array that stands at another path, which is then stored for both.
                     if first[i] != i and first[i] not in self.aliases:
@@ -184,7 +199,7 @@ def division_in(words: Mapping[str, Any], number: int, arrays: Collection[Entrie
     return Division(tuple(map(owners_of, arrays)), said["problem"])
 
 
-def _are_same(one: Array, other: Array) -> bool:
+def _have_same_bits(one: Array, other: Array) -> bool:
     """Whether two arrays have the same bits."""
     is_same = (one.shape, one.dtype) == (other.shape, other.dtype)
     return is_same and all(a == b for a, b in zip(pieces_of(one), pieces_of(other), strict=True))

@@ -1,6 +1,6 @@
 """The arrays that a plan is given: compared with those that it was made of, and put into the model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,13 +9,12 @@ import numpy as np
 from jax.core import Tracer
 
 from .._files.arrays import Array, as_in_jax, in_numpy, placed
-from .._files.names import Names, heads_of
+from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
 from .._tree.paths import nearest
 from .._tree.text import describe, quoted
 from ._contents import Contents
-from ._fit import Fit, Move, in_words, shown
-from ._names import spelt_as
+from ._fit import Fit, Move, shown
 from ._rename import Route, stack, unstack
 
 
@@ -53,7 +52,7 @@ def _check_tie(given: Names, name: str, other: str) -> None:
     if given.aliases.get(name, name) == given.aliases.get(other, other):
         return
     is_same = given.specs[name] == given.specs[other]
-    if not is_same or not _are_same(given[name], given[other]):
+    if not is_same or not _are_equal(given[name], given[other]):
         raise ValueError(
             f"{name!r} and {other!r} are two arrays that differ, and were one when the plan was made, which takes "
             f"{other!r} alone; make the plan of these arrays, or drop one, rename={{{name!r}: None}}"
@@ -62,11 +61,11 @@ def _check_tie(given: Names, name: str, other: str) -> None:
 
 def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     """The leaves of a model with the given arrays."""
-    words = in_words(contents)
+    names = contents.short_names
     empty = sorted(contents.abstract - found.comes.keys() - contents.aliases.keys())
     if empty:
         raise ValueError(
-            f"nothing comes to {shown([words[i] for i in empty])}, which has no value in the model either; make the "
+            f"nothing comes to {shown([names[i] for i in empty])}, which has no value in the model either; make the "
             "model"
         )
     values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
@@ -78,13 +77,13 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
         is_of_source = isinstance(array, np.ndarray) and not given.is_file and move.route.function is not stack
         array = copy_leaf(array) if is_of_source or id(array) in taken else array
         taken.add(id(array))
-        made = placed(words[move.leaf], array, contents.leaves[move.leaf])
+        made = placed(names[move.leaf], array, contents.leaves[move.leaf])
         # NumPy only looks at an array of JAX, which cannot be written to; a leaf of the model can.
         is_looked_at = isinstance(made, np.ndarray) and not made.flags.writeable
         values[move.leaf] = made.copy() if is_looked_at else made
     leaves = contents.leaves_with(values)
     for move, value in besides:
-        _check_same(move, value, leaves[move.leaf], contents, words)
+        _check_same(move, value, leaves[move.leaf], contents)
     return leaves
 
 
@@ -116,7 +115,7 @@ def _made(route: Route, given: Names) -> list[Any]:
     return route(*arrays)
 
 
-def _are_same(one: Array, other: Array) -> bool:
+def _are_equal(one: Array, other: Array) -> bool:
     """Whether two arrays have the same values; of tracers nothing can be told."""
     if isinstance(one, Tracer) or isinstance(other, Tracer):
         return True
@@ -124,9 +123,9 @@ def _are_same(one: Array, other: Array) -> bool:
     return bool(np.all((one == other) | ((one != one) & (other != other))))
 
 
-def _check_same(move: Move, value: Array, have: Array, contents: Contents, words: Mapping[int, str]) -> None:
+def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> None:
     """Refuses another array for a tie than the one that has come there."""
-    alias = contents.aliases.get(move.leaf)
+    alias, names = contents.aliases.get(move.leaf), contents.short_names
     if alias and alias.transforms and not isinstance(value, Tracer) and not isinstance(have, Tracer):
         # An alias that is computed, as a norm or an inverse, is the same up to half of its digits.
         value, have = in_numpy(value), in_numpy(have)
@@ -134,10 +133,10 @@ def _check_same(move: Move, value: Array, have: Array, contents: Contents, words
         wide = np.complex128 if have.dtype.kind == "c" else np.float64  # NumPy does not compare the narrowest floats
         is_same = np.allclose(value.astype(wide), have.astype(wide), tolerance, tolerance, equal_nan=True)
     else:
-        is_same = _are_same(value, have)
+        is_same = _are_equal(value, have)
     if not is_same:
         raise ValueError(
-            f"{move.route.sources[0]!r} goes to {words[move.leaf]!r}, which is one array with "
-            f"{words[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
+            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
             f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )

@@ -1,6 +1,5 @@
 """Which array by name comes to each array of a model, and which do not fit."""
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._files.arrays import array_spec
-from .._files.names import Names
-from .._tree.paths import nearest, quote
+from .._files.names import Names, bare
+from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe, first_few, in_one_line
 from ._contents import Contents
-from ._names import bare
 from ._rename import Rename, Route, Transforms, routes
 
 
@@ -46,12 +44,12 @@ class Fit(NamedTuple):
 
 def fit(contents: Contents, source: Names, rename: Rename | None, transform: Transforms | None) -> Fit:
     """Finds the move that fills each array of a model."""
-    leaves = _leaves_by_name(contents)
+    leaves = contents.leaf_at
     found, dropped, kept = routes(source.specs, rename, transform, leaves)
     found = [_to_leaves(route, leaves) for route in found]
     nowhere = {id(route) for route in found if leaves.keys().isdisjoint(route.targets)}
     unused = {name: first_few(route.targets) for route in found if id(route) in nowhere for name in route.sources}
-    offers = _Offers(contents, leaves, source.specs)
+    offers = _Offers(contents, source.specs)
     for route in found:
         if id(route) not in nowhere:
             offers.add(route)
@@ -95,13 +93,6 @@ def _stored_leaf(contents: Contents, leaf: int) -> int:
     return contents.aliases[leaf].source if leaf in contents.aliases else leaf
 
 
-def _leaves_by_name(contents: Contents) -> dict[str, int]:
-    """The leaves by path, and by path without quotes: a key with dots is written so where it is a name."""
-    leaves = {name: i for i, name in contents.names.items()}
-    count = collections.Counter(map(bare, leaves))
-    return {text: i for name, i in leaves.items() if count[text := bare(name)] == 1} | leaves
-
-
 def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
     """A route with a target without quotes, where that alone is a path: a flat dictionary into a nested model."""
     texts = {target: bare(target) for target in route.targets if target not in leaves}
@@ -109,14 +100,6 @@ def _to_leaves(route: Route, leaves: Mapping[str, int]) -> Route:
         return route
     targets = tuple([texts[target] if texts.get(target) in leaves else target for target in route.targets])
     return dataclasses.replace(route, targets=targets)
-
-
-def in_words(contents: Contents) -> dict[int, str]:
-    """The leaves by the names that `rename` has for them: without quotes, where it reads them so."""
-    leaves = _leaves_by_name(contents)
-    words = {i: bare(name) for i, name in contents.names.items() if '"' in name}
-    is_read = {i: all(quote(entry) == entry for entry in text.split(".")) for i, text in words.items()}
-    return contents.names | {i: text for i, text in words.items() if leaves.get(text) == i and is_read[i]}
 
 
 def shown(names: Sequence[str]) -> str:
@@ -135,18 +118,17 @@ class _Offers:
         goes_to: the leaves to which something comes, and its first name.
     """
 
-    def __init__(self, contents: Contents, leaves: Mapping[str, int], specs: Mapping[str, Spec]) -> None:
+    def __init__(self, contents: Contents, specs: Mapping[str, Spec]) -> None:
         self.fits: dict[int, list[Move]] = {}
         self.refused = set[int]()
         self.reported = set[str]()
         self.disagrees = list[str]()
         self.goes_to: dict[int, str] = {}
-        self._contents, self._leaves, self._specs = contents, leaves, specs
-        self._words = in_words(contents)
+        self._contents, self._specs = contents, specs
 
     def add(self, route: Route) -> None:
         """Compares the results of a route with the leaves that they go to."""
-        leaves, given = self._leaves, shown(route.sources)
+        leaves, given = self._contents.leaf_at, shown(route.sources)
         for target in route.targets:
             if target not in leaves:
                 self._refuse(route, f"{given}: no array is at {target!r}{nearest(target, leaves)}")
@@ -172,7 +154,7 @@ class _Offers:
 
     def _offer(self, move: Move, made: Spec | None) -> None:
         contents, route, leaf = self._contents, move.route, move.leaf
-        name, want, alias = self._words[leaf], contents.spec(leaf), contents.aliases.get(leaf)
+        name, want, alias = contents.short_names[leaf], contents.spec(leaf), contents.aliases.get(leaf)
         # Several names may go to one tie. Of these moves one fills the array, that to its own path if there is one; the
         # others are compared with it. An alias with a transform is never filled: it is computed.
         root = leaf if alias is None or alias.transforms else alias.source

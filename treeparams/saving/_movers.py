@@ -1,4 +1,4 @@
-"""Which arrays come to each array of a plan's model, for arrays that are kept beside the parameters."""
+"""Moments, averages and other arrays that are kept beside the parameters, moved as a plan moves the parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from .._tree.paths import nearest
 from .._tree.structure import Spec
 from .._tree.text import describe
 from ._contents import Contents
+from ._fit import Move
 from ._program import Program
 from ._rename import Route, stack, unstack
 
@@ -23,7 +24,7 @@ class Movers:
         roots: of each name that only says again what another name says, that one.
     """
 
-    def __init__(self, contents: Contents, comes: Mapping[int, tuple[Route, int]], source: Names) -> None:
+    def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names) -> None:
         self.specs, self.roots = source.specs, source.aliases
         paths = contents.structure.paths
         # Of a model that was untied since the plan was made, each place has what the tie has, but where it is computed.
@@ -47,27 +48,27 @@ class Movers:
 
     def sources(self, path: str) -> tuple[str, ...]:
         """The names that come to a path together; none if nothing does."""
-        return self._comes[path][0].sources if path in self._comes else ()
+        return self._comes[path].route.sources if path in self._comes else ()
 
     def reads(self, path: str) -> tuple[str, ...]:
         """Of these names those that the array is made of."""
-        route, number = self._comes[path]
+        route, number, _ = self._comes[path]
         program = self._program(route)
         return route.sources if program is None else tuple([route.sources[i] for i in program.reads[number]])
 
     def is_plain(self, path: str) -> bool:
         """Whether one array comes to a path as it is, but for its dtype."""
-        route, number = self._comes[path]
+        route, number, _ = self._comes[path]
         program = self._program(route)
         return route.function is None or (program is not None and program.same[number] is not None)
 
     def how(self, path: str) -> str:
         """What is done to the arrays that come to a path, in words."""
-        return self._comes[path][0].how
+        return self._comes[path].route.how
 
     def move(self, path: str, read: Callable[[str], Any], done: Done) -> Any:
         """The array for a path, of the arrays that are kept beside the parameters that it is made of."""
-        route, number = self._comes[path]
+        route, number, _ = self._comes[path]
         if route.function is None:
             return read(route.sources[0])
         if route.function is unstack:
@@ -83,14 +84,14 @@ class Movers:
 
     def dropped(self, path: str) -> Any:
         """Where a mask has dropped elements of the array for a path; `None`: nowhere."""
-        route, number = self._comes[path]
+        route, number, _ = self._comes[path]
         program = self._program(route)
         return None if program is None else program.dropped[number]
 
     def check(self) -> None:
         """Checks that all functions of parameters only move elements."""
-        for route, _ in self._comes.values():
-            self._program(route)
+        for move in self._comes.values():
+            self._program(move.route)
 
     def _program(self, route: Route) -> Program | None:
         """The program of a function of parameters, which moves their elements; `None`: there is none to be read."""

@@ -1,6 +1,6 @@
 """names: arrays by name, whatever they come from - a file, a dictionary, a model, a layout, Orbax's metadata."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,9 +9,8 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX, read_array_header_1_0, read_array_header_2_0, read_magic
 
 from .._files.arrays import array_spec, in_numpy
-from .._files.names import Names, name_of, names_in, split_name
+from .._files.names import Names, name_of, names_in
 from .._slots.layout import Layout, index_of
-from .._tree.paths import unquote
 from .._tree.structure import is_array
 from .._tree.text import first_few
 from .._tree.types import PyTree
@@ -110,33 +109,6 @@ def names_of_contents(contents: Contents) -> Names:
     aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
     states = {path: state_in_words(state) for path, state in contents.states.items()}
     return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states)
-
-
-def bare(name: str) -> str:
-    """A name without quotes, as a key with dots is written where it is a name and no path.
-
-    >>> bare('x."layers.0.weight"'), bare("layers.0.weight")
-    ('x.layers.0.weight', 'layers.0.weight')
-    """
-    return ".".join(map(unquote, split_name(name))) if '"' in name else name
-
-
-def spelt_as(known: Collection[str], given: Names) -> Names:
-    """The same arrays, with the names that are known; others may say the same without quotes, or with them.
-
-    The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
-    """
-    spelt: dict[str, str] = {}
-    if not given.specs.keys() >= set(known):
-        by_text = {bare(name): name for name in given.specs if name not in known}
-        lost = {name: by_text[bare(name)] for name in known if name not in given.specs and bare(name) in by_text}
-        spelt = {theirs: name for name, theirs in lost.items()}
-    if not spelt:
-        return given
-    specs = {spelt.get(name, name): spec for name, spec in given.specs.items()}
-    aliases = {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()}
-    theirs = {name: its for its, name in spelt.items()}
-    return Names(specs, lambda name: given[theirs.get(name, name)], aliases, given.states, is_file=given.is_file)
 
 
 def names(

@@ -3,7 +3,7 @@
 import functools
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
 import jax.tree_util as jtu
@@ -12,7 +12,6 @@ from .._average import Ema
 from .._files.names import Names, head_of
 from .._slots.layout import Trainable
 from .._slots.ties import Alias
-from .._tree.structure import Spec
 from .._tree.tables import Table, as_html, as_text
 from ..optim import TrainableState
 from ._averages import carried_average
@@ -43,7 +42,7 @@ class Plan(Generic[M]):
         """For this library's own use; users write `saving.plan(source, model)`."""
         self._contents = contents
         # A plan holds no array of its source, which may be large, and may be gone when the plan is applied.
-        self._source = Names(source.specs, _nothing, source.aliases)
+        self._source = source.without_values()
         self._fit, self._strict = found, strict
         self.missing = tuple(contents.names[leaf] for leaf in found.missing)
         self.unused, self.disagrees = tuple(found.unused), found.disagrees
@@ -149,8 +148,7 @@ class Plan(Generic[M]):
 
     @functools.cached_property
     def _movers(self) -> Movers:
-        comes = {leaf: (move.route, move.number) for leaf, move in self._fit.comes.items()}
-        return Movers(self._contents, comes, self._source)
+        return Movers(self._contents, self._fit.comes, self._source)
 
     def __str__(self) -> str:
         return as_text(self._blocks())
@@ -166,31 +164,20 @@ class Plan(Generic[M]):
     def __reduce__(self) -> Any:
         # A treedef of a class need not be one of that class when it has been pickled; a model is.
         model = jtu.tree_unflatten(self._contents.treedef, self._contents.leaves)
-        names = self._source.specs, self._source.aliases
-        return _unpickled, (model, self._contents.aliases, names, self._fit, self._strict)
+        return _unpickled, (model, self._contents.aliases, self._source, self._fit, self._strict)
 
     def problems(self) -> list[str]:
         """All that is wrong, one line each."""
         return problems(self._contents, self._source, self._fit)
 
     def _blocks(self) -> list[Table | str]:
-        return [*blocks(self._contents, self._fit), *self.problems()]
+        return [*blocks(self._contents, self._fit, self.rows), *self.problems()]
 
 
-def _nothing(name: str) -> Any:
-    raise KeyError(name)
-
-
-def _unpickled(
-    model: Any,
-    aliases: dict[int, Alias],
-    names: tuple[Mapping[str, Spec], Mapping[str, str]],
-    found: Fit,
-    strict: bool,
-) -> Plan[Any]:
+def _unpickled(model: Any, aliases: dict[int, Alias], source: Names, found: Fit, strict: bool) -> Plan[Any]:
     contents = Contents(model)
     contents.aliases = aliases
-    return Plan(contents, Names(names[0], _nothing, names[1]), found, strict)
+    return Plan(contents, source, found, strict)
 
 
 _contents_of: Callable[[Plan[Any]], Contents] = operator.attrgetter("_contents")

@@ -1,5 +1,6 @@
 """A plan in words: its rows, its table, and all that is wrong."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._files.names import Names, heads_of
@@ -7,7 +8,7 @@ from .._tree.paths import nearest
 from .._tree.tables import Table
 from .._tree.text import describe, quoted
 from ._contents import Contents
-from ._fit import Fit, in_words, shown
+from ._fit import Fit, shown
 
 
 class Row(NamedTuple):
@@ -37,13 +38,12 @@ def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def blocks(contents: Contents, found: Fit) -> list[Table | str]:
+def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | str]:
     """The table of a plan, and how many arrays come."""
     why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
-    words, rows = in_words(contents), rows_of(contents, found)
     cells = [
         [
-            shown([words[leaf]]),
+            shown([contents.short_names[leaf]]),
             shown(row.names) or "-",
             row.how if row.names else why.get(leaf, "disagrees"),
             describe(row),
@@ -60,8 +60,7 @@ def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
     if heads:
         call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
         return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
-    words = in_words(contents)
-    paths = [words[leaf] for leaf in found.missing]
+    paths = [contents.short_names[leaf] for leaf in found.missing]
     few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
     unused, missing = (found.unused, paths) if few else ((), ())
     return [
