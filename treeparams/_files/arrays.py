@@ -11,13 +11,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from .._tree.dtypes import is_inexact
+from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
 from .format import DTYPES, PACKED, PIECE, SMALL, WRITTEN, Packed, Stored
-
-Array = jax.Array | np.ndarray | np.number | np.bool_
-"""An array with values, or a tracer; JAX has typed keys too, and NumPy scalars."""
 
 _NAMES = {name: text for text, name in WRITTEN.items()}
 

@@ -50,6 +50,11 @@ def head_of(name: str) -> str:
     return join_path(split_name(name)[:1])
 
 
+def is_below(name: str, node: str) -> bool:
+    """Whether a name is that of a node, or of what lies below it."""
+    return f"{name}.".startswith(f"{node}.")
+
+
 def heads_of(names: Collection[str], among: Collection[str]) -> list[str]:
     """The nodes below which all of these names are, as the model in a file of several things."""
     heads = dict.fromkeys(map(head_of, among))
@@ -100,13 +105,13 @@ class Names(Mapping[str, Any]):
 
     def below(self, path: str) -> "Names":
         """The names below a node, without its path."""
-        short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
+        short = {name: name[len(path) + 1 :] for name in self.specs if is_below(name, path)}
         if not short:
             heads = dict.fromkeys(map(head_of, self.specs))
             raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
-        states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
+        states = {at[len(path) + 1 :]: its for at, its in self.states.items() if is_below(at, path)}
         specs = {new: self.specs[name] for name, new in short.items()}
         return Names(specs, lambda name: self[whole[name]], aliases, states, self.is_file)
 

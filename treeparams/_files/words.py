@@ -1,7 +1,7 @@
 """What `save` says in a file of its arrays, beside the format: checked before anything uses it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -107,10 +107,23 @@ def values_in(words: Mapping[str, Any]) -> Mapping[str, Any]:
     return words.get("values", {})
 
 
-def histories_in(words: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Where in a state each history is, and its parameters, in the order of the counts."""
+class History(NamedTuple):
+    """A history of a state, as a file says it."""
+
+    side: str  # "runs", or "held" if its parameters wait
+    path: str  # of its arrays in the state
+    parameters: list[str]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Tells it from the other ones of a state, whatever their order; each parameter has one history."""
+        return self.side, *self.parameters
+
+
+def histories_in(words: Mapping[str, Any]) -> list[History]:
+    """The histories of a state in the order of the counts."""
     sides = (("runs", words["running"]), ("held", words["held"]))
-    return [(f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
+    return [History(side, f"{side}.{i}", paths) for side, several in sides for i, paths in enumerate(several)]
 
 
 def specs_in(words: Mapping[str, Any]) -> dict[str, Spec]:

@@ -3,7 +3,7 @@
 The files, from the ground up:
 
     types        PyTree, TreeDef, for type checkers and at run time
-    dtypes       which are floating or complex, and which one holds several
+    dtypes       which are floating or complex, which one holds several; arrays in another one
     paths        key paths as text and back; the nearest path to a misspelt one
     globs        globs over paths; the text that their stars stand for
     static_keys  static values compared by type and content

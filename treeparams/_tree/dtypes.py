@@ -1,4 +1,4 @@
-"""Dtypes: which are floating or complex, and which one holds several."""
+"""Dtypes: which are floating or complex, which one holds several, and arrays in another one."""
 
 import functools
 from collections.abc import Iterable
@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+Array = jax.Array | np.ndarray | np.number | np.bool_
+"""An array with values, or a tracer; JAX has typed keys too, and NumPy scalars."""
 
 
 @functools.cache
@@ -32,6 +35,11 @@ def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
     wide = [jnp.bfloat16 if is_inexact(each) and each.itemsize == 1 else each for each in distinct]
     with jax.numpy_dtype_promotion("standard"):  # here dtypes are mixed on purpose
         return jnp.dtype(jnp.result_type(*wide or [float]))
+
+
+def in_dtype(array: Array, dtype: Any) -> Array:
+    """An array in a dtype; one that has it already stays the same object."""
+    return array if array.dtype == dtype else jnp.asarray(array).astype(dtype)
 
 
 def widened(dtype: DTypeLike) -> np.dtype:

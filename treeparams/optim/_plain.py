@@ -22,6 +22,7 @@ from .._forms.states import entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
+from .._tree.dtypes import in_dtype
 from .._tree.paths import join_path, split_path
 from .._tree.recognise import structure_of
 from .._tree.structure import is_array
@@ -280,7 +281,7 @@ def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
     for entries, array in [*(each for history in held for each in _as_plain(history, known)), *shared, *trained]:
         if entries in found:
             like = found[entries]
-            array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+            array = in_dtype(array, like.dtype)
             _check_kind(entries, like, array)
             found[entries] = array
     return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()), jax.tree.leaves(params))

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._average import Ema
-from .._files.arrays import Array, placed
+from .._files.arrays import placed
 from .._files.names import Names
 from .._slots.parts import kept_arrays, with_kept_arrays
+from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import nearest, quote
 from .._tree.text import describe, first_few
 from ..optim._state import in_own_buffers
@@ -54,7 +55,7 @@ def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) ->
     new = movers.move(path, read, done)
     if new.shape != like.shape:
         raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(like)}")
-    return placed(path, new if new.dtype == like.dtype else jnp.asarray(new).astype(like.dtype), like)
+    return placed(path, in_dtype(new, like.dtype), like)
 
 
 def _average_of(source: Names, name: str) -> Any:

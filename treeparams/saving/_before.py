@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .._files.arrays import Array, as_in_jax
-from .._files.names import Names, key_of, name_of, split_name
+from .._files.arrays import as_in_jax
+from .._files.names import Names, is_below, key_of, name_of, split_name
 from .._files.words import histories_in, specs_in
 from .._forms.owners import Entries, Owners, Place
 from .._forms.states import Copies, Piece
 from .._slots.trainable import look_up
+from .._tree.dtypes import Array
 from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec
@@ -58,7 +59,7 @@ class Arrays(Mapping[Entries, Any]):
 
     def __init__(self, source: Names, path: str = "") -> None:
         depth = len(split_path(path))
-        names = [name for name in source.specs if not path or f"{name}.".startswith(f"{path}.")]
+        names = [name for name in source.specs if not path or is_below(name, path)]
         self._names = {split_name(name)[depth:]: name for name in names}
         self._source = source
         self._read = functools.cache(self._from_source)
@@ -165,12 +166,12 @@ def _with_ties(movers: Movers, found: dict[str, tuple[str, Before]]) -> dict[str
 def _of_words(source: Names, words: Mapping[str, Any]) -> list[Before]:
     """The histories of a state of a transformation over models."""
     specs, found = specs_in(words), list[Before]()
-    for number, (path, paths) in enumerate(histories_in(words)):
+    for number, (side, path, paths) in enumerate(histories_in(words)):
         arrays = Arrays(source, path)
         copies = Copies({each: specs[each].shape for each in paths}, arrays, division_in(words, number, arrays))
         copies.check()
-        at = split_path(path)
-        found.append(Before(at, copies, words["origins"][number], _steps(source[f"counts.{number}"]), at[0] == "held"))
+        steps, origin = _steps(source[f"counts.{number}"]), words["origins"][number]
+        found.append(Before(split_path(path), copies, origin, steps, waits=side == "held"))
     return found
 
 
@@ -187,17 +188,18 @@ def _steps(count: Array | jax.ShapeDtypeStruct) -> int:
 
 
 def _check_plain(movers: Movers, source: Names, tx: object) -> None:
+    """Refuses the names of a model, and a state of plain Optax without its rule."""
     names = list(source)
+    expected = (
+        'expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "optimiser") '
+        f"of a file; got names such as {first_few(names[:3])}"
+    )
     if names and all(name in movers.specs for name in names):
-        raise ValueError(
-            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
-            f'"optimiser") of a file; got names such as {first_few(names[:3])}, which are those of the model'
-        )
+        raise ValueError(f"{expected}, which are those of the model")
     if tx is None:
         raise TypeError(
-            "expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "
-            f'"optimiser") of a file; got names such as {first_few(names[:3])}. Of a state of plain Optax pass the '
-            "rule that made it, too: plan.state(state, like=..., tx=optax.adam(...))"
+            f"{expected}. Of a state of plain Optax pass the rule that made it, too: plan.state(state, like=..., "
+            "tx=optax.adam(...))"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.tree_util as jtu
 
-from .._files.arrays import Array, pieces_of, placed
+from .._files.arrays import pieces_of, placed
 from .._files.names import bare, name_of
 from .._files.values import in_words, kind_in_words
 from .._forms.owners import Division, Entries, Owners
@@ -18,6 +18,7 @@ from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
 from .._slots.trainable import look_up
+from .._tree.dtypes import Array
 from .._tree.paths import join_path, quote
 from .._tree.recognise import structure_of
 from .._tree.structure import Spec

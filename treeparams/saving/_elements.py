@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._programs import bind, called
-from .._tree.dtypes import common_dtype, is_complex, is_inexact
+from .._tree.dtypes import common_dtype, in_dtype, is_complex, is_inexact
 
 
 class NotMovedError(Exception):
@@ -189,5 +188,5 @@ def move(step: Step, values: list[Any]) -> list[Any]:
     """The results of an operation that is seen to move elements, of arrays of any dtype."""
     if step.eqn.primitive.name in JOINS:  # what is cast in the program is not cast here
         dtype = common_dtype([array.dtype for array in values])
-        values = [array if array.dtype == dtype else jnp.asarray(array).astype(dtype) for array in values]
+        values = [in_dtype(array, dtype) for array in values]
     return bind(step.eqn, values)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._files.arrays import Array, as_in_jax, in_numpy, placed
+from .._files.arrays import as_in_jax, in_numpy, placed
 from .._files.names import Names, heads_of, spelt_as
 from .._tree.copying import copy_leaf
+from .._tree.dtypes import Array
 from .._tree.paths import nearest
 from .._tree.text import describe, quoted
 from ._contents import Contents

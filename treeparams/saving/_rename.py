@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._files.arrays import Array, as_in_jax
+from .._files.arrays import as_in_jax
 from .._files.names import split_name
+from .._tree.dtypes import Array
 from .._tree.globs import Glob, Star
 from .._tree.paths import nearest, quote, unquote
 from .._tree.structure import Spec

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._files.arrays import Array, placed
+from .._files.arrays import placed
 from .._files.file import PREFIX, File, write
 from .._files.format import FilePath, as_text
-from .._files.names import name_of
+from .._files.names import is_below, name_of
 from .._files.values import from_words
 from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
+from .._tree.dtypes import Array
 from .._tree.messages import name_deleted
 from .._tree.text import first_lines, function_name
 from .._tree.types import PyTree
@@ -224,17 +225,17 @@ def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
         return leaves
     names = {}
     for name, i in leaves.items():
-        start = next((ours for ours in theirs if name == ours or name.startswith(f"{ours}.")), "")
+        start = next((ours for ours in theirs if is_below(name, ours)), "")
         names[theirs.get(start, "") + name[len(start) :]] = i
     return names
 
 
-def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[Any, tuple[str, str]]:
-    """Where the state and the count of each history are, by whether it runs and by its parameters."""
+def _paths_of(words: Mapping[str, Any] | None, path: str) -> dict[tuple[str, ...], tuple[str, str]]:
+    """The paths of the state and of the count of each history, by its key."""
     if words is None:
         return {}
     start = f"{path}." if path else ""
     return {
-        (at.partition(".")[0], *paths): (f"{start}{at}", f"{start}counts.{number}")
-        for number, (at, paths) in enumerate(histories_in(words))
+        history.key: (f"{start}{history.path}", f"{start}counts.{number}")
+        for number, history in enumerate(histories_in(words))
     }

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._files.arrays import Array, placed
+from .._files.arrays import placed
 from .._files.names import Names
 from .._forms.owners import Division, Entries
 from .._forms.states import Copies, entries_of, joined, only
 from .._slots.layout import index_of, trained_at
+from .._tree.dtypes import Array, in_dtype
 from .._tree.paths import join_path, key_entries
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
@@ -177,26 +178,22 @@ def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tupl
             f"the state has {describe(array)} at {name!r}, and the fresh one {describe(like)}: it was made by another "
             "transformation"
         )
-    array = array if array.dtype == like.dtype else jnp.asarray(array).astype(like.dtype)
+    array = in_dtype(array, like.dtype)
     return placed(name, array, like) if shape == like.shape else jnp.asarray(array)
 
 
 def _state_of(like: TrainableState, histories: Sequence[_History]) -> TrainableState:
     """The state of these histories, the oldest first, as after optim.set_trainable."""
     leaves = dict(zip(like.layout.paths, index_of(like.layout).positions, strict=True))
-    running = sorted((each for each in histories if not each.home.waits), key=lambda history: -history.home.steps)
+    running = sorted([each for each in histories if not each.home.waits], key=lambda history: -history.home.steps)
     held = [each for each in histories if each.home.waits]
-    both, sides = (
-        [*running, *held],
-        [[tuple([leaves[path] for path in its.paths]) for its in side] for side in (running, held)],
+    both = [*running, *held]
+    trains, waits = (
+        tuple([tuple([leaves[path] for path in history.paths]) for history in side]) for side in (running, held)
     )
-    layout = trained_at(like.layout, [leaf for at in sides[0] for leaf in at]) if held else like.layout
-    roles = Roles(
-        layout,
-        *map(tuple, sides),
-        origins=tuple([history.home.origin for history in both]),
-        divisions=tuple([history.division for history in both]),
-    )
+    layout = trained_at(like.layout, [leaf for at in trains for leaf in at]) if held else like.layout
+    origins, divisions = ([history.home.origin for history in both], [history.division for history in both])
+    roles = Roles(layout, trains, waits, tuple(origins), tuple(divisions))
     counts = tuple([jnp.asarray(history.home.steps, jnp.int32) for history in both])
     runs, waiting = (tuple([history.run for history in side]) for side in (running, held))
     return in_own_buffers(TrainableState(runs, waiting, counts, roles))

@@ -138,8 +138,8 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         if not specs_in(there).items() <= known.items():  # the names and shapes of arrays tell, or `unlike_joined`
             continue
         yield (
-            f"the state at {path!r} has other histories than the tree's: {_histories(there)} in the file, "
-            f"{_histories(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
+            f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the file, "
+            f"{_counts_in(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
         )
 
 
@@ -188,30 +188,37 @@ def _location(locations: Mapping[str, Any], name: str) -> str:
     return f"{location} of shape {tuple(shape)}"
 
 
-def _pieces_in(words: Mapping[str, Any] | None) -> dict[Any, list[str]]:
+def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[str]]:
     """The parameters in each array of a state, in order, by history and name."""
     if words is None:
         return {}
     pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
     return {
-        (place.partition(".")[0], *paths, name): [pieces[slot] for slot in said["blocks"][block][0]]
-        for (place, paths), said in zip(histories_in(words), words["divisions"], strict=True)
+        (*history.key, name): [pieces[slot] for slot in said["blocks"][block][0]]
+        for history, said in zip(histories_in(words), words["divisions"], strict=True)
         for name, (block, *_) in said["owners"].items()
     }
 
 
 def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
     """The parameters of a state, and its histories in whatever order, each with those that it comes from one with."""
-    together: dict[int, list[str]] = {}
-    histories = [(place.partition(".")[0], *paths) for place, paths in histories_in(words)]
-    for origin, (_, *paths) in zip(words["origins"], histories, strict=True):
-        together.setdefault(origin, []).extend(paths)
+    histories, origins = histories_in(words), words["origins"]
+    together = _by_origin(origins, [history.parameters for history in histories])
     # The numbers of origins mean nothing: two states agree if the same histories have one origin.
-    pairs = zip(histories, words["origins"], strict=True)
-    return specs_in(words), {history: frozenset(together[origin]) for history, origin in pairs}
+    pairs = zip(histories, origins, strict=True)
+    return specs_in(words), {history.key: frozenset(together[origin]) for history, origin in pairs}
 
 
-def _histories(words: Mapping[str, Any]) -> str:
+def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int, list[str]]:
+    """The parameters of all histories that come from one."""
+    together: dict[int, list[str]] = {}
+    for origin, paths in zip(origins, several, strict=True):
+        together.setdefault(origin, []).extend(paths)
+    return together
+
+
+def _counts_in(words: Mapping[str, Any]) -> str:
+    """How many parameters each history has."""
     running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
     return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
 
@@ -220,14 +227,11 @@ def _calls_for(words: Mapping[str, Any]) -> str:
     """The calls that make a state of these histories."""
     whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
     running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
-    together: dict[int, list[str]] = {}
-    for origin, paths in zip(words["origins"], [*running, *held], strict=True):
-        together.setdefault(origin, []).extend(paths)
     # Histories come about where parameters begin to train later than others. So each origin is thawed by a call of its
     # own, with all that trained before it; the first call resets what `init` has begun for all. The last call freezes
     # what waits.
     lines, trained = ["state = tx.init(model)"], list[str]()
-    for paths in together.values():
+    for paths in _by_origin(words["origins"], [*running, *held]).values():
         trained += paths
         reset = ", reset=True" if len(lines) == 1 else ""
         lines.append(f"state = optim.set_trainable(tx, state, model, {trained}{reset})")
