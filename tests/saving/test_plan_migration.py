@@ -100,7 +100,7 @@ RENAME = {
 TRANSFORM = {left: (lambda *three: jnp.concatenate(three)) for left in RENAME if isinstance(left, tuple)}
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.jit, static_argnames="waits")
 def _train(model, state, ema, steps, waits=None):
     """Some steps, in which what waits gets no gradient."""
     trained = state.layout if waits is None else state.layout.freeze(waits)
@@ -144,7 +144,7 @@ def test_migration(tmp_path):
     assert_close(plan.state(old_step_state, TX.init(new)).runs[0], step_state.runs[0], 1e-6)
     assert not np.array_equal(step.blocks[1].out, new.blocks[1].out)
     # Three steps in which the new layer waits.
-    later, later_state, later_ema = _train(new, new_state, new_ema, 3, "blocks.1")
+    later, later_state, later_ema = _train(new, new_state, new_ema, 3, waits="blocks.1")
     old_later, old_state, old_ema = _train(old, state, ema, 3)
     _assert_goes_on(plan, later, old_later)
     _assert_goes_on(plan, later_ema.average, old_ema.average)
