@@ -18,12 +18,7 @@ from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._history import History
 from ._plain import check_kind, path_at, places_of
-from ._state import (
-    in_own_buffers,
-    model_state,
-    rule_of,
-    settled,
-)
+from ._state import in_own_buffers, model_state, rule_of, settled
 
 
 def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
