@@ -19,11 +19,10 @@ from ._from_state import eval_params as eval_params, value_and_grad_from_state a
 from ._groups import GroupsState as GroupsState, Report as Report, groups as groups, report as report
 from ._master import MasterState as MasterState, master as master
 from ._per_leaf import PerLeafState as PerLeafState, per_leaf as per_leaf
-from ._plain import from_optax as from_optax
+from ._plain import from_optax as from_optax, to_optax as to_optax
 from ._scaled import ScaledState as ScaledState, scaled as scaled
 from ._set_trainable import set_trainable as set_trainable
 from ._stacked import stacked as stacked
 from ._state import ModelTransformation as ModelTransformation, TrainableState as TrainableState
 from ._step import apply_updates as apply_updates, step as step
-from ._to_plain import to_optax as to_optax
 from ._trainable import flat as flat, trainable as trainable

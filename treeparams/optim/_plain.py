@@ -1,4 +1,4 @@
-"""from_optax: a state of plain Optax as one of a transformation over models; `_to_plain` is the way back.
+"""from_optax, to_optax: a state of plain Optax as one of a transformation over models, and back.
 
 Plain Optax over a tree of arrays keeps its copies of that tree at the same paths as it does over the canonical tree,
 where these have anything. So the array at a place of a parameter's state has the same path in both; what differs is
@@ -6,7 +6,7 @@ that plain Optax has one for each place of a tie, and one for each frozen array.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -22,7 +22,10 @@ from .._forms.states import entries_of
 from .._slots.index import Index
 from .._slots.layout import Layout, index_of, trained_at
 from .._slots.ties import Alias
+from .._tree.dtypes import in_dtype
 from .._tree.paths import join_path, split_path
+from .._tree.recognise import structure_of
+from .._tree.structure import is_array
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from ._history import History, asked, regrouped
@@ -31,12 +34,17 @@ from ._state import (
     TrainableState,
     extended,
     in_own_buffers,
+    model_state,
     nodes_of,
     rule_of,
+    settled,
     steady,
 )
 
 _COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps end
+
+
+# -- From Optax --------------------------------------------------------------------------------------------------------
 
 
 def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState:
@@ -132,8 +140,8 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
     for entries, owners in owned:
         names = {entries: None}
         if owners is not None:
-            its = places_of(index, leaf_at[owners.paths[0]])
-            names = {path_at(owners.place, index, alias.leaf): alias for alias in its}
+            its = _places_of(index, leaf_at[owners.paths[0]])
+            names = {_at(owners.place, index, alias.leaf): alias for alias in its}
         here = {name: alias for name, alias in names.items() if name in given}
         taken.update(here)
         has_value = any(alias is None or not alias.transforms for alias in here.values())
@@ -148,18 +156,18 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
             "other paths than eqx.filter(model, eqx.is_array)"
         )
     for (entries, want), array in zip(shapes, found, strict=True):
-        check_kind(entries, want, array)
+        _check_kind(entries, want, array)
     places = {owners.place for _, owners in owned if owners is not None}
     _check_rest(index, places, rest)
     return found
 
 
-def places_of(index: Index, leaf: int) -> list[Alias]:
+def _places_of(index: Index, leaf: int) -> list[Alias]:
     """The source of a tie and its aliases, those with a transform last; of an untied parameter itself."""
     return [Alias(leaf, leaf, ()), *sorted(index.aliases.get(leaf, ()), key=lambda alias: bool(alias.transforms))]
 
 
-def path_at(place: Place, index: Index, leaf: int) -> Entries:
+def _at(place: Place, index: Index, leaf: int) -> Entries:
     """The path of an array that is at this place in the state of a parameter."""
     return (*place[0], *index.structure.entries[leaf], *place[1])
 
@@ -182,8 +190,7 @@ def _one_of(index: Index, given: Mapping[Entries, Any], here: Mapping[Entries, A
     return array
 
 
-def check_kind(entries: Entries, want: Any, array: Any) -> None:
-    """Refuses an array of another shape or dtype than the transformation keeps."""
+def _check_kind(entries: Entries, want: Any, array: Any) -> None:
     if (array.shape, array.dtype) != (want.shape, want.dtype):
         raise ValueError(
             f"the state has {describe(array)} at {join_path(entries)!r}, where the transformation keeps "
@@ -194,9 +201,7 @@ def check_kind(entries: Entries, want: Any, array: Any) -> None:
 def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> None:
     """Refuses arrays that are of no frozen array of the model."""
     entries = index.structure.entries
-    known = {
-        path_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf
-    }
+    known = {_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf}
     leaf_at = {own: leaf for leaf, own in enumerate(entries)}
     lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
     if lost:
@@ -223,3 +228,89 @@ def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool)
             "L-BFGS remembers steps of all parameters together, in one form: its state goes over to optim.trainable "
             "alone, where all of them train and none is tied; begin with tx.init(model)"
         )
+
+
+# -- To Optax ----------------------------------------------------------------------------------------------------------
+
+
+def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
+    """The state of plain Optax that one of a transformation over models is: the way back of `optim.from_optax`.
+
+    >>> import equinox as eqx, jax, optax
+    >>> from treeparams import optim
+    >>> mlp, adam = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), optax.adam(1e-3)
+    >>> tx = optim.trainable(adam)
+    >>> theirs = optim.to_optax(tx, tx.init(mlp), eqx.filter(mlp, eqx.is_array))
+    >>> theirs[0].mu.layers[0].weight.shape
+    (4, 2)
+
+    Args:
+        tx: the transformation over models that made the state.
+        state: its state, or that of a chain or wrapper around it.
+        params: the tree that plain Optax is to go on with, such as `eqx.filter(model, eqx.is_inexact_array)`: arrays
+            alone, at the paths of the model.
+
+    Returns:
+        What `tx` holds within, as if it had been made over `params`. The moments of a tie stand at all of its places,
+        through the transform of an alias that has one. Of parameters that are frozen it has what the state holds of
+        them, or what `init` makes: there is one step count, so Adam's first steps are too long for them.
+
+    Raises:
+        ValueError: parameters that train have not taken their steps together, as after `optim.set_trainable`; `params`
+            is of another model; the state is of another transformation.
+        TypeError: `tx` is plain Optax; `params` has functions or texts in it.
+    """
+    rule = rule_of(tx)
+    ours = model_state(state)
+    histories = rule.histories(ours)
+    running, held = histories[: len(ours.runs)], histories[len(ours.runs) :]
+    if len(running) > 1:
+        steps = [f"{first_few(each.layout.paths)} {int(np.max(each.count))}" for each in running]
+        raise ValueError(
+            f"parameters have not taken their steps together ({'; '.join(steps)}), and plain Optax has one count for "
+            "all of them; begin with its own init"
+        )
+    known = _known_in(params, ours.layout)
+    fresh = settled(rule.tx.init(params))
+    found = dict(entries_of(fresh))
+    shared = [(entries, history.copies.shared(entries)) for history in running for entries in history.copies.common]
+    trained = [each for history in running for each in _as_plain(history, known)]
+    lost = [join_path(entries) for entries, _ in [*shared, *trained] if entries not in found]
+    if lost:
+        raise ValueError(f"the state has {first_few(lost)}, for which plain Optax over params has no place")
+    for entries, array in [*(each for history in held for each in _as_plain(history, known)), *shared, *trained]:
+        if entries in found:
+            like = found[entries]
+            array = in_dtype(array, like.dtype)
+            _check_kind(entries, like, array)
+            found[entries] = array
+    return in_own_buffers(jtu.tree_unflatten(jtu.tree_structure(fresh), found.values()), jax.tree.leaves(params))
+
+
+def _known_in(params: PyTree, layout: Layout) -> Set[str]:
+    """The paths of a tree that plain Optax takes, which has all that is trained."""
+    structure = structure_of(params)[2]
+    for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
+        if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
+            raise TypeError(
+                f"expected the tree that plain Optax takes, arrays alone, as eqx.filter(model, eqx.is_array); got "
+                f"{describe(leaf)} at {path!r}"
+            )
+    for slot in layout.slots:
+        spec = structure.specs[structure.index[slot.path]] if slot.path in structure.index else None
+        if spec is None or spec.shape != slot.shape:
+            raise ValueError(f"expected {describe(slot)} at {slot.path!r} of params, got {spec and describe(spec)}")
+    return structure.index.keys()
+
+
+def _as_plain(history: History, known: Set[str]) -> Iterator[tuple[Entries, Any]]:
+    """The arrays of parameters in a history, by their paths in a state of plain Optax over a tree of known paths."""
+    index, copies = index_of(history.layout), history.copies
+    there = {leaf for leaf, path in enumerate(index.structure.paths) if path in known}
+    leaf_at = dict(zip(history.layout.paths, index.positions, strict=True))
+    for place, path in copies.at:
+        spec = index.structure.spec(leaf_at[path])
+        array = copies.piece(place, path).alone(spec.shape)
+        for alias in _places_of(index, leaf_at[path]):
+            if alias.leaf in there:
+                yield _at(place, index, alias.leaf), alias.value_from(array, spec)
