@@ -33,7 +33,7 @@ from .replacement import refuse_irregular, replacing
 from .words import are_right
 
 PREFIX = "treeparams."
-"""Of what this library says in the metadata of a file."""
+"""Names in the metadata of a file that begin so are this library's own."""
 
 _VERSION = 1
 _CHECKSUM, _WORDS = f"{PREFIX}checksum", f"{PREFIX}header"
@@ -74,7 +74,7 @@ class File:
             raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
 
     def _refuse_other(self) -> None:
-        """Says how to read what other programs have written."""
+        """Refuses the files of other programs, with the line that reads them."""
         self._file.seek(0)
         start = self._file.read(4)
         if start == b"\x93NUM":

@@ -64,16 +64,11 @@ _BITS = {name: np.dtype(its).itemsize * 8 for name, its in DTYPES.items()} | {"F
 FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """The path of a file, as `open` takes it."""
 
+PIECE = 1 << 20
+"""Bytes that are still in the cache of a processor when they are used again."""
 
-def as_text(path: object) -> str:
-    """The path of a file as text."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(
-            f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
-            "saving.load(path, like)"
-        )
-    return os.fsdecode(path)
-
+SMALL = 1 << 14
+"""Bytes of an array that take less time than the calls around them."""
 
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
 _LONGEST_REASON = 500  # characters; a name may have millions
@@ -96,6 +91,16 @@ class Header(NamedTuple):
     arrays: dict[str, Stored]
     metadata: dict[str, str]
     text: bytes  # as it stands in the file
+
+
+def as_text(path: object) -> str:
+    """The path of a file as text."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
+            "saving.load(path, like)"
+        )
+    return os.fsdecode(path)
 
 
 def wrong(path: str, why: str) -> ValueError:
@@ -206,7 +211,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def entries_text(kinds: Mapping[str, Any]) -> str:
-    """What the header says of arrays of these kinds, in the order in which they will stand in the file."""
+    """The entries of a header for arrays of these kinds, in the order in which they will stand in the file."""
     entries, end = list[str](), 0
     for name, kind in kinds.items():
         start, end = end, end + kind.size
@@ -232,12 +237,6 @@ def prefixed(text: bytes) -> bytes:
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
-
-PIECE = 1 << 20
-"""Bytes that are still in the cache of a processor when they are used again."""
-
-SMALL = 1 << 14
-"""Bytes of an array that take less time than the calls around them."""
 
 _ALIGNED = 64  # JAX copies what is not aligned so
 

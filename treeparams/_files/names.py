@@ -51,7 +51,7 @@ def head_of(name: str) -> str:
 
 
 def is_below(name: str, node: str) -> bool:
-    """Whether a name is that of a node, or of what lies below it."""
+    """Whether a name is that of a node, or of something below it."""
     return f"{name}.".startswith(f"{node}.")
 
 
@@ -66,7 +66,7 @@ class Names(Mapping[str, Any]):
 
     Attributes:
         specs: shape and dtype in JAX of each, of further names of one array too.
-        aliases: the further names that only say again what another name says, and that one.
+        aliases: for each further name of an array, its first name.
         states: the words on the states of optimisers, by path.
         is_file: whether each array is read into a buffer of its own.
     """

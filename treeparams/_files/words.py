@@ -1,4 +1,4 @@
-"""What `save` says in a file of its arrays, beside the format: checked before anything uses it."""
+"""The words of `save` in a file, beside the format: ties, states, numbers; checked before anything uses them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -89,7 +89,7 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
 
 
 def _moved(found: Fit, given: Names) -> Iterator[tuple[Move, Any]]:
-    """What each move brings. A route runs once, though several of its results may be wanted."""
+    """The array that each move brings. A route runs once, though several of its results may be wanted."""
     wanted: dict[int, list[Move]] = {}
     for move in (*found.comes.values(), *found.also):
         wanted.setdefault(id(move.route), []).append(move)

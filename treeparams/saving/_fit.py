@@ -108,13 +108,13 @@ def shown(names: Sequence[str]) -> str:
 
 
 class _Offers:
-    """What would come to the leaves of a model, and which of it fits.
+    """The moves to the leaves of a model, and which of them fit.
 
     Attributes:
         fits: the moves that fit, by the leaf that is stored of a tie.
         refused: the stored leaves to which something comes that does not fit.
-        reported: the names of what does not fit.
-        disagrees: what does not fit, in words.
+        reported: the names of the arrays that do not fit.
+        disagrees: why they do not, one line each.
         goes_to: the leaves to which something comes, and its first name.
     """
 

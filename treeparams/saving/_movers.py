@@ -17,11 +17,11 @@ Done = dict[tuple[int, int], Any]
 
 
 class Movers:
-    """Which arrays come to each array of a plan's model, for arrays that are kept beside the parameters.
+    """The moves of a plan, by the paths of its model, for arrays that are kept beside the parameters.
 
     Attributes:
         specs: of the arrays of the plan's source, by name.
-        roots: of each name that only says again what another name says, that one.
+        roots: for each further name of an array of the source, its first name.
     """
 
     def __init__(self, contents: Contents, comes: Mapping[int, Move], source: Names) -> None:
@@ -63,7 +63,7 @@ class Movers:
         return route.function is None or (program is not None and program.same[number] is not None)
 
     def how(self, path: str) -> str:
-        """What is done to the arrays that come to a path, in words."""
+        """The function through which the arrays for a path go, in words."""
         return self._comes[path].route.how
 
     def move(self, path: str, read: Callable[[str], Any], done: Done) -> Any:

@@ -21,7 +21,7 @@ _DEEPEST = 8  # levels below a leaf; what lies deeper is hardly the leaf's own
 
 
 def lost_arrays(contents: Contents) -> Iterator[str]:
-    """Says which leaves hold arrays that would not be saved, and what to write in their place."""
+    """Says which leaves hold arrays that would not be saved, and the line to write in their place."""
     seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
     specs = contents.structure.specs
     kinds = {kind for kind in set(map(type, contents.leaves)) if not _is_bare(kind) or issubclass(kind, LONG)}
@@ -33,7 +33,7 @@ def lost_arrays(contents: Contents) -> Iterator[str]:
 
 
 def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
-    """What a leaf is, and what of it would not be saved; `None`: nothing."""
+    """The type of a leaf, and the array in it that would not be saved; `None`: it holds none."""
     kind = type(leaf)
     if issubclass(kind, LONG):
         return f"{kind.__qualname__}, which other machines do not have, so it would not be saved"
@@ -49,7 +49,7 @@ def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
 
 
 def _instead(leaf: object) -> str:
-    """What to write in place of a leaf, so that it is saved."""
+    """The line to write in place of a leaf, so that it is saved."""
     kind = type(leaf).__qualname__
     if isinstance(leaf, LONG):
         return "write float(...) or complex(...)"

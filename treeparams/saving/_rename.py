@@ -22,8 +22,7 @@ Rename = Mapping[Any, Any] | Callable[[str], str | None]
 Transforms = Mapping[Any, Callable[..., Any]]
 Stars = tuple[Star, ...]
 
-
-_AT_ONCE = 32
+_AT_ONCE = 32  # operands of one program
 
 
 def stack(*arrays: Array) -> jax.Array | np.ndarray:

@@ -84,7 +84,7 @@ def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
 
 
 def _leaf_in_words(contents: Contents, i: int) -> str:
-    """What a leaf is, where the file has something else: an array, a number, a function."""
+    """A leaf for which the file has something else: an array by its spec, a number by its type."""
     if i in contents.names:
         return f"an array {describe(contents.spec(i))}"
     said = contents.values.get(i)
