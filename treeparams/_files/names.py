@@ -1,13 +1,15 @@
 """Arrays by name, each read where it is asked for; names as a file has them."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._tree.paths import join_path, nearest, quote, split_path
 from .._tree.structure import Spec
 from .._tree.text import describe
 from .file import File
+from .values import Value, from_words
+from .words import values_in
 
 
 def name_of(path: str) -> str:
@@ -45,6 +47,7 @@ class Names(Mapping[str, Any]):
         specs: shape and dtype in JAX of each, of further names of one array too.
         aliases: the further names that only say again what another name says, and that one.
         states: the words on the states of optimisers, by path.
+        numbers: the numbers and texts beside the arrays, by path; `None`: the source says none, whether or not it has.
         is_file: whether each array is read into a buffer of its own.
     """
 
@@ -54,11 +57,13 @@ class Names(Mapping[str, Any]):
         read: Callable[[str], Any],
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
+        numbers: Mapping[str, Value] | None = None,
         is_file: bool = False,
     ) -> None:
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
+        self.numbers = numbers
         self.is_file = is_file
         self._read = read
 
@@ -78,15 +83,20 @@ class Names(Mapping[str, Any]):
 
     def below(self, path: str) -> "Names":
         """The names below a node, without its path."""
-        short = {name: name[len(path) + 1 :] for name in self.specs if name == path or name.startswith(f"{path}.")}
+
+        def inside(names: Iterable[str]) -> dict[str, str]:
+            return {name: name[len(path) + 1 :] for name in names if name == path or name.startswith(f"{path}.")}
+
+        short = inside(self.specs)
         if not short:
             heads = dict.fromkeys(map(head_of, self.specs))
             raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
-        states = {at[len(path) + 1 :]: s for at, s in self.states.items() if at == path or at.startswith(f"{path}.")}
+        states = {new: self.states[at] for at, new in inside(self.states).items()}
+        numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
         specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(specs, lambda name: self[whole[name]], aliases, states, self.is_file)
+        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, self.is_file)
 
 
 def names_in(source: object) -> Names | None:
@@ -103,7 +113,9 @@ def _of_file(file: File) -> Names:
     aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
     specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
     stored = {name: aliases.get(name, name) for name in specs}
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"])
+    numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
+    said = numbers if "values" in file.words else None
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said)
 
 
 def _of_several(files: Sequence[Names]) -> Names:
@@ -119,5 +131,8 @@ def _of_several(files: Sequence[Names]) -> Names:
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
+        None
+        if any(file.numbers is None for file in files)
+        else {k: v for file in files for k, v in file.numbers.items()},
         is_file=True,
     )
