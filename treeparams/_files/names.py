@@ -1,5 +1,6 @@
 """Arrays by name, each read where it is asked for; names as a file has them."""
 
+import collections
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -126,13 +127,12 @@ def _of_several(files: Sequence[Names]) -> Names:
             if name in owners:
                 raise ValueError(f"{name!r} is in two of the files")
             owners[name] = file
+    said = [dict(file.numbers) for file in files if file.numbers is not None]
     return Names(
         {name: file.specs[name] for name, file in owners.items()},
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
-        None
-        if any(file.numbers is None for file in files)
-        else {k: v for file in files for k, v in file.numbers.items()},
+        dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
         is_file=True,
     )
