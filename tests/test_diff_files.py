@@ -59,9 +59,9 @@ def test_what_only_one_has_is_named_by_its_topmost_node(mlp, tmp_path):
     saving.save(tmp_path / "b", {"model": deep, "best": mlp})
     assert rows(tmp_path / "a", tmp_path / "b", atol=9) == [
         ("steps", "structure", "int32[]", "nothing"),
-        ("best", "structure", "nothing", "4 arrays"),
-        ("model.layers.2", "structure", "nothing", "2 arrays"),
-        ("model.layers.3", "structure", "nothing", "2 arrays"),
+        ("best", "structure", "nothing", "4 leaves"),
+        ("model.layers.2", "structure", "nothing", "2 leaves"),
+        ("model.layers.3", "structure", "nothing", "2 leaves"),
         ("model.layers.1.weight", "shape", "float32[1,3]", "float32[3,3]"),
         ("model.layers.1.bias", "shape", "float32[1]", "float32[3]"),
     ]
@@ -108,6 +108,29 @@ def test_states_by_name(tmp_path):
     diff = tp.diff(tmp_path / "a", tmp_path / "b")
     assert {path.split(".")[0] for path in diff.paths} == {"optimiser"}
     assert set(tp.diff(saving.names(tmp_path / "a", "optimiser"), after).paths) == set(tp.diff(state, after).paths)
+
+
+def test_numbers_and_texts(tmp_path):
+    run = {"w": np.ones(2, np.float32), "epoch": 5, "best": 0.25, "name": "a", "rate": np.float32(0.5), "f": jnp.tanh}
+    saving.save(tmp_path / "a", {"run": run})
+    other = run | {"epoch": 6, "best": 0.5, "rate": 0.5, "f": jnp.sin}
+    saving.save(tmp_path / "b", {"run": other})
+    want = [
+        ("run.best", "value", "0.25 (float)", "0.5 (float)"),
+        ("run.epoch", "value", "5 (int)", "6 (int)"),
+        ("run.rate", "value", "0.5 (float32)", "0.5 (float)"),
+    ]
+    assert sorted(rows(tmp_path / "a", tmp_path / "b")) == sorted(rows(tmp_path / "a", {"run": other})) == want
+    assert sorted(rows(saving.names(tmp_path / "a", "run"), other))[0] == ("best", *want[0][1:])
+    assert [path for path, *_ in rows(tmp_path / "a", tmp_path / "b", atol=1)] == ["run.epoch", "run.rate"]
+    assert rows(tmp_path / "a", {"run": run | {"epoch": np.int32([5])}}) == [
+        ("run.epoch", "type", "5 (int)", "int32[1]"),
+    ]
+    assert rows({"run": {"w": run["w"]}, "step": 3}, tmp_path / "a")[0] == ("step", "structure", "3 (int)", "nothing")
+    # A file of another program has no numbers, so nothing is said of them.
+    save_file({"run.w": run["w"]}, tmp_path / "theirs")
+    assert not tp.diff(tmp_path / "a", tmp_path / "theirs")
+    assert not tp.diff(tmp_path / "theirs", {"run": other})
 
 
 def test_errors(tmp_path, mlp):

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from ._files.arrays import array_spec
 from ._files.names import Names, key_of, names_in, split_name
+from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
 from ._tree.difference import NOTHING, Diff, Difference, compare, groups_of, spec_rows, tie_rows
@@ -22,7 +23,7 @@ from ._tree.paths import join_path
 from ._tree.recognise import static_values, structure_of
 from ._tree.static_keys import identical, static_key
 from ._tree.structure import Spec
-from ._tree.text import both_in_text, describe
+from ._tree.text import both_in_text, describe, in_text
 from ._tree.types import PyTree
 
 _ABSOLUTE = operator.attrgetter("absolute")
@@ -74,7 +75,7 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
 
     Files are compared by name: `tp.diff("a.safetensors", "b.safetensors")`, a file beside a tree, or the names of one,
     `saving.names(path, "model")`. Their arrays are read two at a time. A file has no classes and no functions, so of
-    the tree beside it the arrays and their ties are compared.
+    the tree beside it arrays and their ties are compared, and, with a file of `saving.save`, numbers and texts.
 
     Args:
         a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or the path
@@ -234,54 +235,63 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
 
 
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
-    """As `diff`, of what has names alone, such as a file: it has arrays and ties, and neither classes nor functions."""
+    """As `diff`, where one of the two is a file, which has arrays, ties, numbers and texts, and no classes."""
     (ours, computed), (theirs, also_computed) = map(_named, (a, b))
-    absent = (computed - theirs.specs.keys()) | (also_computed - ours.specs.keys())  # the other need not have them
-    shared = ours.specs.keys() & theirs.specs.keys()
-    rows = [*_missing_rows(ours, theirs, absent, 0), *_missing_rows(theirs, ours, absent, 1)]
+    # Other programs write arrays alone; then nothing is known of numbers.
+    say_numbers = ours.numbers is not None and theirs.numbers is not None
+    here, there = ({**each.specs, **(each.numbers or {} if say_numbers else {})} for each in (ours, theirs))
+    rows = [*_missing_rows(here, there, computed, 0), *_missing_rows(there, here, also_computed, 1)]
     by_size = list[Difference]()
-    for name in [name for name in ours.specs if name in shared]:
-        one, other = ours.specs[name], theirs.specs[name]
-        rows += spec_rows(name, one, other)
-        is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
-        if one.shape == other.shape and not is_again:
-            here, there = ours[name], theirs[name]
-            if _is_concrete(here) and _is_concrete(there):
-                by_size += elements(name, here, there, tolerance)
-    ties = tie_rows(_groups_of(ours), _groups_of(theirs), shared.__contains__)
+    for name in [name for name in here if name in there]:
+        one, other = here[name], there[name]
+        if isinstance(one, Spec) and isinstance(other, Spec):
+            rows += spec_rows(name, one, other)
+            is_again = name in ours.aliases and ours.aliases[name] == theirs.aliases.get(name)
+            pair = (ours[name], theirs[name]) if one.shape == other.shape and not is_again else ()
+            if pair and all(map(_is_concrete, pair)):
+                by_size += elements(name, *pair, tolerance)
+        elif isinstance(one, Spec) or isinstance(other, Spec):
+            rows.append(Difference(name, "type", *both_in_text(one, other)))
+        elif not _are_equal(one, other, tolerance):
+            rows.append(Difference(name, "value", *both_in_text(one, other)))
+    ties = tie_rows(_groups_of(ours), _groups_of(theirs), lambda name: name in ours.specs and name in theirs.specs)
     return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
 
 
 def _named(source: Any) -> tuple[Names, frozenset[str]]:
-    """The arrays of a file or of a tree by name, and those that a transform makes of others, which no file has."""
+    """A file or a tree by name, and the arrays that a transform makes of others, which a file need not have."""
     known = names_in(source)
     if known is not None:
         return known, frozenset()
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
     leaves, _, structure = structure_of(source)
-    names = {i: key_of(structure.paths[i]) for i, spec in enumerate(structure.specs) if spec is not None}
-    aliases = {names[i]: names[structure.first[i]] for i in names if structure.first[i] != i}
+    names = list(map(key_of, structure.paths))
+    arrays = {names[i]: i for i, spec in enumerate(structure.specs) if spec is not None}
+    specs = {name: array_spec(leaves[i]) for name, i in arrays.items()}
+    aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}
     ties = find_ties(structure)
     aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
-    numbers = {name: i for i, name in names.items()}
-    specs = {name: array_spec(leaves[i]) for name, i in numbers.items()}
+    numbers = {name: leaf for name, leaf in zip(names, leaves, strict=True) if kind_in_words(type(leaf))}
+    numbers = {name: leaf for name, leaf in numbers.items() if name not in arrays}
     computed = frozenset(names[tie.leaf] for tie in ties if tie.transforms)
-    return Names(specs, lambda name: leaves[numbers[name]], aliases), computed
+    return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers), computed
 
 
-def _missing_rows(these: Names, those: Names, absent: Set[str], side: int) -> Iterator[Difference]:
+def _missing_rows(
+    these: Mapping[str, Any], those: Mapping[str, Any], computed: Set[str], side: int
+) -> Iterator[Difference]:
     """The names that only one has, by the topmost node that the other lacks."""
-    entries = {name: split_name(name) for name in those.specs}
-    known = {its[:depth] for its in entries.values() for depth in range(len(its) + 1)}
+    entries = map(split_name, those)
+    known = {its[:depth] for its in entries for depth in range(len(its) + 1)}
     heads: dict[str, list[str]] = {}
-    for name in these.specs:
-        if name not in entries and name not in absent:
+    for name in these:
+        if name not in those and name not in computed:
             its = split_name(name)
             depth = next((depth for depth in range(len(its)) if its[:depth] not in known), len(its))
             heads.setdefault(join_path(its[:depth]), []).append(name)
     for head, names in heads.items():
-        text = describe(these.specs[head]) if names == [head] else f"{len(names):,} array{'s' * (len(names) > 1)}"
+        text = in_text(these[head]) if names == [head] else f"{len(names):,} lea{'f' if len(names) == 1 else 'ves'}"
         yield Difference(head, "structure", *((text, NOTHING) if side == 0 else (NOTHING, text)))
 
 

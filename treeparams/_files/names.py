@@ -1,13 +1,16 @@
 """Arrays by name, each read where it is asked for; names as a file has them."""
 
+import collections
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe
 from .file import File
+from .values import Value, from_words
+from .words import values_in
 
 
 def name_of(path: str) -> str:
@@ -68,6 +71,7 @@ class Names(Mapping[str, Any]):
         specs: shape and dtype in JAX of each, of further names of one array too.
         aliases: for each further name of an array, its first name.
         states: the words on the states of optimisers, by path.
+        numbers: the numbers and texts beside the arrays, by path; `None`: the source says none, whether or not it has.
         is_file: whether each array is read into a buffer of its own.
     """
 
@@ -77,11 +81,13 @@ class Names(Mapping[str, Any]):
         read: Callable[[str], Any],
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
+        numbers: Mapping[str, Value] | None = None,
         is_file: bool = False,
     ) -> None:
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
+        self.numbers = numbers
         self.is_file = is_file
         self._read = read
 
@@ -105,15 +111,20 @@ class Names(Mapping[str, Any]):
 
     def below(self, path: str) -> "Names":
         """The names below a node, without its path."""
-        short = {name: name[len(path) + 1 :] for name in self.specs if is_below(name, path)}
+
+        def inside(names: Iterable[str]) -> dict[str, str]:
+            return {name: name[len(path) + 1 :] for name in names if is_below(name, path)}
+
+        short = inside(self.specs)
         if not short:
             heads = dict.fromkeys(map(head_of, self.specs))
             raise ValueError(f"nothing lies below {path!r}{nearest(path, heads)}")
         whole = {new: name for name, new in short.items()}
         aliases = {short[name]: short[to] for name, to in self.aliases.items() if name in short and to in short}
-        states = {at[len(path) + 1 :]: its for at, its in self.states.items() if is_below(at, path)}
+        states = {new: self.states[at] for at, new in inside(self.states).items()}
+        numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
         specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(specs, lambda name: self[whole[name]], aliases, states, self.is_file)
+        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, self.is_file)
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
@@ -152,7 +163,9 @@ def _of_file(file: File) -> Names:
     aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
     specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
     stored = {name: aliases.get(name, name) for name in specs}
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"])
+    numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
+    said = numbers if "values" in file.words else None
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said)
 
 
 def _of_several(files: Sequence[Names]) -> Names:
@@ -163,10 +176,12 @@ def _of_several(files: Sequence[Names]) -> Names:
             if name in owners:
                 raise ValueError(f"{name!r} is in two of the files")
             owners[name] = file
+    said = [dict(file.numbers) for file in files if file.numbers is not None]
     return Names(
         {name: file.specs[name] for name, file in owners.items()},
         lambda name: owners[name][name],
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
+        dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
         is_file=True,
     )
