@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
-from .format import DTYPES, PACKED, PIECE, SMALL, WRITTEN, Packed, Stored
+from .format import DTYPES, PACKED, PIECE, WRITTEN, Packed, Stored
 
 _NAMES = {name: text for text, name in WRITTEN.items()}
 
@@ -159,21 +159,16 @@ def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array
     array = as_in_jax(name, array)
     sharding = getattr(like, "sharding", None)
     if sharding is None:
-        return _put(array)
+        return jax.device_put(array)
     # An array that is on a device only because that is the default must not be committed to it, or it could no longer
     # be used together with arrays of other devices.
     if not getattr(like, "committed", True):
         with jax.default_device(*sharding.device_set):
-            return _put(array)
+            return jax.device_put(array)
     if isinstance(array, jax.Array) or isinstance(sharding, SingleDeviceSharding):
         return jax.device_put(array, sharding)
     # Each device, of this process or of another one, takes what is its own.
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(np.asarray(array)[index]))
-
-
-def _put(array: Array) -> jax.Array:
-    """An array on the default device; `jnp.asarray` copies it, and takes half of the time where there is little."""
-    return jnp.asarray(array) if array.nbytes <= SMALL else jax.device_put(array)
 
 
 def as_in_jax(name: str, array: Array) -> Array:
