@@ -93,9 +93,27 @@ def test_a_tie_that_is_computed_is_in_no_file(tmp_path):
     saving.save(tmp_path / "a", model)
     assert list(saving.names(tmp_path / "a")) == ["down"]
     assert not tp.diff(tmp_path / "a", model)
+    assert not tp.diff(tmp_path / "a", saving.names(model))
     assert rows(Tied(weight, weight.T + 1), tmp_path / "a") == []
     saving.save(tmp_path / "b", Tied(weight, weight.T + 1))  # which is stored by itself
     assert tp.diff(tmp_path / "b", model).paths == ("up",)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"a.b": ramp(2)}, {"a.b": ramp(2), "c": {"d": ramp(1)}, "n.m": 3}, {"m": {"a.b": ramp(2), "__metadata__": 1}}],
+)
+def test_keys_with_dots(tree, tmp_path):
+    saving.save(tmp_path / "a", tree)
+    assert not tp.diff(tmp_path / "a", tree)
+    assert not tp.diff(tree, tmp_path / "a")
+    save_file(saving.names(tree), tmp_path / "b")
+    save_file({name.replace('"', ""): each for name, each in saving.names(tree).items()}, tmp_path / "c")
+    for other in (tmp_path / "b", tmp_path / "c"):
+        assert not tp.diff(other, tmp_path / "a")
+        assert not tp.diff(tree, other)
+    more = jax.tree.map(lambda leaf: leaf + 1 if hasattr(leaf, "shape") else leaf, tree)
+    assert len(tp.diff(tmp_path / "c", more).rows) == len(tp.diff(more, tree).rows)
 
 
 def test_states_by_name(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._files.arrays import array_spec
-from ._files.names import Names, key_of, names_in, split_name
+from ._files.names import Names, key_of, names_in, spelt_as, split_name
 from ._files.values import kind_in_words
 from ._slots.layout import Layout
 from ._slots.ties import find_ties
@@ -236,11 +236,16 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
 
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     """As `diff`, where one of the two is a file, which has arrays, ties, numbers and texts, and no classes."""
-    (ours, computed), (theirs, also_computed) = map(_named, (a, b))
+    ours, theirs = map(_named, (a, b))
+    if names_in(b) is None:
+        theirs = spelt_as([*ours.specs, *(ours.numbers or ())], theirs)
+    else:
+        ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
     # Other programs write arrays alone; then nothing is known of numbers.
     say_numbers = ours.numbers is not None and theirs.numbers is not None
     here, there = ({**each.specs, **(each.numbers or {} if say_numbers else {})} for each in (ours, theirs))
-    rows = [*_missing_rows(here, there, computed, 0), *_missing_rows(there, here, also_computed, 1)]
+    computed = {*ours.computed, *theirs.computed}
+    rows = [*_missing_rows(here, there, computed, 0), *_missing_rows(there, here, computed, 1)]
     by_size = list[Difference]()
     for name in [name for name in here if name in there]:
         one, other = here[name], there[name]
@@ -258,11 +263,11 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     return Diff([*rows, *ties, *sorted(by_size, key=_ABSOLUTE, reverse=True)])
 
 
-def _named(source: Any) -> tuple[Names, frozenset[str]]:
-    """A file or a tree by name, and the arrays that a transform makes of others, which a file need not have."""
+def _named(source: Any) -> Names:
+    """A file or a tree by name."""
     known = names_in(source)
     if known is not None:
-        return known, frozenset()
+        return known
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
         source = dict(source)
     leaves, _, structure = structure_of(source)
@@ -274,8 +279,8 @@ def _named(source: Any) -> tuple[Names, frozenset[str]]:
     aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
     numbers = {name: leaf for name, leaf in zip(names, leaves, strict=True) if kind_in_words(type(leaf))}
     numbers = {name: leaf for name, leaf in numbers.items() if name not in arrays}
-    computed = frozenset(names[tie.leaf] for tie in ties if tie.transforms)
-    return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers), computed
+    computed = [names[tie.leaf] for tie in ties if tie.transforms]
+    return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers, computed=computed)
 
 
 def _missing_rows(

@@ -88,6 +88,21 @@ class _Tensor:
 _Tensor.__module__ = "torch"
 
 
+def test_arrays_of_another_byte_order(tmp_path):
+    array, model = np.arange(2, dtype=">f4"), {"w": ramp(2)}
+    np.savez(tmp_path / "a.npz", w=array)
+    with np.load(tmp_path / "a.npz") as file:
+        for source in ({"w": array}, file):
+            for transform in (None, {"w": jnp.asarray}, {"w": lambda array: array.astype("float32")}):
+                plan = saving.plan(source, model, transform=transform)
+                np.testing.assert_array_equal(plan(source)["w"], [0, 1])
+
+
+def test_an_array_with_a_mask_is_refused():
+    with pytest.raises(TypeError, match=r"'w' is a masked array, whose mask would be lost; pass array.filled\("):
+        saving.plan({"w": np.ma.masked_array([1.0], [True])}, {"w": ramp(1)})
+
+
 @pytest.mark.parametrize("source", [{"w": _Tensor()}, {"net": [_Tensor()]}], ids=["flat", "nested"])
 def test_arrays_of_pytorch(source):
     with pytest.raises(TypeError, match=r"is an array of PyTorch; pass NumPy's, \{name: tensor.numpy\(\) for ...\}"):

@@ -73,6 +73,21 @@ def test_plain_optax_through_functions_and_over_some_parameters():
     assert_same(carried.runs[1][0].mu["v"], np.zeros(3, np.float32), identity=False)
 
 
+def test_numbers_of_python_in_a_state_of_plain_optax(tmp_path):
+    def init(params):
+        return {"lr": 0.1, "mu": jax.tree.map(jnp.zeros_like, params)}
+
+    rule = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    state = init({"w": ramp(2)}) | {"lr": 0.05}
+    saving.save(tmp_path / "a", {"state": state})
+    plan, like = (
+        saving.plan({"w": ramp(2)}, {"v": ramp(2)}, rename={"w": "v"}),
+        fresh(optim.trainable(rule), {"v": ramp(2)}),
+    )
+    for source in (state, saving.names(tmp_path / "a", "state")):
+        assert plan.state(source, like, tx=rule).runs[0]["lr"] == np.float32(0.05)
+
+
 def test_plain_optax_of_dotted_keys_of_ties_and_of_one_array():
     dotted, shared, like = (
         {"a.w": ramp(2), "b": ramp(3)},

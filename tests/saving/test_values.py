@@ -227,6 +227,7 @@ HIDDEN = {
         lambda w: np.longdouble(1),
         r"'x' is a longdouble, which other machines .*; write float\(\.\.\.\) or complex",
     ),
+    "a mask": (lambda w: np.ma.masked_array([1.0], [True]), r"'x' is a masked array.*; write array.filled\("),
 }
 
 

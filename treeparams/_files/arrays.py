@@ -116,7 +116,7 @@ def _in_jax(dtype: Any) -> tuple[Any, bool]:
     """A dtype in JAX, and whether a parameter may have it."""
     if isinstance(dtype, Packed) or (not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
         return dtype, False
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    dtype = jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
     return dtype, is_inexact(dtype)
 
 

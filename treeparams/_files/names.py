@@ -72,6 +72,8 @@ class Names(Mapping[str, Any]):
         aliases: for each further name of an array, its first name.
         states: the words on the states of optimisers, by path.
         numbers: the numbers and texts beside the arrays, by path; `None`: the source says none, whether or not it has.
+        computed: the further names of arrays that a transform makes of others, as a tied weight is transposed. A source
+            need not have these arrays.
         is_file: whether each array is read into a buffer of its own.
     """
 
@@ -82,12 +84,14 @@ class Names(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         states: Mapping[str, dict[str, Any]] | None = None,
         numbers: Mapping[str, Value] | None = None,
+        computed: Collection[str] = (),
         is_file: bool = False,
     ) -> None:
         self.specs = specs
         self.aliases = aliases or {}
         self.states = states or {}
         self.numbers = numbers
+        self.computed = computed
         self.is_file = is_file
         self._read = read
 
@@ -124,7 +128,8 @@ class Names(Mapping[str, Any]):
         states = {new: self.states[at] for at, new in inside(self.states).items()}
         numbers = self.numbers and {new: self.numbers[at] for at, new in inside(self.numbers).items()}
         specs = {new: self.specs[name] for name, new in short.items()}
-        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, self.is_file)
+        computed = inside(self.computed).values()
+        return Names(specs, lambda name: self[whole[name]], aliases, states, numbers, computed, self.is_file)
 
 
 def spelt_as(known: Collection[str], given: Names) -> Names:
@@ -132,17 +137,27 @@ def spelt_as(known: Collection[str], given: Names) -> Names:
 
     The keys of a flat dictionary are names as they are. In the paths of a layout, a file or a state they have quotes.
     """
-    spelt: dict[str, str] = {}
-    if not given.specs.keys() >= set(known):
-        by_text = {bare(name): name for name in given.specs if name not in known}
-        lost = {name: by_text[bare(name)] for name in known if name not in given.specs and bare(name) in by_text}
+    have, spelt = given.specs.keys() | (given.numbers or {}).keys(), dict[str, str]()
+    if not have >= set(known):
+        by_text = {bare(name): name for name in have if name not in known}
+        lost = {name: by_text[bare(name)] for name in known if name not in have and bare(name) in by_text}
         spelt = {theirs: name for name, theirs in lost.items()}
     if not spelt:
         return given
-    specs = {spelt.get(name, name): spec for name, spec in given.specs.items()}
-    aliases = {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()}
+
+    def respelt(its: Mapping[str, Any]) -> dict[str, Any]:
+        return {spelt.get(name, name): value for name, value in its.items()}
+
     theirs = {name: its for its, name in spelt.items()}
-    return Names(specs, lambda name: given[theirs.get(name, name)], aliases, given.states, is_file=given.is_file)
+    return Names(
+        respelt(given.specs),
+        lambda name: given[theirs.get(name, name)],
+        {spelt.get(name, name): spelt.get(source, source) for name, source in given.aliases.items()},
+        given.states,
+        given.numbers and respelt(given.numbers),
+        [spelt.get(name, name) for name in given.computed],
+        given.is_file,
+    )
 
 
 def _without_value(name: str) -> Any:
@@ -160,12 +175,14 @@ def names_in(source: object) -> Names | None:
 
 
 def _of_file(file: File) -> Names:
-    aliases = {alias: source for alias, (source, transforms) in file.words["ties"].items() if not transforms}
+    ties = file.words["ties"]
+    aliases = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
     specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
     stored = {name: aliases.get(name, name) for name in specs}
     numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
     said = numbers if "values" in file.words else None
-    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said)
+    computed = ties.keys() - aliases.keys()
+    return Names(specs, lambda name: file.read(stored[name]), aliases, file.words["states"], said, computed)
 
 
 def _of_several(files: Sequence[Names]) -> Names:
@@ -183,5 +200,6 @@ def _of_several(files: Sequence[Names]) -> Names:
         {alias: name for file in files for alias, name in file.aliases.items()},
         {path: state for file in files for path, state in file.states.items()},
         dict(collections.ChainMap(*said)) if len(said) == len(files) else None,
+        [name for file in files for name in file.computed],
         is_file=True,
     )

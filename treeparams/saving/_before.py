@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.core import Tracer
@@ -192,7 +192,7 @@ def _check_plain(movers: Movers, source: Names, tx: object) -> None:
     names = list(source)
     expected = (
         'expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "optimiser") '
-        f"of a file; got names such as {first_few(names[:3])}"
+        f"of a file; got {f'names such as {first_few(names[:3])}' if names else 'no arrays'}"
     )
     if names and all(name in movers.specs for name in names):
         raise ValueError(f"{expected}, which are those of the model")
@@ -205,7 +205,8 @@ def _check_plain(movers: Movers, source: Names, tx: object) -> None:
 
 def _of_plain(movers: Movers, source: Names, tx: object) -> Before:
     """The one history of a state of plain Optax, over a tree of arrays that have the names of the plan's source."""
-    arrays = Arrays(source)
+    numbers = {split_name(name): number for name, number in (source.numbers or {}).items()}
+    arrays: Mapping[Entries, Any] = collections.ChainMap(cast(Any, Arrays(source)), numbers)
     tree = _tree_of(movers.specs, {entry for entries in arrays for entry in entries})
     history = known_history(tx, arrays, look_up(structure_of(tree)[2], None)[0])
     return Before((), history.copies, 0, int(history.count), waits=False)

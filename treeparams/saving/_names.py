@@ -48,7 +48,9 @@ def _is_no_array(value: Any) -> bool:
 
 
 def _checked(name: str, array: Any) -> Any:
-    """An array, refused where it is one of PyTorch, whose dtypes are none of NumPy."""
+    """An array, refused where it is one of PyTorch, whose dtypes are none of NumPy, or has a mask."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name!r} is a masked array, whose mask would be lost; pass array.filled(...)")
     if type(array).__module__.partition(".")[0] == "torch":
         raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
     return array
@@ -66,8 +68,10 @@ def _of_arrays(arrays: Mapping[str, Any]) -> Names:
 
 def _read(array: Any) -> Any:
     """An array with values as one of NumPy or JAX, also where it lies in a file, as those of h5py do."""
-    is_known = isinstance(array, (np.ndarray, jax.Array)) or not hasattr(array, "__array__")
-    return array if is_known else np.asarray(array)
+    if isinstance(array, jax.Array) or not hasattr(array, "__array__"):
+        return array
+    array = np.asarray(array)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
@@ -83,7 +87,7 @@ def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
                 shape, _, dtype = read(header)
                 if not _is_no_array(np.empty(0, dtype)):
                     specs[name] = array_spec(jax.ShapeDtypeStruct(shape, dtype))
-    return Names(specs, file.__getitem__, is_file=True)
+    return Names(specs, lambda name: _read(file[name]), is_file=True)
 
 
 def _of_tree(tree: PyTree) -> Names:
@@ -108,7 +112,9 @@ def names_of_contents(contents: Contents) -> Names:
     plain = {i: alias.source for i, alias in contents.aliases.items() if not alias.transforms}
     aliases = {contents.names[i]: contents.names[source] for i, source in plain.items()}
     states = {path: state_in_words(state) for path, state in contents.states.items()}
-    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states)
+    paths = contents.structure.paths
+    numbers = {name_of(paths[i]): contents.leaves[i] for i in contents.values}
+    return Names(specs, lambda name: contents.leaves[leaves[name]], aliases, states, numbers)
 
 
 def names(

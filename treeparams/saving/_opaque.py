@@ -25,9 +25,9 @@ def lost_arrays(contents: Contents) -> Iterator[str]:
     seen: dict[int, object] = {}  # the objects by identity, held so that no other object gets the same one
     specs = contents.structure.specs
     kinds = {kind for kind in set(map(type, contents.leaves)) if not _is_bare(kind) or issubclass(kind, LONG)}
-    others = [(i, leaf) for i, leaf in enumerate(contents.leaves) if type(leaf) in kinds and specs[i] is None]
-    for i, leaf in others:
-        why = _why_lost(leaf, seen)
+    for i, leaf in [(i, leaf) for i, leaf in enumerate(contents.leaves) if type(leaf) in kinds]:
+        is_kept = specs[i] is not None and not isinstance(leaf, np.ma.MaskedArray)
+        why = None if is_kept else _why_lost(leaf, seen)
         if why is not None:
             yield f"{contents.structure.paths[i]!r} is a {why}; {_instead(leaf)}, or leave it out of the tree"
 
@@ -37,6 +37,8 @@ def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
     kind = type(leaf)
     if issubclass(kind, LONG):
         return f"{kind.__qualname__}, which other machines do not have, so it would not be saved"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "masked array, whose mask would not be saved"
     if isinstance(leaf, Mapping):
         return "mapping and no pytree, so none of its arrays would be saved"
     if _is_foreign(leaf):
@@ -53,6 +55,8 @@ def _instead(leaf: object) -> str:
     kind = type(leaf).__qualname__
     if isinstance(leaf, LONG):
         return "write float(...) or complex(...)"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "write array.filled(...), or the data and the mask by themselves"
     if isinstance(leaf, Mapping):
         return "write dict(...)"
     if isinstance(leaf, np.ndarray):
