@@ -31,7 +31,7 @@ def _count_compilations(event: str, *_, **__):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="repeat for minutes what chance decides, and what is else tested a few times")
+    parser.addoption("--long", action="store_true", help="repeat for minutes what is else tested a few times")
 
 
 def pytest_collection_modifyitems(items):
