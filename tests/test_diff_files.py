@@ -156,5 +156,8 @@ def test_errors(tmp_path, mlp):
         tp.diff(tmp_path / "nothing", mlp)
     with pytest.raises(OSError, match="relu"):
         tp.diff("relu", "relu")
+    saving.save(tmp_path / "texts", ["relu", "tanh"])
+    assert not tp.diff(tmp_path / "texts", ["relu", "tanh"])  # no two files
+    assert tp.diff(["relu", "tanh"], ["relu", "gelu"]).paths == ("1",)
     with pytest.raises(TypeError, match="a Layout and a str"):
         tp.diff(tp.layout(mlp), "a")

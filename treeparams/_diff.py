@@ -109,14 +109,9 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
         RuntimeError: an array whose elements are compared has been deleted, or lies on devices of other processes.
     """
     tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
-    if isinstance(a, Layout) and isinstance(b, Layout):
-        return a.diff(b)
     if isinstance(a, Layout) or isinstance(b, Layout):
-        other = type(b if isinstance(a, Layout) else a).__name__
-        raise TypeError(
-            f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
-        )
-    if any(isinstance(each, (str, os.PathLike, Names)) for each in (a, b)):
+        return _diff_of_layouts(a, b)
+    if _is_of_files(a) or _is_of_files(b):
         return _diff_by_name(a, b, tolerance)
     if _is_one(a, b):
         return Diff(())
@@ -153,6 +148,15 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     seen = [row for row in rows if row.what != "elements"]
     by_size = sorted([row for row in rows if row.what == "elements"], key=_ABSOLUTE, reverse=True)
     return Diff([*seen, *tie_rows(groups_of(these), groups_of(those), is_shared), *by_size])
+
+
+def _diff_of_layouts(a: Any, b: Any) -> Diff:
+    if isinstance(a, Layout) and isinstance(b, Layout):
+        return a.diff(b)
+    other = type(b if isinstance(a, Layout) else a).__name__
+    raise TypeError(
+        f"expected two models or two layouts, got a Layout and a {other}; make a layout of both, tp.layout(model)"
+    )
 
 
 def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
@@ -234,13 +238,18 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
 # -- By name -----------------------------------------------------------------------------------------------------------
 
 
+def _is_of_files(source: object) -> bool:
+    """Whether a source is a file, or the names in one."""
+    return isinstance(source, (str, os.PathLike, Names))
+
+
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
     """As `diff`, where one of the two is a file, which has arrays, ties, numbers and texts, and no classes."""
     ours, theirs = map(_named, (a, b))
-    if names_in(b) is None:
-        theirs = spelt_as([*ours.specs, *(ours.numbers or ())], theirs)
-    else:
+    if _is_of_files(b):
         ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
+    else:
+        theirs = spelt_as([*ours.specs, *(ours.numbers or ())], theirs)
     # Other programs write arrays alone; then nothing is known of numbers.
     say_numbers = ours.numbers is not None and theirs.numbers is not None
     here, there = ({**each.specs, **(each.numbers or {} if say_numbers else {})} for each in (ours, theirs))
@@ -265,7 +274,7 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
 
 def _named(source: Any) -> Names:
     """A file or a tree by name."""
-    known = names_in(source)
+    known = names_in(source) if _is_of_files(source) else None  # a list of texts is a tree
     if known is not None:
         return known
     if isinstance(source, Mapping) and jtu.all_leaves([source]):  # as NumPy's of a file
@@ -277,8 +286,8 @@ def _named(source: Any) -> Names:
     aliases = {name: names[structure.first[i]] for name, i in arrays.items() if structure.first[i] != i}
     ties = find_ties(structure)
     aliases |= {names[tie.leaf]: names[tie.source] for tie in ties if not tie.transforms}
-    numbers = {name: leaf for name, leaf in zip(names, leaves, strict=True) if kind_in_words(type(leaf))}
-    numbers = {name: leaf for name, leaf in numbers.items() if name not in arrays}
+    values = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name not in arrays]
+    numbers = {name: leaf for name, leaf in values if kind_in_words(type(leaf))}
     computed = [names[tie.leaf] for tie in ties if tie.transforms]
     return Names(specs, lambda name: leaves[arrays[name]], aliases, numbers=numbers, computed=computed)
 
