@@ -174,7 +174,7 @@ def placed(name: str, array: Array, like: Array | jax.ShapeDtypeStruct) -> Array
 def as_in_jax(name: str, array: Array) -> Array:
     """An array in the dtype that it has in JAX."""
     is_numpy = isinstance(array, np.ndarray)
-    return _narrowed(name, array, jax.dtypes.canonicalize_dtype(array.dtype)) if is_numpy else array
+    return _narrowed(name, array, _in_jax(array.dtype)[0]) if is_numpy else array
 
 
 def _narrowed(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
