@@ -1,10 +1,10 @@
-"""Steps over 8 devices by `sharding.step`, next to plain `jax.jit` of trees that are laid over the same devices.
+"""Steps over 8 devices by `sharding.make_step`, next to plain `jax.jit` of trees that are laid over the same devices.
 
 The yardstick is FSDP leaf by leaf: parameters and the state of Optax with a `NamedSharding` each, along the first axis,
 given to `jax.jit`, which divides the program by itself. "Replicated" is the same with all of them whole on each device.
-The other columns are `sharding.step` over a canonical tree, a vector and stacks. The net is unrolled, or "scanned" by
-`restructure.scan` over the stacks. "Whole rows" are stacks of which each device owns some rows; of the others it has a
-part of each row. Muon is over whole rows; where it is "stacked in each step", within plain `jax.jit`, the parameters
+The other columns are `sharding.make_step` over a canonical tree, a vector and stacks. The net is unrolled, or "scanned"
+by `restructure.scan` over the stacks. "Whole rows" are stacks of which each device owns some rows; of the others it has
+a part of each row. Muon is over whole rows; where it is "stacked in each step", within plain `jax.jit`, the parameters
 rest leaf by leaf. The last table is about what a device has at once: what of the state, the gradients and the
 parameters stays split.
 
@@ -13,7 +13,7 @@ batch is so small that the update and what is moved count; with it XLA moves act
 Collectives and bytes are read from the compiled program, by `sharding.collectives` and `memory_analysis`; they are
 those of one device, in sizes of the parameters. The time of a call is what the calling thread itself computes until
 the call returns; a step ends when its loss is there. "Plan and init" is all that comes before the step is traced: of
-`sharding.step` also a check of the rule, for which an update is compiled. What is ready within two seconds is made
+`sharding.make_step` also a check of the rule, for which an update is compiled. What is ready within two seconds is made
 twice, and the faster counts.
 
 The 8 devices are those of `jax_num_cpu_devices`, in a process of their own. They share the cores and the memory of one
@@ -193,7 +193,7 @@ def _sharded(
 ) -> Step:
     plan = sharding.plan(task.net, task.mesh, {"**": rule}, form=form)
     loss, takes = (task.scanned_loss, "form") if is_scanned else (task.loss, "model")
-    init, step = sharding.step(loss, tx or task.tx, plan, loss_takes=takes, **options)
+    init, step = sharding.make_step(loss, tx or task.tx, plan, loss_takes=takes, **options)
     return Step(step, *init(task.net), task.batch)
 
 

@@ -3,9 +3,9 @@
     python examples/ahead.py [--parameters 1e9] [--devices 8 64] [--rule muon] [--split gradients]
 
 The model is a plain decoder-only transformer of which no array is ever made, so it may be larger than this machine.
-`sharding.plan` says by rules over paths where each parameter would lie, `sharding.step` makes the step of training, and
-`sharding.ahead` compiles it: bytes at rest, temporary ones, what is moved between devices. XLA compiles for as many
-devices of CPU as there would be; that number is fixed where JAX starts, so each has a process of its own.
+`sharding.plan` says by rules over paths where each parameter would lie, `sharding.make_step` makes the step of
+training, and `sharding.ahead` compiles it: bytes at rest, temporary ones, what is moved between devices. XLA compiles
+for as many devices of CPU as there would be; that number is fixed where JAX starts, so each has a process of its own.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def compiled(model: Any, rule: str, split: Any, tokens: int) -> sharding.Ahead:
         of_matrices = optim.per_leaf(OF_MATRICES[rule](), at_once=len(jax.devices()))
         tx = optim.groups({"owned": of_matrices}, default=optax.adamw(1e-3))
     plan = sharding.plan(model, mesh, rules, form="stacks")
-    init, step = sharding.step(loss, tx, plan, split=split, loss_takes="form")
+    init, step = sharding.make_step(loss, tx, plan, split=split, loss_takes="form")
     params, state = init(model)
     batch = jax.ShapeDtypeStruct((len(jax.devices()), tokens + 1), jnp.int32)
     return sharding.ahead(step, params, state, batch)

@@ -241,9 +241,24 @@ MODULES: list[Row] = [
     ("rules: a typo", lambda t: sharding.plan(t.model, MESH, {"layer": "split"}), ValueError, NEAREST),
     ("rules: a word", lambda t: sharding.plan(t.model, MESH, {"**": "d"}), ValueError, '"split", "owned", "whole" or'),
     ("an axis", lambda t: sharding.plan(t.model, MESH, {"**": PartitionSpec("x")}), ValueError, "no axis 'x'; its ax"),
-    ("step over models", lambda t: sharding.step(loss, t.tx, t.plan), ValueError, "pass what is within it, such as op"),
-    ("step(tx, loss)", lambda t: sharding.step(t.adam, loss, t.plan), TypeError, "expected an Optax transformation, g"),
-    ("step of a layout", lambda t: sharding.step(loss, t.adam, t.layout), TypeError, r"sharding.plan\(model, mesh, ru"),
+    (
+        "step over models",
+        lambda t: sharding.make_step(loss, t.tx, t.plan),
+        ValueError,
+        "pass what is within it, such as op",
+    ),
+    (
+        "step(tx, loss)",
+        lambda t: sharding.make_step(t.adam, loss, t.plan),
+        TypeError,
+        "expected an Optax transformation, g",
+    ),
+    (
+        "step of a layout",
+        lambda t: sharding.make_step(loss, t.adam, t.layout),
+        TypeError,
+        r"sharding.plan\(model, mesh, ru",
+    ),
 ]
 MESH = jax.make_mesh((1,), ("d",))
 

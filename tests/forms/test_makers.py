@@ -196,7 +196,7 @@ def test_it_lies_over_devices(name, kind, takes, in_plans):
     plan = sharding.plan(LAYOUT, mesh_of(4, kind), {"**": "split"}, form="dtypes")
     assert {name: each.spec for name, each in plan.params.items()} == dict.fromkeys(("bfloat16", "float32"), P("data"))
     of = loss if takes == "model" else lambda params, restructure, *batch: loss(restructure(params), *batch)
-    init, step = sharding.step(of, rule, plan, average=0.9, loss_takes=takes)
+    init, step = sharding.make_step(of, rule, plan, average=0.9, loss_takes=takes)
     params, state = init(model)
     want, values = on_one_device(rule)
     for expected in values:
@@ -218,6 +218,6 @@ def test_what_it_cannot_be_over_devices(in_plans):
     plan = sharding.plan(LAYOUT, mesh, {"**.b": "whole", "**": "split"}, form="dtypes")
     assert {name: each.spec for name, each in plan.params.items()} == {"bfloat16": P(), "float32": P("data")}
     with pytest.raises(ValueError, match=r'take form="stacks" with optim\.per_leaf, or form="tree"'):
-        sharding.step(loss, optax.lamb(1e-2), plan)
+        sharding.make_step(loss, optax.lamb(1e-2), plan)
     with pytest.raises(ValueError, match='form must be "tree", "vector", "stacks" or "dtypes", got \'dtype\''):
         sharding.plan(LAYOUT, mesh, {"**": "split"}, form="dtype")

@@ -145,21 +145,21 @@ def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
 def test_steps_that_cannot_be(tx, form, rules, options, message):
     plan = sharding.plan(nets.LAYOUT, mesh_of(), rules, form=form)
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
-        sharding.step(loss, tx, plan, **options)
+        sharding.make_step(loss, tx, plan, **options)
 
 
 def test_owned_rows_that_run_one_after_another():
     layers = [ramp(16, 16, start=i) for i in range(8)]
     plan = sharding.plan(layers, mesh_of(), {"**": "owned"}, form="stacks")
     of = lambda layers, x: jnp.mean(sum(x @ each for each in layers) ** 2)
-    sharding.step(of, optim.per_leaf(RULES["muon"], at_once=4), plan)
+    sharding.make_step(of, optim.per_leaf(RULES["muon"], at_once=4), plan)
     with pytest.raises(ValueError, match=r"rows run one after another that lie on different devices.*at_once=4"):
-        sharding.step(of, optim.per_leaf(RULES["muon"], at_once=1), plan)
+        sharding.make_step(of, optim.per_leaf(RULES["muon"], at_once=1), plan)
 
 
 def test_what_is_no_plan():
     with pytest.raises(TypeError, match=r"expected a plan, sharding\.plan\(model, mesh, rules\), got Layout"):
-        sharding.step(loss, ADAM, nets.LAYOUT)
+        sharding.make_step(loss, ADAM, nets.LAYOUT)
 
 
 def test_batches_and_parameters_that_do_not_fit():
@@ -174,7 +174,7 @@ def test_batches_and_parameters_that_do_not_fit():
         other(params, state, *BATCH)
     plan = sharding.plan(nets.LAYOUT, mesh_of(), SPLIT)
     with pytest.raises(ValueError, match=r"does not fit the layout.*\n'embed' is float32\[12,4\]"):
-        sharding.step(loss, ADAM, plan)[0](model_of() | {"embed": ramp(8, 4)})
+        sharding.make_step(loss, ADAM, plan)[0](model_of() | {"embed": ramp(8, 4)})
 
 
 def test_batches_without_examples_and_losses_that_are_no_number():

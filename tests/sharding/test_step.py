@@ -116,7 +116,7 @@ def check(case, dtype, count, tolerance):
         tx = optim.per_leaf(tx)
     model = model_of(dtype)
     plan = sharding.plan(layout_of(dtype), case.mesh, case.rules, form=case.form, **case.axes)
-    init, step = sharding.step(loss, tx, plan, split=case.split, average=0.9)
+    init, step = sharding.make_step(loss, tx, plan, split=case.split, average=0.9)
     params, state = init(model)
     want, averaged, values = on_one_device(case.rule, dtype, count)
     step = step.lower(params, state, *batches("", dtype, 1)[0]).compile()
@@ -196,10 +196,10 @@ def test_factors_by_name_in_every_form(form):
     for got, wanted in zip(placement_of(plan).form.read(params), tp.trainables(want, LAYOUT).values(), strict=True):
         np.testing.assert_allclose(got, wanted, 1e-5, 1e-6)
     with pytest.raises(ValueError, match=r"'layer.0' selects nothing; nearest: 'layers"):
-        sharding.step(loss, optim.scaled({"layer.0": 0.25}), plan)
+        sharding.make_step(loss, optim.scaled({"layer.0": 0.25}), plan)
     if form == "tree":
         with pytest.raises(ValueError, match=r"'layer.0' selects nothing; nearest: 'layers"):
-            sharding.step(loss, optim.groups({"layer.0": optax.sgd(0.1)}, default=tx), plan)
+            sharding.make_step(loss, optim.groups({"layer.0": optax.sgd(0.1)}, default=tx), plan)
 
 
 # -- Models ------------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_factors_by_name_in_every_form(form):
 def test_tensor_parallelism_beside_it(kind):
     rules = {"layers.*.w": P(None, "model"), "layers.*.u": P("model"), "layers.*.b": P("model"), **SPLIT}
     plan = sharding.plan(LAYOUT, two_axes(("data", "model"), kind), rules, axis="data")
-    init, step = sharding.step(loss, RULES["momentum"], plan)
+    init, step = sharding.make_step(loss, RULES["momentum"], plan)
     params, state = init(model_of())
     for _ in range(4):
         params, state, value = step(params, state, *BATCH)

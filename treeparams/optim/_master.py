@@ -69,7 +69,7 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     that is as wide as `dtype` has no copy.
 
     It is plain Optax, and stands anywhere within `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
-    and `optim.per_leaf`, and in `sharding.step`. **Put all that makes the step within it**: clips, weight decay,
+    and `optim.per_leaf`, and in `sharding.make_step`. **Put all that makes the step within it**: clips, weight decay,
     `optim.scaled`, `optax.apply_if_finite`, `optax.MultiSteps`, which then adds up in float32. What changes updates
     behind it leaves parameters that are not their copies, so that the copies begin anew in each step and small steps
     are lost again: in a chain it stands last, or `init` of `optim.trainable` refuses it.

@@ -1,11 +1,11 @@
 """Where parameters lie: placement by rules, one step over many devices and processes.
 
-`sharding.plan` says where each parameter of a model lies on a mesh, and in which form; `sharding.step` is the whole
-step of training over it. Over several processes `sharding.initialize` comes first.
+`sharding.plan` says where each parameter of a model lies on a mesh, and in which form; `sharding.make_step` makes the
+whole step of training over it. Over several processes `sharding.initialize` comes first.
 """
 
 from ._ahead import Ahead as Ahead, ahead as ahead
 from ._collectives import Collectives as Collectives, collectives as collectives
 from ._plan import Plan as Plan, plan as plan
 from ._processes import initialize as initialize
-from ._step import StepState as StepState, step as step
+from ._step import Step as Step, StepState as StepState, make_step as make_step

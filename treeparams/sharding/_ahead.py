@@ -66,7 +66,7 @@ def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTre
     >>> model = {"w": jax.ShapeDtypeStruct((100_000, 1000), jnp.float32)}
     >>> plan = sharding.plan(model, jax.sharding.Mesh(jax.devices()[:4], "data"), {"**": "split"})
     >>> loss = lambda model, x: jnp.mean((x @ model["w"]) ** 2)
-    >>> init, step = sharding.step(loss, optax.sgd(0.1, 0.9), plan)
+    >>> init, step = sharding.make_step(loss, optax.sgd(0.1, 0.9), plan)
     >>> found = sharding.ahead(step, *init(model), jax.ShapeDtypeStruct((8, 100_000), jnp.float32))
     >>> found.parameters, found.state, found.batch  # bytes of each device; printed, it is a table
     (100000000, 100000000, 800000)
@@ -81,7 +81,7 @@ def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTre
     have: start Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these.
 
     Args:
-        step: of `sharding.step`; or any function of `jax.jit` with these arguments.
+        step: of `sharding.make_step`; or any function of `jax.jit` with these arguments.
         params: as `init` returned them; of a model of `jax.ShapeDtypeStruct`s these are shapes and places.
         state: the same.
         *batch: further arguments of the step: arrays or `jax.ShapeDtypeStruct`s.
@@ -96,7 +96,7 @@ def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTre
     """
     lower = getattr(step, "lower", None)
     if lower is None:
-        raise TypeError(f"expected a step of sharding.step, or what jax.jit returns, got a {type(step).__name__}")
+        raise TypeError(f"expected a step of sharding.make_step, or what jax.jit returns, got a {type(step).__name__}")
     compiled = lower(params, state, *batch).compile()
     memory = compiled.memory_analysis()
     if memory is None:

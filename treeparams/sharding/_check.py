@@ -21,7 +21,7 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 def check_over_form(placement: Placement, rule: Any) -> None:
     """Checks that a rule is the same over joined leaves as leaf by leaf."""
     instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
-    check_form(rule, placement.form, ("sharding.step", instead), {})
+    check_form(rule, placement.form, ("sharding.make_step", instead), {})
 
 
 def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> None:
@@ -36,8 +36,8 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
         jax.eval_shape(update.step, *bare)
     except Exception as error:
         raise ValueError(
-            f"the update of the rule fails ({in_short(error)}). sharding.step gives it gradients, parameters and, of "
-            "extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
+            f"the update of the rule fails ({in_short(error)}). sharding.make_step gives it gradients, parameters and, "
+            "of extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
         ) from error
     if placement.axes.devices == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
         return

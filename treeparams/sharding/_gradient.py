@@ -15,11 +15,11 @@ from .._forms.restructure import Restructure
 from .._grad import accumulate
 from .._slots.parts import Rest, put_together
 from .._tree.structure import is_array
-from .._tree.text import describe, quoted
+from .._tree.text import describe
 from .._tree.types import PyTree
+from ._batch import taken
 from ._gather import DeviceShare, Dims, ShareRestructure, divided, gather, scatter, summed
 from ._placement import Placement
-from ._specs import Axes
 
 Split = Literal["state", "gradients", "parameters"]
 
@@ -48,10 +48,8 @@ class Gradient:
     def __call__(self, params: PyTree, rest: Rest[Any] | Restructure[Any], batch: PyTree) -> tuple[jax.Array, PyTree]:
         """The value, and the gradient, which lies as parameters do."""
         placement, axes = self.placement, self.placement.axes
-        arrays, treedef = jtu.tree_flatten_with_path(batch)
-        check_batch(arrays, axes, self.pieces)
-        shardings = [placement.batch if jnp.ndim(array) else placement.whole for _, array in arrays]
-        laid = [lay(jnp.asarray(array), to) for (_, array), to in zip(arrays, shardings, strict=True)]
+        arrays, treedef, shardings = taken(batch, placement, self.pieces)
+        laid = list(map(lay, map(jnp.asarray, arrays), shardings))
         in_specs = (self.specs, PartitionSpec(), *(each.spec for each in shardings))
         # What is whole on each device afterwards is divided on the way out.
         out_specs = (PartitionSpec(), PartitionSpec() if self.split == "state" else self.specs)
@@ -110,26 +108,3 @@ class Gradient:
         shares = [divided(leaf, spec, self.placement.axes) for leaf, spec in pairs]
         restructure = ShareRestructure.over(rest, [split for _, split in shares])
         return self.loss(DeviceShare(self.placement.tree([leaf for leaf, _ in shares])), restructure, *batch)
-
-
-def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
-    """Checks that all arrays have the same number of examples, and that the devices can share them."""
-    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
-    if not counts and pieces == 1:
-        return
-    (name, count), *others = [*counts.items()] or [("the batch", 0)]
-    for other, its in others:
-        if its != count:
-            raise ValueError(
-                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
-                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
-                "functools.partial; keys as one for each, jax.random.split(key, count)"
-            )
-    devices = axes.devices_along(axes.batch)
-    if not count:
-        raise ValueError(f"{name} has no examples")
-    if count % devices:
-        raise ValueError(
-            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
-            f"give a multiple of {devices}"
-        )

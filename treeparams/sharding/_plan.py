@@ -93,7 +93,7 @@ class Plan:
         """The `NamedSharding` of each array in an average of the parameters, a tree like that `tp.Ema`.
 
         Args:
-            average: as for `sharding.step`: an `Ema` has static fields, which the tree of its shardings has too.
+            average: as for `sharding.make_step`: an `Ema` has static fields, which the tree of its shardings has too.
         """
         return sharding_of(self._placement.made(ema_maker(average)))
 

@@ -1,4 +1,4 @@
-"""step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
+"""make_step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
+from ._batch import put_batch
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement, described
@@ -25,7 +26,7 @@ from ._update import Average, Update, sharding_of
 
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """All that `sharding.step` keeps beside the parameters, a pytree.
+    """All that `sharding.make_step` keeps beside the parameters, a pytree.
 
     Attributes:
         rule: the state of the rule, plain Optax.
@@ -43,7 +44,7 @@ StepState.__module__ = "treeparams.sharding"
 jtu.register_dataclass(StepState, ["rule", "average", "rest"], [])
 
 
-def step(
+def make_step(
     loss: Callable[..., Any],
     tx: Any,
     plan: Plan,
@@ -60,7 +61,7 @@ def step(
     >>> model = {"w": jnp.ones((8, 2)), "b": jnp.zeros(2), "name": "linear"}
     >>> plan = sharding.plan(model, jax.make_mesh((1,), ("data",)), {"**": "split"}, form="vector")
     >>> loss = lambda model, x, y: jnp.mean((x @ model["w"] + model["b"][None] - y) ** 2)
-    >>> init, step = sharding.step(loss, optax.sgd(0.1), plan)
+    >>> init, step = sharding.make_step(loss, optax.sgd(0.1), plan)
     >>> params, state = init(model)
     >>> params, state, value = step(params, state, jnp.ones((4, 8)), jnp.zeros((4, 2)))
     >>> print(value, plan.model(params)["b"])
@@ -121,8 +122,8 @@ def step(
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
     check_moves(placement, update, kept)
-    whole = Step(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
-    return whole.init, jax.jit(whole.step, donate_argnums=(0, 1))
+    program = Program(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
+    return program.init, Step(program)
 
 
 def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
@@ -141,9 +142,29 @@ def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """The two results of `sharding.step`, as methods: `init` and `step`."""
+    """One step of training, made by `sharding.make_step`: `params, state, value = step(params, state, *batch)`."""
+
+    def __init__(self, program: "Program") -> None:
+        """For this library's own use."""
+        self._program = program
+        self._compiled = jax.jit(program.step, donate_argnums=(0, 1))
+
+    def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
+        """Takes a step; donates `params` and `state`."""
+        return self._compiled(params, state, *self._program.put(batch))
+
+    def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
+        """As `lower` of what `jax.jit` returns; arguments may be `jax.ShapeDtypeStruct`s."""
+        return self._compiled.lower(params, state, *self._program.put(batch))
+
+
+Step.__module__ = "treeparams.sharding"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """How a step starts and what it computes: `init` and `step`, not compiled."""
 
     placement: Placement
     gradient: Gradient
@@ -167,6 +188,10 @@ class Step:
         begin = automatic(self.update.start, shardings, self.placement.axes.mesh)
         # A rule may not look at the parameters, and without any argument JAX would not know the devices.
         return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
+
+    def put(self, batch: PyTree) -> PyTree:
+        """A batch over the devices."""
+        return put_batch(batch, self.placement, self.gradient.pieces)
 
     def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
         """The next parameters and state, and the value of the loss."""

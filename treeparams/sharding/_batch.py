@@ -1,0 +1,63 @@
+"""The batch of a step: its arrays, checked, and laid over the devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from .._tree.text import quoted
+from .._tree.types import PyTree
+from ._placement import Placement
+from ._put import put_leaf
+from ._specs import Axes
+
+
+def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], Any, list[NamedSharding]]:
+    """The arrays of a batch, checked, its treedef, and how each is to lie: examples along the batch, scalars whole."""
+    arrays, treedef = jtu.tree_flatten_with_path(batch)
+    check_batch(arrays, placement.axes, pieces)
+    leaves = [array for _, array in arrays]
+    return leaves, treedef, [placement.batch if jnp.ndim(leaf) else placement.whole for leaf in leaves]
+
+
+def put_batch(batch: PyTree, placement: Placement, pieces: int) -> PyTree:
+    """A batch over the devices, wherever its arrays were. Numbers of Python, shapes and traced arrays are as they are.
+
+    `jax.jit` would compile a program for NumPy arrays, one for arrays of one device and one for those that lie so.
+    """
+    leaves, treedef, shardings = taken(batch, placement, pieces)
+    return treedef.unflatten(list(map(_put, leaves, shardings)))
+
+
+def _put(leaf: Any, to: NamedSharding) -> Any:
+    is_value = hasattr(leaf, "dtype") and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
+    if not is_value or getattr(leaf, "sharding", None) == to:
+        return leaf
+    return put_leaf(leaf, to, is_own=True)
+
+
+def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
+    """Checks that all arrays have the same number of examples, and that the devices can share them."""
+    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
+    if not counts and pieces == 1:
+        return
+    (name, count), *others = [*counts.items()] or [("the batch", 0)]
+    for other, its in others:
+        if its != count:
+            raise ValueError(
+                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
+                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
+                "functools.partial; keys as one for each, jax.random.split(key, count)"
+            )
+    devices = axes.devices_along(axes.batch)
+    if not count:
+        raise ValueError(f"{name} has no examples")
+    if count % devices:
+        raise ValueError(
+            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
+            f"give a multiple of {devices}"
+        )
