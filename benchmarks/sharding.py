@@ -193,7 +193,7 @@ def _sharded(
 ) -> Step:
     plan = sharding.plan(task.net, task.mesh, {"**": rule}, form=form)
     loss, takes = (task.scanned_loss, "form") if is_scanned else (task.loss, "model")
-    init, step = sharding.make_step(loss, tx or task.tx, plan, loss_takes=takes, **options)
+    init, step = sharding.make_step(loss, tx or task.tx, plan, loss_is="mean", loss_takes=takes, **options)
     return Step(step, *init(task.net), task.batch)
 
 

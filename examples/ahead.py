@@ -79,7 +79,7 @@ def compiled(model: Any, rule: str, split: Any, tokens: int) -> sharding.Ahead:
         of_matrices = optim.per_leaf(OF_MATRICES[rule](), at_once=len(jax.devices()))
         tx = optim.groups({"owned": of_matrices}, default=optax.adamw(1e-3))
     plan = sharding.plan(model, mesh, rules, form="stacks")
-    init, step = sharding.make_step(loss, tx, plan, split=split, loss_takes="form")
+    init, step = sharding.make_step(loss, tx, plan, loss_is="mean", split=split, loss_takes="form")
     params, state = init(model)
     batch = jax.ShapeDtypeStruct((len(jax.devices()), tokens + 1), jnp.int32)
     return sharding.ahead(step, params, state, batch)

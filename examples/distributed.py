@@ -102,7 +102,7 @@ def bytes_here(tree: Any) -> int:
 def together(model: Network, data: Any, chosen: np.ndarray) -> Trained:
     """All processes make each step together."""
     plan = sharding.plan(model, jax.make_mesh((jax.process_count(),), ("data",)), {"**": "split"}, form="vector")
-    init, step = sharding.make_step(loss, OPTIMISER, plan)
+    init, step = sharding.make_step(loss, OPTIMISER, plan, loss_is="mean")
     params, state = init(model)
 
     def batch(numbers: np.ndarray) -> list[Array]:

@@ -141,7 +141,9 @@ def test_layers_in_a_scan_are_those_of_one_device(name):
         model = attention()
         plan = sharding.plan(layout_of(model), mesh, rules, form="stacks", **axes)
         of = lambda *args: of_form(*args, **options)
-        init, step = sharding.make_step(of, TX, plan, split=split, loss_takes="form", microbatches=microbatches)
+        init, step = sharding.make_step(
+            of, TX, plan, loss_is="mean", split=split, loss_takes="form", microbatches=microbatches
+        )
         params, state = init(model)
         want, values = on_one_device("reverse" in options)
         for expected in values:
@@ -168,7 +170,7 @@ def test_a_vector_and_a_tree_as_they_rest(form):
     with enable_x64(True):
         model = attention()
         plan = sharding.plan(layout_of(model), mesh_of(4), {"**": "split"} if form == "vector" else SPLIT, form=form)
-        init, step = sharding.make_step(of, TX, plan, loss_takes="form")
+        init, step = sharding.make_step(of, TX, plan, loss_is="mean", loss_takes="form")
         params, state = init(model)
         want, values = on_one_device()
         for expected in values:
@@ -189,7 +191,7 @@ def test_what_split_parameters_move_and_hold(rules, kinds):
         return jnp.mean((x * restructure.part(stacks, "out")[None]) ** 2)
 
     plan = sharding.plan(model, mesh_of(4), {"layers": rules, "**": "whole"}, form="stacks")
-    init, step = sharding.make_step(of, optax.adam(1e-3), plan, split="parameters", loss_takes="form")
+    init, step = sharding.make_step(of, optax.adam(1e-3), plan, split="parameters", loss_is="mean", loss_takes="form")
     compiled = step.lower(*init(model), jnp.ones((8, 64))).compile()
     moved, size = sharding.collectives(compiled), plan.layout.nbytes
     assert moved.count("all-gather") == 2 * 2 * 64
@@ -207,7 +209,9 @@ def test_what_cannot_be_scanned():
     model = attention(np.float32)
     model["layers"][2]["f"] = jnp.sin
     plan = sharding.plan(layout_of(model), mesh_of(4), SPLIT, form="stacks")
-    init, step = sharding.make_step(of_form, optax.sgd(0.1), plan, split="parameters", loss_takes="form")
+    init, step = sharding.make_step(
+        of_form, optax.sgd(0.1), plan, split="parameters", loss_is="mean", loss_takes="form"
+    )
     params, state = init(model)
     with pytest.raises(ValueError, match=r"'layers\.0\.f' and 'layers\.2\.f', which are no arrays, differ"):
         step(params, state, X.astype(np.float32), Y.astype(np.float32))
@@ -221,7 +225,7 @@ def test_rules_for_matrices_beside_a_scan():
         for split, mesh in (("gradients", mesh_of(1)), ("parameters", mesh_of(4, AUTO))):
             model = attention()
             plan = sharding.plan(layout_of(model), mesh, OWNED, form="stacks")
-            init, step = sharding.make_step(of_form, groups, plan, split=split, loss_takes="form")
+            init, step = sharding.make_step(of_form, groups, plan, split=split, loss_is="mean", loss_takes="form")
             params, state = init(model)
             for _ in range(2):
                 params, state, value = step(params, state, X, Y)

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 from treeparams._forms.makers import tree_of
+from treeparams.sharding._compute import Compute
 from treeparams.sharding._gradient import Gradient
+from treeparams.sharding._loss import Loss
 from treeparams.sharding._plan import placement_of
 from treeparams.sharding._update import Update
 
@@ -116,7 +118,7 @@ def check(case, dtype, count, tolerance):
         tx = optim.per_leaf(tx)
     model = model_of(dtype)
     plan = sharding.plan(layout_of(dtype), case.mesh, case.rules, form=case.form, **case.axes)
-    init, step = sharding.make_step(loss, tx, plan, split=case.split, average=0.9)
+    init, step = sharding.make_step(loss, tx, plan, loss_is="mean", split=case.split, average=0.9)
     params, state = init(model)
     want, averaged, values = on_one_device(case.rule, dtype, count)
     step = step.lower(params, state, *batches("", dtype, 1)[0]).compile()
@@ -159,8 +161,11 @@ def test_the_gradient_by_itself(form, rules, kind):
     params, rest = plan.ravel(model), tp.partition(plan.put(model), LAYOUT)[1]
     want, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
     for split, pieces in (("state", 2), ("gradients", 1)):
-        of_loss = Gradient(placement_of(plan), loss, split, pieces, takes_form=False)
-        got, found = jax.jit(of_loss)(params, rest, BATCH)
+        mean = Loss(loss, None, is_mean=True, takes_form=False, has_aux=False, has_state=False)
+        placement = placement_of(plan)
+        compute = Compute.of(placement.layout, placement.form, None, None)
+        of_loss = Gradient(placement, mean, split, pieces, compute)
+        got, found, _, _ = jax.jit(of_loss)(params, rest, None, BATCH)
         np.testing.assert_allclose(got, want, 1e-5)
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
         assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)

@@ -152,7 +152,7 @@ def over_devices(
     f: Callable[..., Any],
     mesh: Mesh | AbstractMesh,
     in_specs: tuple[Any, ...],
-    out_specs: tuple[Any, ...],
+    out_specs: PyTree,
     axes: Collection[str],
 ) -> Callable[..., Any]:
     """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell which values vary.
@@ -180,8 +180,8 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def lay(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Traced arrays, laid over a mesh; `shardings` is a tree like that of the arrays."""
-    return jax.tree.map(_lay_one, tree, shardings)
+    """Traced arrays, laid over a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
+    return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: _lay_one(leaf, to), below), shardings, tree)
 
 
 def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:

@@ -317,6 +317,18 @@ def released(restructure: Restructure[M]) -> Rest[M]:
     return with_kept_arrays(rest, kept)
 
 
+def halves_of(restructure: Restructure[M]) -> tuple[Rest[M], Form]:
+    """The `Rest` without the frozen arrays that are in stacks, and which of these are in which stack."""
+    rest, _, _, held = _halves(restructure)
+    return rest, held
+
+
+def with_forms(restructure: Restructure[M], form: Form, held: Form) -> Restructure[M]:
+    """The same over other forms, whose arrays have other dtypes."""
+    rest, stacks, _, _ = _halves(restructure)
+    return Restructure(rest, form, held, stacks)
+
+
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """All that a `Restructure` knows without a form: its index, the leaves that are no arrays, where each slot lies."""
     rest, _, form, _ = _halves(restructure)

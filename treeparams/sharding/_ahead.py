@@ -66,7 +66,7 @@ def ahead(step: Callable[..., Any], params: PyTree, state: PyTree, *batch: PyTre
     >>> model = {"w": jax.ShapeDtypeStruct((100_000, 1000), jnp.float32)}
     >>> plan = sharding.plan(model, jax.sharding.Mesh(jax.devices()[:4], "data"), {"**": "split"})
     >>> loss = lambda model, x: jnp.mean((x @ model["w"]) ** 2)
-    >>> init, step = sharding.make_step(loss, optax.sgd(0.1, 0.9), plan)
+    >>> init, step = sharding.make_step(loss, optax.sgd(0.1, 0.9), plan, loss_is="mean")
     >>> found = sharding.ahead(step, *init(model), jax.ShapeDtypeStruct((8, 100_000), jnp.float32))
     >>> found.parameters, found.state, found.batch  # bytes of each device; printed, it is a table
     (100000000, 100000000, 800000)

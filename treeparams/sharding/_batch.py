@@ -56,8 +56,21 @@ def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> N
     devices = axes.devices_along(axes.batch)
     if not count:
         raise ValueError(f"{name} has no examples")
-    if count % devices:
+    if count % (devices * pieces):
+        in_pieces = f" in {pieces} pieces" if pieces > 1 else ""
         raise ValueError(
-            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share equally; "
-            f"give a multiple of {devices}"
+            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share "
+            f"equally{in_pieces}; give a multiple of {devices * pieces}"
         )
+
+
+def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
+    """Refuses a key that all devices would draw the same numbers by."""
+    paths = jtu.tree_flatten_with_path(jtu.tree_unflatten(treedef, range(len(arrays))))[0]
+    for (path, _), array in zip(paths, arrays, strict=True):
+        if not array.ndim and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"batch{jtu.keystr(path)} is one key, by which each device would draw the same numbers for its "
+                "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs=, and "
+                "return one number: such a loss sees the whole batch"
+            )

@@ -5,16 +5,19 @@ gradient is summed over the devices and divided among them at once (`psum_scatte
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._forms.form import Form
 from .._forms.layers import Source, alike_nodes
+from .._forms.mesh import over_devices
 from .._forms.restructure import Restructure
 from .._forms.view import View
 from .._slots.where import Where
@@ -32,12 +35,12 @@ def gather(array: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
     return array
 
 
-def scatter(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
-    """The device's own share of the sum of gradients over the devices along the batch: `gather` transposed."""
+def scatter(gradient: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
+    """The device's own share of the sum of gradients over the devices: `gather` transposed."""
     # In the opposite order: an axis of the array may be split over several axes of the mesh, one after another.
     for dim, names in reversed(split):
-        gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim, tiled=True)
-    return summed(gradient, split, batch)
+        gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim + shift, tiled=True)
+    return gradient
 
 
 def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
@@ -46,36 +49,122 @@ def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
     return jax.lax.psum(gradient, left) if left else gradient
 
 
-def divided(stack: jax.Array, spec: PartitionSpec, axes: Axes) -> tuple[jax.Array, Dims]:
-    """A stack of which each device has a share of each row, and which axes are split.
+class Gathering(NamedTuple):
+    """How shares are brought together where a loss asks for them.
 
-    Where each device has whole rows they are divided, all at once, by one exchange between all devices. So a layer can
-    be gathered from all devices, as if rows had been split at rest; broadcast by its owner it would have to be summed
-    with zeros. Rows that cannot be divided are gathered.
+    By hand, each device for itself within `jax.shard_map`; or from arrays that lie over the mesh, of which XLA knows
+    where they lie.
     """
-    split = axes.by_hand(spec)
-    if not split or split[0][0] != 0:
-        return stack, split
-    (_, names), *others = split
-    devices = axes.devices_along(names)
-    entries = [*spec, *[None] * stack.ndim]
-    dim = next((dim for dim in range(1, stack.ndim) if entries[dim] is None and stack.shape[dim] % devices == 0), 0)
-    if not dim:
-        return gather(stack, split), ()
-    return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), ((dim, names), *others)
+
+    axes: Axes
+    is_automatic: bool
+
+    def gather(self, share: jax.Array, split: Dims, shift: int, dtype: DTypeLike) -> jax.Array:
+        """The whole of an array, in a dtype; its gradient is summed over the devices in the dtype of the share."""
+        if self.is_automatic:
+            return _laid_whole(share, self.axes, split, shift, _Cast(dtype, share.dtype))
+        if share.dtype == dtype:
+            return gather(share, split, shift)
+        return _gathered_in(share, split, shift, _Cast(dtype, share.dtype))
+
+    def divided(self, stack: jax.Array, spec: PartitionSpec) -> tuple[jax.Array, Dims]:
+        """A stack of which each device has a share of each row, and which axes are split.
+
+        Where each device has whole rows they are divided, all at once, by one exchange between all devices. So a layer
+        can be gathered from all devices, as if rows had been split at rest; broadcast by its owner it would have to be
+        summed with zeros. Rows that cannot be divided are gathered.
+        """
+        split = self.axes.by_hand(spec)
+        if not split or split[0][0] != 0:
+            return stack, split
+        (_, names), *others = split
+        devices = self.axes.devices_along(names)
+        # Where all devices see the whole stack, so they do its rows; by hand each has so many of them, but all columns.
+        entries = [*spec, *[None] * stack.ndim]
+        free = [dim for dim in range(1, stack.ndim) if entries[dim] is None and stack.shape[dim] % devices == 0]
+        if not free:
+            return self.gather(stack, split, 0, stack.dtype), ()
+        after = ((free[0], names), *others)
+        if self.is_automatic:
+            return constrained(stack, self.axes, after, 0), after
+        return jax.lax.all_to_all(stack, names, free[0], 0, tiled=True), after
+
+
+class _Cast(NamedTuple):
+    """An array is gathered in one dtype, and its gradient summed in another, its own."""
+
+    gathered: DTypeLike
+    own: DTypeLike
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered_in(share: jax.Array, split: Dims, shift: int, dtypes: _Cast) -> jax.Array:
+    """Cast before it is moved; the gradient is cast before it is summed."""
+    return gather(share.astype(dtypes.gathered), split, shift)
+
+
+def _gathered_forwards(share: jax.Array, split: Dims, shift: int, dtypes: _Cast) -> tuple[jax.Array, None]:
+    return _gathered_in(share, split, shift, dtypes), None
+
+
+def _gathered_back(split: Dims, shift: int, dtypes: _Cast, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (scatter(gradient.astype(dtypes.own), split, shift),)
+
+
+_gathered_in.defvjp(_gathered_forwards, _gathered_back)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _laid_whole(share: jax.Array, axes: Axes, split: Dims, shift: int, dtypes: _Cast) -> jax.Array:
+    """An array over the mesh, brought together by one gather; left to itself XLA would make many."""
+    spec = PartitionSpec(*_entries(share, split, shift, None))
+    bring = lambda share: gather(share.astype(dtypes.gathered), split, shift)
+    return over_devices(bring, axes.mesh, (spec,), PartitionSpec(), axes.batch)(share)
+
+
+def _laid_forwards(share: jax.Array, axes: Axes, split: Dims, shift: int, dtypes: _Cast) -> tuple[jax.Array, None]:
+    return _laid_whole(share, axes, split, shift, dtypes), None
+
+
+def _laid_back(axes: Axes, split: Dims, shift: int, dtypes: _Cast, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrained(gradient, axes, split, shift).astype(dtypes.own),)
+
+
+_laid_whole.defvjp(_laid_forwards, _laid_back)
+
+
+def constrained(array: jax.Array, axes: Axes, split: Dims, shift: int) -> jax.Array:
+    """An array under automatic partitioning that lies along the batch as said, and along other axes as XLA likes."""
+    return constrained_to(array, PartitionSpec(*_entries(array, split, shift, PartitionSpec.UNCONSTRAINED)), axes)
+
+
+def constrained_to(array: jax.Array, spec: PartitionSpec, axes: Axes) -> jax.Array:
+    """An array under automatic partitioning that lies by a spec."""
+    within = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(array, NamedSharding(axes.mesh if within.empty else within, spec))
+
+
+def _entries(array: jax.Array, split: Dims, shift: int, other: Any) -> list[Any]:
+    names_of = {dim + shift: names for dim, names in split}
+    return [names_of.get(dim, other) for dim in range(array.ndim)]
 
 
 class _ShareSource(Source):
     """A model of which each device has a share of each array in stacks: an array that is cut out is gathered."""
 
     splits: Sequence[Dims]
+    gathering: Gathering
+
+    def whole(self, block: int, share: jax.Array, shift: int) -> jax.Array:
+        """The whole of an array that is cut out of a split stack."""
+        return self.gathering.gather(share, self.splits[block], shift, self.blocks[block].dtype)
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, each whole."""
         # The stacks come first among the blocks. Behind them are those of frozen arrays, which are whole. Without the
         # axis over the rows, the axes of an array stand one earlier than those of the stack.
         found = super().pick(block, numbers)
-        return found if block >= len(self.splits) else {n: gather(a, self.splits[block], -1) for n, a in found.items()}
+        return found if block >= len(self.splits) else {n: self.whole(block, a, -1) for n, a in found.items()}
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers, those of each column as one, whole."""
@@ -83,7 +172,7 @@ class _ShareSource(Source):
         if found is None:
             return super().block(number, columns)  # of what `pick` gathers
         rows, pieces = found
-        return pieces(gather(rows, self.splits[number], 1))
+        return pieces(self.whole(number, rows, 1))
 
     def shares(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, int, Callable[..., Any]]:
         """This device's share of these arrays, those of each node as one, with an axis over the nodes.
@@ -129,11 +218,12 @@ class ShareRestructure(Restructure[Any]):
     """A `Restructure` over one device's share of stacks. It gathers the nodes that you ask for, and nothing else."""
 
     splits: Sequence[Dims]  # of each stack
+    gathering: Gathering
 
     @classmethod
-    def over(cls, whole: Restructure[Any], splits: Sequence[Dims]) -> "ShareRestructure":
+    def over(cls, whole: Restructure[Any], splits: Sequence[Dims], gathering: Gathering) -> "ShareRestructure":
         """That of the shares of stacks, from the one of the whole."""
-        return cls.of_halves((whole._form, whole._held, tuple(splits)), (whole._rest, whole._stacks))
+        return cls.of_halves((whole._form, whole._held, tuple(splits), gathering), (whole._rest, whole._stacks))
 
     def __call__(self, form: Any) -> Any:
         """The model, of whole stacks."""
@@ -145,23 +235,26 @@ class ShareRestructure(Restructure[Any]):
 
     def _whole(self, form: DeviceShare) -> PyTree:
         leaves, treedef = jtu.tree_flatten(form.stacks)
-        return jtu.tree_unflatten(treedef, list(map(gather, leaves, self.splits)))
+        triples = zip(leaves, self.splits, self._form.blocks, strict=True)
+        return treedef.unflatten([self.gathering.gather(leaf, its, 0, block.dtype) for leaf, its, block in triples])
 
     def halves(self) -> tuple[Any, Any]:
         """Its arrays, and its static half."""
-        return (self._rest, self._stacks), (self._form, self._held, self.splits)
+        return (self._rest, self._stacks), (self._form, self._held, self.splits, self.gathering)
 
     @classmethod
-    def of_halves(cls, static: tuple[Form, Form, Sequence[Dims]], arrays: Sequence[Any]) -> "ShareRestructure":
+    def of_halves(
+        cls, static: tuple[Form, Form, Sequence[Dims], Gathering], arrays: Sequence[Any]
+    ) -> "ShareRestructure":
         """The inverse of `halves`."""
-        form, held, splits = static
+        form, held, splits, gathering = static
         restructure = cls(arrays[0], form, held, arrays[1])
-        restructure.splits = splits
+        restructure.splits, restructure.gathering = splits, gathering
         return restructure
 
     def _source(self, form: Any) -> _ShareSource:
         source = _ShareSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
-        source.splits = self.splits
+        source.splits, source.gathering = self.splits, self.gathering
         # The blocks say how long whole rows are, and a device has shorter ones.
         for block in range(len(self.splits)):
             count, *row = source.leaves[block].shape
@@ -199,7 +292,7 @@ class ShareRestructure(Restructure[Any]):
             arrays = dict(along)
             for block, share in shares.items():
                 _, shift, pieces = found_shares[block]
-                pairs = zip(of_block[block], pieces(gather(share, self.splits[block], shift)), strict=True)
+                pairs = zip(of_block[block], pieces(source.whole(block, share, shift)), strict=True)
                 arrays |= {j: source.value(found.columns[j][0], piece) for j, piece in pairs}
             return step(carry, found.node([arrays[j] for j in range(len(found.columns))], same), *further)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.typing import DTypeLike
 
 from .._forms.mesh import automatic, lay
 from .._forms.restructure import Restructure
@@ -17,10 +18,13 @@ from .._tree.types import PyTree
 from ..optim._scaled import check_names
 from ._batch import put_batch
 from ._check import check_moves, check_over_form
+from ._compute import Compute, ComputeDtype
 from ._gradient import Gradient, Split
+from ._loss import Loss, LossIs
 from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
+from ._put import put_leaf
 from ._update import Average, Update, sharding_of
 
 
@@ -33,15 +37,17 @@ class StepState:
         average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
             state)` is the averaged model.
         rest: all of the model but its parameters.
+        model_state: the state that the model changes, such as running statistics; `None` without `has_state=True`.
     """
 
     rule: Any
     average: Any
     rest: Any
+    model_state: Any = None
 
 
 StepState.__module__ = "treeparams.sharding"
-jtu.register_dataclass(StepState, ["rule", "average", "rest"], [])
+jtu.register_dataclass(StepState, ["rule", "average", "rest", "model_state"], [])
 
 
 def make_step(
@@ -49,11 +55,17 @@ def make_step(
     tx: Any,
     plan: Plan,
     *,
+    loss_is: LossIs = None,
+    outputs: Callable[..., Any] | None = None,
+    has_aux: bool = False,
+    has_state: bool = False,
+    loss_takes: Literal["model", "form"] = "model",
     split: Split = "gradients",
     microbatches: SupportsIndex = 1,
+    compute_dtype: ComputeDtype = None,
+    reduce_dtype: DTypeLike | None = None,
     average: Average | None = None,
-    loss_takes: Literal["model", "form"] = "model",
-) -> tuple[Callable[[Any], Any], Any]:
+) -> tuple[Callable[..., Any], "Step"]:
     """One step of training over the devices of a mesh, as one compiled program, and the function that starts it.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -61,21 +73,41 @@ def make_step(
     >>> model = {"w": jnp.ones((8, 2)), "b": jnp.zeros(2), "name": "linear"}
     >>> plan = sharding.plan(model, jax.make_mesh((1,), ("data",)), {"**": "split"}, form="vector")
     >>> loss = lambda model, x, y: jnp.mean((x @ model["w"] + model["b"][None] - y) ** 2)
-    >>> init, step = sharding.make_step(loss, optax.sgd(0.1), plan)
+    >>> init, step = sharding.make_step(loss, optax.sgd(0.1), plan, loss_is="mean")
     >>> params, state = init(model)
     >>> params, state, value = step(params, state, jnp.ones((4, 8)), jnp.zeros((4, 2)))
     >>> print(value, plan.model(params)["b"])
     64.0 [-0.8 -0.8]
 
-    Each device has its share of the parameters, of the gradient and of the optimiser's state. It computes the gradient
-    for its share of the batch, and updates its own parameters. The rule sees the whole, laid over the devices, so norms
-    of all and checks for numbers that are not finite are those of one device; they cost a scalar each. (So that nothing
-    else is moved, the update is compiled here and looked at, which takes about as long as compiling the step.)
+    Each device has its share of the parameters, of the gradient and of the optimiser's state, computes its part of the
+    gradient, and updates its own parameters. The numbers are those of one device, up to rounding, for any loss. The
+    rule sees the whole, laid over the devices, so norms of all and checks for numbers that are not finite are those of
+    one device; they cost a scalar each. (So that nothing else is moved, the update is compiled here and looked at,
+    which takes about as long as compiling the step.)
 
     Args:
-        loss: `loss(model, *batch)`, the *mean* over the examples of the batch, a real scalar.
+        loss: `loss(model, *batch)`, a function of the whole batch that returns a real scalar: a mean, a masked mean, a
+            contrastive loss. XLA divides it among the devices; parameters are gathered by one collective for each
+            array, and gradients are summed on all devices. In bytes of the parameters, 3 are moved in a step. A loss
+            that can be added up over examples moves 2, and takes any number of `microbatches`; say so in one of three
+            ways. Return `(sum, weight)`, two numbers: both are summed over all devices and pieces, and divided once;
+            the weight, such as the sum of a mask, must not depend on the parameters. Or give `loss_is`, or `outputs`.
         tx: plain Optax over the plan's form: the canonical tree, one vector, or stacks.
         plan: from `sharding.plan`.
+        loss_is: `"mean"`: the loss is a mean over examples, so it is the mean of the devices' means.
+        outputs: `outputs(model, *batch)`, computed by each device of its examples alone: arrays with a row for each
+            example. The loss is then `loss(outputs, *batch)`, of the outputs of all examples.
+        has_aux: whether the loss returns `(value, aux)`. The step then returns `(value, aux)` too. In `aux`, a tree of
+            arrays, a pair `(sum, weight)` of numbers is summed over the batch and divided; a number is averaged where
+            `loss_is="mean"`; an array with a row for each example comes back whole, in order. Where the loss sees the
+            whole batch, other numbers and arrays are as it returned them.
+        has_state: whether the model has a state that the loss changes, such as the running statistics of BatchNorm
+            (`eqx.nn.State`): `loss(model, model_state, *batch)` returns `(value, model_state)`, with `has_aux`
+            `((value, aux), model_state)`. Such a loss sees all examples of a piece, over all devices, and pieces pass
+            the state on in order. You give the first state to `init`, and find it in `state.model_state`.
+        loss_takes: `"form"`: the loss is `loss(params, restructure, *batch)`, with the vector or the stacks and the
+            `Restructure` to the model (of a tree: the canonical tree and the `Rest`, for `tp.combine`). So it can say
+            `restructure.scan(layer, x, params, "layers.*")` and `restructure.part(params, "head")`.
         split: how much is never whole on a device while a step runs (ZeRO 1, 2 and 3, arXiv 1910.02054). The parameters
             rest as the plan says, with any.
 
@@ -86,44 +118,72 @@ def make_step(
               input. A node that you take by `restructure.part` is whole from there on. Rows that are owned are first
               divided among all devices, by one exchange. The loss is given the parameters as something that only the
               restructure opens: a sum over them would be one over the share of a device.
-        microbatches: into how many pieces each device cuts its share of the batch, to take them one after another.
-            Gradients are reduced once for all (with split parameters for each).
+        microbatches: into how many pieces the batch is cut, to be taken one after another. Piece k has every example
+            whose number is k modulo their number. Gradients are reduced once for all (with split parameters, and with a
+            state, for each).
+        compute_dtype: the dtype in which the loss has the parameters, frozen ones too, such as `jnp.bfloat16`; or
+            `{where: dtype}`, of which the first entry that selects a parameter counts: `{"**.norm": jnp.float32, "**":
+            jnp.bfloat16}`. They rest, and are updated, in their own. They are cast before they are gathered, so fewer
+            bytes are moved. Complex parameters, and the batch, stay as they are. `None`: no cast.
+        reduce_dtype: the dtype in which gradients are summed over devices; `None`: at least float32. Where the loss
+            sees the whole batch, XLA sums in the dtype that it computes in.
         average: the decay of a `tp.Ema` of the parameters, a number; or a function that makes one, such as
             `functools.partial(tp.Ema, decay=0.99, warmup=True)`.
-        loss_takes: `"form"`: the loss is `loss(params, restructure, *batch)`, with the vector or the stacks and the
-            `Restructure` to the model (of a tree: the canonical tree and the `Rest`, for `tp.combine`). So it can say
-            `restructure.scan(layer, x, params, "layers.*")` and `restructure.part(params, "head")`.
 
     Returns:
         `init` and `step`.
 
-        `params, state = init(model)` puts the parameters of a model, which fits the plan, where they are to be, in
-        buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for `step.lower`. With several processes it
-        first compares their plans.
+        `params, state = init(model)`, or `init(model, model_state)`, puts the parameters of a model, which fits the
+        plan, where they are to be, in buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for
+        `step.lower`. With several processes it first compares their plans.
 
-        `params, state, value = step(params, state, *batch)` is a function of `jax.jit`, and donates `params` and
-        `state`, which are not to be used again. Arrays of the batch have the examples as their leading axis, and are
-        laid along `batch_axis`; put an array of other devices there before, `jax.device_put(batch, plan.batch)`. A
-        scalar is for all of them. So is a key: for noise of its own give each example one, `jax.random.split(key, n)`.
-        `state` is a `StepState`.
+        `params, state, value = step(params, state, *batch)` donates `params` and `state`, which are not to be used
+        again; `step.lower` is that of `jax.jit`. Arrays of the batch have the examples as their leading axis, and are
+        laid along `batch_axis`. A number is for all examples. So is a key where the loss sees the whole batch;
+        otherwise give each example one, `jax.random.split(key, n)`. `state` is a `StepState`.
 
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
             move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
             does not take stacks. `init`: the model does not fit; the plans of processes differ. `step`: arrays of the
-            batch have different numbers of examples, or ones that the devices cannot share equally.
-        TypeError: `plan` is no plan, `average` makes no `tp.Ema`; `step`: the loss returns no real number.
+            batch have different numbers of examples, or ones that the devices cannot share equally; `microbatches` of a
+            loss that cannot be added up; a weight depends on parameters; one key for devices that each draw by it; an
+            entry of `aux` is of the examples of one device.
+        TypeError: `plan` is no plan, `average` makes no `tp.Ema`; a dtype is not floating; `step`: the loss returns no
+            real number.
     """
     _check_options(plan, split, loss_takes)
+    of_loss = _loss_of(loss, loss_is, outputs, loss_takes, has_aux, has_state)
     placement = placement_of(plan)
+    compute = Compute.of(placement.layout, placement.form, compute_dtype, reduce_dtype)
     update = Update.of(tx, placement.layout, placement.form, average)
     pieces = count_of("microbatches", microbatches, "pieces")
     check_over_form(placement, update.rule)
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
     check_moves(placement, update, kept)
-    program = Program(placement, Gradient(placement, loss, split, pieces, loss_takes == "form"), update, kept)
+    program = Program(placement, Gradient(placement, of_loss, split, pieces, compute), update, kept)
     return program.init, Step(program)
+
+
+def _loss_of(loss: Any, loss_is: object, outputs: object, loss_takes: str, has_aux: object, has_state: object) -> Loss:
+    """The loss and what the user says of it, checked."""
+    if loss_is not in (None, "mean"):
+        raise ValueError(
+            f'loss_is must be "mean", or None for any function of the whole batch, got {loss_is!r}; of a sum over '
+            "examples return (sum, weight)"
+        )
+    for name, value in {"has_aux": has_aux, "has_state": has_state}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {describe(value)}")
+    if outputs is not None and not callable(outputs):
+        raise TypeError(f"outputs is a function of the model and a batch, got {describe(outputs)}")
+    if outputs is not None and (loss_is or has_state):
+        raise ValueError(
+            "outputs= goes with neither loss_is= (the loss is of the outputs of all examples) nor has_state=True (a "
+            "device would change the state by its examples alone)"
+        )
+    return Loss(loss, outputs, loss_is == "mean", loss_takes == "form", bool(has_aux), bool(has_state))
 
 
 def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
@@ -171,14 +231,17 @@ class Program:
     update: Update
     kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
-    def init(self, model: Any) -> tuple[PyTree, StepState]:
+    def init(self, model: Any, model_state: Any = None) -> tuple[PyTree, StepState]:
         """The parameters of a model and the first state, where they are to be."""
+        self.check_model_state(model_state)
         agree(self.in_words(), "the plans")
         placement, parts = self.placement, take_apart(model, self.placement.layout)
         params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
-        return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
+        rest = placement.restructure(rest) if self.takes_restructure else rest
+        model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
+        return params, StepState(*kept, rest, model_state)
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The state that the update keeps, of parameters that are laid over the mesh."""
@@ -193,22 +256,34 @@ class Program:
         """A batch over the devices."""
         return put_batch(batch, self.placement, self.gradient.pieces)
 
-    def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, jax.Array]:
-        """The next parameters and state, and the value of the loss."""
+    def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
+        """The next parameters and state, and the value of the loss, with what comes beside it."""
         placement = self.placement
         placement.check(params)
         self.check_state(state)
         params = lay(placement.tree(jtu.tree_leaves(params)), placement.params)
-        value, gradients = self.gradient(params, state.rest, batch)
+        found = self.gradient(params, state.rest, state.model_state, batch)
         shardings = (placement.params, *sharding_of(self.kept))
         run = automatic(self.update.step, shardings, placement.axes.mesh)
-        params, after, average = run(params, gradients, state.rule, state.average, value)
-        return params, StepState(after, average, state.rest), value
+        params, after, average = run(params, found.gradients, state.rule, state.average, found.value)
+        value = (found.value, found.aux) if self.gradient.loss.has_aux else found.value
+        return params, StepState(after, average, state.rest, found.model_state), value
 
     @property
     def takes_restructure(self) -> bool:
         """Whether the loss takes a `Restructure`, and no model or `Rest`."""
-        return self.gradient.takes_form and self.placement.has_restructure
+        return self.gradient.loss.takes_form and self.placement.has_restructure
+
+    def check_model_state(self, model_state: Any) -> None:
+        """Checks that a model's state is given where the loss takes one."""
+        has_state = self.gradient.loss.has_state
+        if has_state and model_state is None:
+            raise ValueError(
+                "with has_state=True the loss takes the state of the model; give it to init(model, model_state), as "
+                "eqx.nn.make_with_state returns it"
+            )
+        if model_state is not None and not has_state:
+            raise ValueError("init was given the state of a model, of which the loss knows nothing: say has_state=True")
 
     def check_state(self, state: object) -> None:
         """Checks that a state is that of this step."""
@@ -224,6 +299,5 @@ class Program:
     def in_words(self) -> str:
         """All that is the same in all processes."""
         kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
-        taken = "form" if self.gradient.takes_form else "model"
-        how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, the loss takes the {taken}"
-        return "\n".join([self.placement.in_words(), *kept, how])
+        how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, {self.gradient.compute.in_words}"
+        return "\n".join([self.placement.in_words(), *kept, how, self.gradient.loss.in_words])

@@ -78,7 +78,9 @@ def prepared(form, model, rules=None):
     usual, options = FORMS[form]
     mesh = jax.make_mesh((jax.process_count(),), ("data",))
     plan = sharding.plan(tp.layout(model, freeze="top.shift"), mesh, rules or usual, form=form)
-    return plan, *sharding.make_step(loss_of_stacks if form == "stacks" else loss, RULE, plan, **options)
+    return plan, *sharding.make_step(
+        loss_of_stacks if form == "stacks" else loss, RULE, plan, loss_is="mean", **options
+    )
 
 
 def alone():

@@ -1,0 +1,109 @@
+"""The dtypes in which a step computes, moves parameters and sums gradients."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .._forms.block import Block
+from .._forms.form import Form
+from .._forms.restructure import Restructure, halves_of, with_forms
+from .._slots.layout import Layout, index_of
+from .._slots.parts import Rest, kept_arrays
+from .._slots.rules import first_entries
+from .._slots.where import name_of
+from .._tree.dtypes import common_dtype, is_complex, widened
+from .._tree.text import describe, quoted
+
+ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compute:
+    """The dtypes of a step: of each leaf of a model within the loss, and of sums of gradients over devices."""
+
+    form: Form  # of the parameters, as they are within the loss
+    of_path: dict[str, Any]  # of arrays of the model; others keep their own
+    reduce_dtype: Any  # none: at least single precision
+
+    @classmethod
+    def of(cls, layout: Layout, form: Form, compute_dtype: ComputeDtype, reduce_dtype: DTypeLike | None) -> "Compute":
+        """Of the user's words."""
+        of_path = _of_paths(layout, compute_dtype)
+        if reduce_dtype is not None:
+            reduce_dtype = _floating("reduce_dtype", reduce_dtype)
+        found = _form_in(form, [of_path.get(slot.path) for slot in layout.slots])
+        for block, members in zip(found.blocks, found.members, strict=True):
+            own = {of_path.get(layout.slots[slot].path) for slot in members}
+            if block.length is not None and not block.rank and len(own) > 1:
+                words = quoted([str(each or "its own") for each in sorted(own, key=str)])
+                raise ValueError(
+                    f"a vector is moved in one dtype, and compute_dtype says {words} of its parameters; take "
+                    'form="stacks" or form="tree", or one dtype for all'
+                )
+        return cls(found, of_path, reduce_dtype)
+
+    @property
+    def in_words(self) -> str:
+        """The same in a line."""
+        dtypes = sorted({str(each) for each in self.of_path.values()})
+        return (
+            f"computed in {', '.join(dtypes) or 'their dtypes'}, reduced in {self.reduce_dtype or 'single precision'}"
+        )
+
+    def summed_in(self, dtype: DTypeLike) -> Any:
+        """The dtype in which gradients of a dtype are summed over devices."""
+        wide = widened(dtype)
+        if self.reduce_dtype is None:
+            return wide
+        return jnp.result_type(self.reduce_dtype, jnp.complex64) if is_complex(wide) else self.reduce_dtype
+
+    def rest(self, rest: Rest[Any] | Restructure[Any]) -> tuple[Any, list[Any]]:
+        """The rest of a model with arrays in other dtypes to come, and the dtype of each array in it; none as it is."""
+        if not isinstance(rest, Restructure):
+            return rest, [self.of_path.get(path) for path in kept_arrays(rest)]
+        single, held = halves_of(rest)
+        dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
+        held = _form_in(held, dtypes)
+        alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]
+        return with_forms(rest, self.form, held), [*alone, *(block.dtype for block in held.blocks)]
+
+
+def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
+    """The dtype of each real parameter of a model, trained or frozen, by its path."""
+    if compute_dtype is None:
+        return {}
+    rules = compute_dtype if isinstance(compute_dtype, Mapping) else {"**": compute_dtype}
+    dtypes = [_floating(f"compute_dtype of {name_of(where)}", dtype) for where, dtype in rules.items()]
+    index = index_of(layout)
+    paths, specs = index.structure.paths, index.structure.specs
+    found = first_entries(index, list(rules), asked=index.distinct)
+    return {paths[i]: dtypes[n] for i, n in found.items() if (spec := specs[i]) and not is_complex(spec.dtype)}
+
+
+def _floating(name: str, dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected a floating dtype, such as jnp.bfloat16, got {describe(dtype)}") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name}: expected a floating dtype, such as jnp.bfloat16, got {found}")
+    return found
+
+
+def _form_in(form: Form, dtypes: Sequence[Any]) -> Form:
+    """A form of which each slot has a dtype, none as it is."""
+    pairs = zip(form.blocks, form.members, strict=True)
+    blocks = tuple([_in_dtypes(block, [dtypes[slot] for slot in members]) for block, members in pairs])
+    return dataclasses.replace(form, blocks=blocks)
+
+
+def _in_dtypes(block: Block, dtypes: Sequence[Any]) -> Block:
+    """A block of which each array has a dtype, none as it is; the whole has the widest of them."""
+    own = block.dtypes or (block.dtype,) * len(dtypes)
+    chosen = tuple([each if dtype is None else dtype for dtype, each in zip(dtypes, own, strict=True)])
+    if chosen == own:
+        return block
+    return dataclasses.replace(block, dtypes=chosen, dtype=common_dtype(chosen))
