@@ -183,7 +183,7 @@ def test_batches_without_examples_and_losses_that_are_no_number():
         step(params, state, *(each[:0] for each in BATCH))
     for wrong, got in (
         (lambda model, x, y: (loss(model, x, y), 0), "a tuple of 2"),
-        (lambda model, x, y: x, "float32.4,12."),
+        (lambda model, x, y: x, "float32.16,12."),
     ):
         _, step, params, state = started(optax.sgd(0.1), form="tree", of=wrong)
         with pytest.raises(TypeError, match=f'with loss_is="mean" the loss must return one real number.*got {got}'):
