@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ._patience import watch
+
 SHOWN = 40  # lines of what differs, at most: a plan may have thousands
 
 
@@ -24,6 +26,7 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat: int = 10,
+    patience: float | None = 60,
     **options: Any,
 ) -> None:
     """Joins this process to others by `jax.distributed.initialize`, so that when one dies, all end soon.
@@ -94,6 +97,7 @@ def initialize(
             "sharding.initialize('10.0.0.1:1234', num_processes=4, process_id=0)"
         ) from error
     _leave_after_exceptions(heartbeat)
+    watch(patience)
 
 
 def _leave_after_exceptions(seconds: int) -> None:

@@ -18,6 +18,7 @@ from ..optim._scaled import check_names
 from ._batch import put_batch
 from ._check import check_moves, check_over_form
 from ._gradient import Gradient, Split
+from ._patience import Watched
 from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
@@ -149,10 +150,11 @@ class Step:
         """For this library's own use."""
         self._program = program
         self._compiled = jax.jit(program.step, donate_argnums=(0, 1))
+        self._watched = Watched(self._compiled, "step")
 
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Takes a step; donates `params` and `state`."""
-        return self._compiled(params, state, *self._program.put(batch))
+        return self._watched(params, state, *self._program.put(batch))
 
     def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
         """As `lower` of what `jax.jit` returns; arguments may be `jax.ShapeDtypeStruct`s."""
