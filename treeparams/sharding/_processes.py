@@ -45,8 +45,14 @@ def initialize(
     - It stands still (SIGSTOP, a machine asleep): they end within `heartbeat` seconds. It ends itself when it goes on;
       until then it is there, and is left to whoever started it.
 
-    A process that is late but alive, as one that compiles, is waited for. On CPU the processes talk by gloo, unless
-    `jax_cpu_collectives_implementation` is set to `mpi`.
+    - It leaves the loop of training while it lives (`sys.exit`, fewer batches than the others), skips a step or calls
+      `plan.model` alone: whoever waits for it in a step or in `plan.model` longer than `patience`, and longer than the
+      slowest step took, ends with a sentence that says where it stands, and all others as above. So a step that always
+      computes for minutes is not taken for one that waits. `init`, calls of a step that compile, and what
+      `step.lower(...).compile()` returns wait forever.
+
+    SIGTERM ends none of them, as JAX has it; `sharding.interrupted` says that it came. On CPU the processes talk by
+    gloo, unless `jax_cpu_collectives_implementation` is set to `mpi`.
 
     >>> from treeparams import sharding
     >>> sharding.initialize("localhost", num_processes=2, process_id=0)
@@ -62,6 +68,8 @@ def initialize(
         heartbeat: whole seconds of silence after which a process is taken for dead. The oldest versions of JAX do not
             take it, and wait for 100 seconds; a warning says so. With these a process that is killed is still found at
             the next collective.
+        patience: seconds for which a process waits for others that are alive, beyond the time of the slowest step;
+            `None`: forever.
         options: passed to `jax.distributed.initialize`.
     """
     for name, number, least in (
@@ -71,6 +79,8 @@ def initialize(
     ):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
             raise ValueError(f"{name}: expected a whole number, at least {least}, got {number!r}")
+    if patience is not None and (isinstance(patience, bool) or not patience > 0):
+        raise ValueError(f"patience: expected seconds, more than 0, or None to wait forever, got {patience!r}")
     if process_id is not None and num_processes is not None and process_id >= num_processes:
         raise ValueError(
             f"process_id: expected 0 to {num_processes - 1} for {num_processes} processes, got {process_id}"
@@ -89,6 +99,8 @@ def initialize(
         )
     if jax.config.values["jax_cpu_collectives_implementation"] != "mpi":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if not jax.config.values.get("jax_enable_preemption_service", True):
+        jax.config.update("jax_enable_preemption_service", True)  # for `interrupted`
     try:
         jax.distributed.initialize(coordinator_address, num_processes, process_id, **beat, **options)
     except ValueError as error:
@@ -133,6 +145,11 @@ def agree(words: str, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
+    with jax.ensure_compile_time_eval():  # `init` may be within `jax.jit`
+        _agree(words, what)
+
+
+def _agree(words: str, what: str) -> None:
     text = np.frombuffer(words.encode(), np.uint8)
     digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():

@@ -15,8 +15,9 @@ from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
+from ._alike import is_whole, surroundings_in_words, values_in_words
 from ._batch import put_batch
-from ._check import check_moves, check_over_form
+from ._check import check_moves, check_over_form, lowered
 from ._gradient import Gradient, Split
 from ._patience import Watched
 from ._placement import Placement, described
@@ -99,8 +100,9 @@ def make_step(
         `init` and `step`.
 
         `params, state = init(model)` puts the parameters of a model, which fits the plan, where they are to be, in
-        buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for `step.lower`. With several processes it
-        first compares their plans.
+        buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for `step.lower`. Several processes first
+        compare their plans, the order of devices, versions, the update as a program and what the rule starts with;
+        with `init(model, check_values=True)` the values of the model, too.
 
         `params, state, value = step(params, state, *batch)` is a function of `jax.jit`, and donates `params` and
         `state`, which are not to be used again. Arrays of the batch have the examples as their leading axis, and are
@@ -111,8 +113,8 @@ def make_step(
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
             move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
-            does not take stacks. `init`: the model does not fit; the plans of processes differ. `step`: arrays of the
-            batch have different numbers of examples, or ones that the devices cannot share equally.
+            does not take stacks. `init`: the model does not fit; processes differ in what they compare. `step`: arrays
+            of the batch have different numbers of examples, or ones that the devices cannot share equally.
         TypeError: `plan` is no plan, `average` makes no `tp.Ema`; `step`: the loss returns no real number.
     """
     _check_options(plan, split, loss_takes)
@@ -173,14 +175,26 @@ class Program:
     update: Update
     kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
-    def init(self, model: Any) -> tuple[PyTree, StepState]:
+    def init(self, model: Any, *, check_values: bool = False) -> tuple[PyTree, StepState]:
         """The parameters of a model and the first state, where they are to be."""
-        agree(self.in_words(), "the plans")
+        if jax.process_count() > 1:
+            self.compare(model if check_values else None)
         placement, parts = self.placement, take_apart(model, self.placement.layout)
         params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
+        if jax.process_count() > 1:
+            # Numbers of the rule that belong to no parameter come from the program of each process.
+            whole = {path: leaf for path, leaf in described(kept, lambda leaf: leaf) if is_whole(leaf)}
+            agree(values_in_words(whole), "the first values of the optimiser's state")
         return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
+
+    def compare(self, model: Any) -> None:
+        """Checks that all processes have the same plan and update, and of a model that is given the same values."""
+        agree(self.in_words(), "the plans")
+        agree(lowered(self.placement, self.update, self.kept).as_text(), "the programs of the update")
+        if model is not None:
+            agree(values_in_words(model), "the values of the models")
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The state that the update keeps, of parameters that are laid over the mesh."""
@@ -228,4 +242,4 @@ class Program:
         kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
         taken = "form" if self.gradient.takes_form else "model"
         how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, the loss takes the {taken}"
-        return "\n".join([self.placement.in_words(), *kept, how])
+        return "\n".join([self.placement.in_words(), *kept, how, surroundings_in_words(self.placement.axes.mesh)])
