@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 
 COMPILING, COMPILED = "/jax/core/compile/", "/jax/core/compile/backend_compile_duration"
@@ -44,7 +45,7 @@ class Watched:
         self.rough = 0.0  # those of a call that compiled, until the next one is over
 
     def __call__(self, *args: Any) -> Any:
-        """As the function. Of its result, which nothing waits for here, it keeps the smallest array of the last part."""
+        """As the function. Nothing waits for the result here; the smallest array of its last part is kept to ask."""
         watch = Watch.running
         if watch is None:
             return self.f(*args)
@@ -53,7 +54,9 @@ class Watched:
         watch.calls.append(call)
         try:
             result = self.f(*args)
-            call.result = min(jtu.tree_leaves(result[-1:]), key=jax.numpy.size, default=None)
+            call.result = last = result[-1] if result else None
+            if not isinstance(last, jax.Array):
+                call.result = min(jtu.tree_leaves(last), key=np.size, default=None)
         finally:
             call.is_back = True
         return result
@@ -111,7 +114,7 @@ class Watch:
         # Before JAX waits for the other processes, what runs must be over, or nobody would look at it any more.
         atexit.register(self.stop)
 
-    def hear(self, event: str, seconds: float, **_: Any) -> None:
+    def hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         """JAX is compiling, in this thread."""
         if event.startswith(COMPILING) and self.calls:
             call = self.calls[-1]
@@ -120,7 +123,7 @@ class Watch:
 
     def look(self) -> None:
         waited, before = 0.0, time.monotonic()
-        while Watch.running is self or self.calls:
+        while Watch.running is self:
             time.sleep(self.tick)
             now = time.monotonic()
             # No more than this thread was awake for: all processes may have been stopped, and go on together.
@@ -152,7 +155,7 @@ class Watch:
         os._exit(1)  # what waits in a collective takes no exception
 
     def stop(self) -> None:
-        while self.calls:
+        while not all(call.is_over for call in self.calls.copy()):
             time.sleep(self.tick / 10)
         Watch.running = None
 

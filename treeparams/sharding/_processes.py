@@ -1,5 +1,6 @@
 """Several processes: starting them so that none outlives the others, and finding out that they differ."""
 
+import concurrent.futures
 import difflib
 import faulthandler
 import hashlib
@@ -145,8 +146,9 @@ def agree(words: str, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    with jax.ensure_compile_time_eval():  # `init` may be within `jax.jit`
-        _agree(words, what)
+    # `init` may be within `jax.jit`, which each thread has for itself.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(_agree, words, what).result()
 
 
 def _agree(words: str, what: str) -> None:
