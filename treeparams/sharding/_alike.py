@@ -28,9 +28,14 @@ def surroundings_in_words(mesh: Mesh | AbstractMesh) -> str:
             lines.append(f"{name} of no version")
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     lines.append("mesh  " + ", ".join(f"{name!r}: {size} {kind.name}" for (name, size), kind in axes))
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh) and is_shared(mesh):
         lines.append("devices  " + " ".join(str(device.id) for device in mesh.devices.flat))
     return "\n".join(lines)
+
+
+def is_shared(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has devices of other processes. Over its own devices a process may train as it likes."""
+    return isinstance(mesh, Mesh) and any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def values_in_words(tree: PyTree) -> str:

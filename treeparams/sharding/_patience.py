@@ -102,7 +102,7 @@ class Watch:
 
     running: "Watch | None" = None
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float | int) -> None:
         self.patience = patience
         self.tick = min(0.5, patience / 10)
         self.calls: collections.deque[Call] = collections.deque()
@@ -160,7 +160,7 @@ class Watch:
         Watch.running = None
 
 
-def watch(patience: float | None) -> None:
+def watch(patience: float | int | None) -> None:
     """Watches all calls from now on; `None`: none."""
     if patience is not None and jax.process_count() > 1:
         Watch(patience).start()

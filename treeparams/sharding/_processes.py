@@ -27,7 +27,7 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat: int = 10,
-    patience: float | None = 60,
+    patience: float | int | None = 60,
     **options: Any,
 ) -> None:
     """Joins this process to others by `jax.distributed.initialize`, so that when one dies, all end soon.
@@ -45,7 +45,6 @@ def initialize(
       its status: it waits until the others end, at most `shutdown_timeout_seconds` (an option; JAX says 300).
     - It stands still (SIGSTOP, a machine asleep): they end within `heartbeat` seconds. It ends itself when it goes on;
       until then it is there, and is left to whoever started it.
-
     - It leaves the loop of training while it lives (`sys.exit`, fewer batches than the others), skips a step or calls
       `plan.model` alone: whoever waits for it in a step or in `plan.model` longer than `patience`, and longer than the
       slowest step took, ends with a sentence that says where it stands, and all others as above. So a step that always
@@ -73,23 +72,7 @@ def initialize(
             `None`: forever.
         options: passed to `jax.distributed.initialize`.
     """
-    for name, number, least in (
-        ("heartbeat", heartbeat, 1),
-        ("num_processes", num_processes, 1),
-        ("process_id", process_id, 0),
-    ):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise ValueError(f"{name}: expected a whole number, at least {least}, got {number!r}")
-    if patience is not None and (isinstance(patience, bool) or not patience > 0):
-        raise ValueError(f"patience: expected seconds, more than 0, or None to wait forever, got {patience!r}")
-    if process_id is not None and num_processes is not None and process_id >= num_processes:
-        raise ValueError(
-            f"process_id: expected 0 to {num_processes - 1} for {num_processes} processes, got {process_id}"
-        )
-    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdecimal():
-        raise ValueError(
-            f"coordinator_address: expected host and port of process 0, as '10.0.0.1:1234', got {coordinator_address!r}"
-        )
+    _check_options(coordinator_address, num_processes, process_id, heartbeat, patience)
     beat = {"heartbeat_timeout_seconds": heartbeat}
     if not beat.keys() <= inspect.signature(jax.distributed.initialize).parameters.keys():
         beat.clear()
@@ -111,6 +94,33 @@ def initialize(
         ) from error
     _leave_after_exceptions(heartbeat)
     watch(patience)
+
+
+def _check_options(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    heartbeat: int,
+    patience: float | int | None,
+) -> None:
+    for name, number, least in (
+        ("heartbeat", heartbeat, 1),
+        ("num_processes", num_processes, 1),
+        ("process_id", process_id, 0),
+    ):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise ValueError(f"{name}: expected a whole number, at least {least}, got {number!r}")
+    is_time = isinstance(patience, (int, float)) and not isinstance(patience, bool) and patience > 0
+    if patience is not None and not is_time:
+        raise ValueError(f"patience: expected seconds, more than 0, or None to wait forever, got {patience!r}")
+    if process_id is not None and num_processes is not None and process_id >= num_processes:
+        raise ValueError(
+            f"process_id: expected 0 to {num_processes - 1} for {num_processes} processes, got {process_id}"
+        )
+    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdecimal():
+        raise ValueError(
+            f"coordinator_address: expected host and port of process 0, as '10.0.0.1:1234', got {coordinator_address!r}"
+        )
 
 
 def _leave_after_exceptions(seconds: int) -> None:

@@ -15,7 +15,7 @@ from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
-from ._alike import is_whole, surroundings_in_words, values_in_words
+from ._alike import is_shared, is_whole, surroundings_in_words, values_in_words
 from ._batch import put_batch
 from ._check import check_moves, check_over_form, lowered
 from ._gradient import Gradient, Split
@@ -183,7 +183,7 @@ class Program:
         params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
-        if jax.process_count() > 1:
+        if is_shared(placement.axes.mesh):
             # Numbers of the rule that belong to no parameter come from the program of each process.
             whole = {path: leaf for path, leaf in described(kept, lambda leaf: leaf) if is_whole(leaf)}
             agree(values_in_words(whole), "the first values of the optimiser's state")
@@ -192,6 +192,8 @@ class Program:
     def compare(self, model: Any) -> None:
         """Checks that all processes have the same plan and update, and of a model that is given the same values."""
         agree(self.in_words(), "the plans")
+        if not is_shared(self.placement.axes.mesh):
+            return
         agree(lowered(self.placement, self.update, self.kept).as_text(), "the programs of the update")
         if model is not None:
             agree(values_in_words(model), "the values of the models")
