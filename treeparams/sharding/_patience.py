@@ -106,11 +106,13 @@ class Watch:
         self.patience = patience
         self.tick = min(0.5, patience / 10)
         self.calls: collections.deque[Call] = collections.deque()
+        self.is_stopped = threading.Event()
+        self.thread = threading.Thread(target=self.look, daemon=True, name="treeparams patience")
 
     def start(self) -> None:
         Watch.running = self
         jax.monitoring.register_event_duration_secs_listener(self.hear)
-        threading.Thread(target=self.look, daemon=True, name="treeparams patience").start()
+        self.thread.start()
         # Before JAX waits for the other processes, what runs must be over, or nobody would look at it any more.
         atexit.register(self.stop)
 
@@ -123,8 +125,7 @@ class Watch:
 
     def look(self) -> None:
         waited, before = 0.0, time.monotonic()
-        while Watch.running is self:
-            time.sleep(self.tick)
+        while not self.is_stopped.wait(self.tick):
             now = time.monotonic()
             # No more than this thread was awake for: all processes may have been stopped, and go on together.
             passed, before = min(now - before, 2 * self.tick), now
@@ -158,6 +159,8 @@ class Watch:
         while not all(call.is_over for call in self.calls.copy()):
             time.sleep(self.tick / 10)
         Watch.running = None
+        self.is_stopped.set()
+        self.thread.join()  # Python ends threads anywhere, and within a call of JAX that would abort the process
 
 
 def watch(patience: float | int | None) -> None:
