@@ -156,6 +156,8 @@ class Watch:
         os._exit(1)  # what waits in a collective takes no exception
 
     def stop(self) -> None:
+        for call in self.calls.copy():
+            call.has_compiled = False  # from here on first calls count, too: this process can do nothing else
         while not all(call.is_over for call in self.calls.copy()):
             time.sleep(self.tick / 10)
         Watch.running = None
