@@ -6,6 +6,7 @@ whole step of training over it. Over several processes `sharding.initialize` com
 
 from ._ahead import Ahead as Ahead, ahead as ahead
 from ._collectives import Collectives as Collectives, collectives as collectives
+from ._interrupted import interrupted as interrupted
 from ._plan import Plan as Plan, plan as plan
 from ._processes import initialize as initialize
 from ._step import Step as Step, StepState as StepState, make_step as make_step

@@ -30,7 +30,7 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
         return
     # First by shapes alone, without shardings: so an error of the rule itself is told from one of how arrays lie.
     params = placement.shapes()
-    value = jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
+    value = _value(placement)
     bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, params, *kept, value))
     try:
         jax.eval_shape(update.step, *bare)
@@ -43,8 +43,7 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
         return
     # Only a compiled program tells which arrays XLA moves. So the update is compiled, quickly, and the collectives in
     # its text are counted: a norm of all parameters moves a few numbers, a matrix that is put together moves megabytes.
-    run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
-    compiled = run.lower(params, params, *kept, value).compile(compiler_options=_QUICK)
+    compiled = lowered(placement, update, kept).compile(compiler_options=_QUICK)
     moved = collectives(compiled, ignore=0)
     if moved.bytes is not None and moved.bytes <= _SCALARS * len(placement.layout.slots):
         return
@@ -52,6 +51,18 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
     raise ValueError(
         f"the update moves parameters between devices (by {moved.rows[0].kind}; {size} in all): {_why_moved(placement)}"
     )
+
+
+def lowered(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> jax.stages.Lowered:
+    """The program of an update over the mesh."""
+    params, value = placement.shapes(), _value(placement)
+    run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
+    return run.lower(params, params, *kept, value)
+
+
+def _value(placement: Placement) -> jax.ShapeDtypeStruct:
+    """That of a loss."""
+    return jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
 
 
 def _why_moved(placement: Placement) -> str:

@@ -15,6 +15,7 @@ from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.lost_ties import keep_apart
 from .._tree.tables import as_html, as_text
 from .._tree.types import PyTree
+from ._patience import Watched
 from ._placement import Placement
 from ._put import put_leaf
 from ._specs import AxisNames, FormName, Rules, axes_of
@@ -153,7 +154,8 @@ class Plan:
         """From parameters to slots that lie as planned, or whole."""
         placement = self._placement
         to = {False: placement.of_slots, True: [placement.whole] * len(self.layout.slots)}
-        return {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
+        programs = {whole: jax.jit(automatic(placement.slots_of, each, self.mesh)) for whole, each in to.items()}
+        return {whole: Watched(each, "plan.model, call", counts_first=True) for whole, each in programs.items()}
 
     def put(self, model: M) -> M:
         """The model over the mesh.

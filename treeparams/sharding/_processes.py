@@ -1,5 +1,6 @@
 """Several processes: starting them so that none outlives the others, and finding out that they differ."""
 
+import concurrent.futures
 import difflib
 import faulthandler
 import hashlib
@@ -15,6 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ._patience import watch
+
 SHOWN = 40  # lines of what differs, at most: a plan may have thousands
 
 
@@ -24,6 +27,7 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat: int = 10,
+    patience: float | int | None = 60,
     **options: Any,
 ) -> None:
     """Joins this process to others by `jax.distributed.initialize`, so that when one dies, all end soon.
@@ -41,9 +45,14 @@ def initialize(
       its status: it waits until the others end, at most `shutdown_timeout_seconds` (an option; JAX says 300).
     - It stands still (SIGSTOP, a machine asleep): they end within `heartbeat` seconds. It ends itself when it goes on;
       until then it is there, and is left to whoever started it.
+    - It leaves the loop of training while it lives (`sys.exit`, fewer batches than the others), skips a step or calls
+      `plan.model` alone: whoever waits for it in a step or in `plan.model` longer than `patience`, and longer than the
+      slowest step took, ends with a sentence that says where it stands, and all others as above. So a step that always
+      computes for minutes is not taken for one that waits. `init`, calls of a step that compile, and what
+      `step.lower(...).compile()` returns wait forever.
 
-    A process that is late but alive, as one that compiles, is waited for. On CPU the processes talk by gloo, unless
-    `jax_cpu_collectives_implementation` is set to `mpi`.
+    SIGTERM ends none of them, as JAX has it; `sharding.interrupted` says that it came. On CPU the processes talk by
+    gloo, unless `jax_cpu_collectives_implementation` is set to `mpi`.
 
     >>> from treeparams import sharding
     >>> sharding.initialize("localhost", num_processes=2, process_id=0)
@@ -59,23 +68,11 @@ def initialize(
         heartbeat: whole seconds of silence after which a process is taken for dead. The oldest versions of JAX do not
             take it, and wait for 100 seconds; a warning says so. With these a process that is killed is still found at
             the next collective.
+        patience: seconds for which a process waits for others that are alive, beyond the time of the slowest step;
+            `None`: forever.
         options: passed to `jax.distributed.initialize`.
     """
-    for name, number, least in (
-        ("heartbeat", heartbeat, 1),
-        ("num_processes", num_processes, 1),
-        ("process_id", process_id, 0),
-    ):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
-            raise ValueError(f"{name}: expected a whole number, at least {least}, got {number!r}")
-    if process_id is not None and num_processes is not None and process_id >= num_processes:
-        raise ValueError(
-            f"process_id: expected 0 to {num_processes - 1} for {num_processes} processes, got {process_id}"
-        )
-    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdecimal():
-        raise ValueError(
-            f"coordinator_address: expected host and port of process 0, as '10.0.0.1:1234', got {coordinator_address!r}"
-        )
+    _check_options(coordinator_address, num_processes, process_id, heartbeat, patience)
     beat = {"heartbeat_timeout_seconds": heartbeat}
     if not beat.keys() <= inspect.signature(jax.distributed.initialize).parameters.keys():
         beat.clear()
@@ -86,6 +83,8 @@ def initialize(
         )
     if jax.config.values["jax_cpu_collectives_implementation"] != "mpi":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if not jax.config.values.get("jax_enable_preemption_service", True):
+        jax.config.update("jax_enable_preemption_service", True)  # for `interrupted`
     try:
         jax.distributed.initialize(coordinator_address, num_processes, process_id, **beat, **options)
     except ValueError as error:
@@ -94,6 +93,34 @@ def initialize(
             "sharding.initialize('10.0.0.1:1234', num_processes=4, process_id=0)"
         ) from error
     _leave_after_exceptions(heartbeat)
+    watch(patience)
+
+
+def _check_options(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    heartbeat: int,
+    patience: float | int | None,
+) -> None:
+    for name, number, least in (
+        ("heartbeat", heartbeat, 1),
+        ("num_processes", num_processes, 1),
+        ("process_id", process_id, 0),
+    ):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise ValueError(f"{name}: expected a whole number, at least {least}, got {number!r}")
+    is_time = isinstance(patience, (int, float)) and not isinstance(patience, bool) and patience > 0
+    if patience is not None and not is_time:
+        raise ValueError(f"patience: expected seconds, more than 0, or None to wait forever, got {patience!r}")
+    if process_id is not None and num_processes is not None and process_id >= num_processes:
+        raise ValueError(
+            f"process_id: expected 0 to {num_processes - 1} for {num_processes} processes, got {process_id}"
+        )
+    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdecimal():
+        raise ValueError(
+            f"coordinator_address: expected host and port of process 0, as '10.0.0.1:1234', got {coordinator_address!r}"
+        )
 
 
 def _leave_after_exceptions(seconds: int) -> None:
@@ -129,6 +156,12 @@ def agree(words: str, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
+    # `init` may be within `jax.jit`, which each thread has for itself.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(_agree, words, what).result()
+
+
+def _agree(words: str, what: str) -> None:
     text = np.frombuffer(words.encode(), np.uint8)
     digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():

@@ -16,11 +16,13 @@ from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
+from ._alike import is_shared, is_whole, surroundings_in_words, values_in_words
 from ._batch import put_batch
-from ._check import check_moves, check_over_form
+from ._check import check_moves, check_over_form, lowered
 from ._compute import Compute, ComputeDtype
 from ._gradient import Gradient, Split
 from ._loss import Loss, LossIs
+from ._patience import Watched
 from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
@@ -135,7 +137,8 @@ def make_step(
 
         `params, state = init(model)`, or `init(model, model_state)`, puts the parameters of a model, which fits the
         plan, where they are to be, in buffers of their own; of `jax.ShapeDtypeStruct`s it returns such, for
-        `step.lower`. With several processes it first compares their plans.
+        `step.lower`. Several processes first compare their plans, the order of devices, versions, the update as a
+        program and what the rule starts with; with `init(model, check_values=True)` the values of the model, too.
 
         `params, state, value = step(params, state, *batch)` donates `params` and `state`, which are not to be used
         again; `step.lower` is that of `jax.jit`. Arrays of the batch have the examples as their leading axis, and are
@@ -145,10 +148,10 @@ def make_step(
     Raises:
         ValueError: `tx` is a transformation over models, is not the same over the plan's form as leaf by leaf, or would
             move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
-            does not take stacks. `init`: the model does not fit; the plans of processes differ. `step`: arrays of the
-            batch have different numbers of examples, or ones that the devices cannot share equally; `microbatches` of a
-            loss that cannot be added up; a weight depends on parameters; one key for devices that each draw by it; an
-            entry of `aux` is of the examples of one device.
+            does not take stacks. `init`: the model does not fit; processes differ in what they compare. `step`: arrays
+            of the batch have different numbers of examples, or ones that the devices cannot share equally;
+            `microbatches` of a loss that cannot be added up; a weight depends on parameters; one key for devices that
+            each draw by it; an entry of `aux` is of the examples of one device.
         TypeError: `plan` is no plan, `average` makes no `tp.Ema`; a dtype is not floating; `step`: the loss returns no
             real number.
     """
@@ -209,10 +212,11 @@ class Step:
         """For this library's own use."""
         self._program = program
         self._compiled = jax.jit(program.step, donate_argnums=(0, 1))
+        self._watched = Watched(self._compiled, "step")
 
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Takes a step; donates `params` and `state`."""
-        return self._compiled(params, state, *self._program.put(batch))
+        return self._watched(params, state, *self._program.put(batch))
 
     def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
         """As `lower` of what `jax.jit` returns; arguments may be `jax.ShapeDtypeStruct`s."""
@@ -231,17 +235,31 @@ class Program:
     update: Update
     kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
 
-    def init(self, model: Any, model_state: Any = None) -> tuple[PyTree, StepState]:
+    def init(self, model: Any, model_state: Any = None, *, check_values: bool = False) -> tuple[PyTree, StepState]:
         """The parameters of a model and the first state, where they are to be."""
         self.check_model_state(model_state)
-        agree(self.in_words(), "the plans")
+        if jax.process_count() > 1:
+            self.compare(model if check_values else None)
         placement, parts = self.placement, take_apart(model, self.placement.layout)
         params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
+        if is_shared(placement.axes.mesh):
+            # Numbers of the rule that belong to no parameter come from the program of each process.
+            whole = {path: leaf for path, leaf in described(kept, lambda leaf: leaf) if is_whole(leaf)}
+            agree(values_in_words(whole), "the first values of the optimiser's state")
         rest = placement.restructure(rest) if self.takes_restructure else rest
         model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
         return params, StepState(*kept, rest, model_state)
+
+    def compare(self, model: Any) -> None:
+        """Checks that all processes have the same plan and update, and of a model that is given the same values."""
+        agree(self.in_words(), "the plans")
+        if not is_shared(self.placement.axes.mesh):
+            return
+        agree(lowered(self.placement, self.update, self.kept).as_text(), "the programs of the update")
+        if model is not None:
+            agree(values_in_words(model), "the values of the models")
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The state that the update keeps, of parameters that are laid over the mesh."""
@@ -300,4 +318,5 @@ class Program:
         """All that is the same in all processes."""
         kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
         how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, {self.gradient.compute.in_words}"
-        return "\n".join([self.placement.in_words(), *kept, how, self.gradient.loss.in_words])
+        around = surroundings_in_words(self.placement.axes.mesh)
+        return "\n".join([self.placement.in_words(), *kept, how, self.gradient.loss.in_words, around])

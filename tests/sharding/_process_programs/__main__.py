@@ -6,7 +6,9 @@ Each writes what it found to a file in the folder; what it says on stderr is rea
 """
 
 import json
+import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -74,13 +76,12 @@ def laid(batch, plan):
     return [jax.make_array_from_process_local_data(plan.batch, each[rows]) for each in batch]
 
 
-def prepared(form, model, rules=None):
+def prepared(form, model, rules=None, rule=RULE, mesh=None):
     usual, options = FORMS[form]
-    mesh = jax.make_mesh((jax.process_count(),), ("data",))
+    mesh = mesh or jax.make_mesh((jax.process_count(),), ("data",))
     plan = sharding.plan(tp.layout(model, freeze="top.shift"), mesh, rules or usual, form=form)
-    return plan, *sharding.make_step(
-        loss_of_stacks if form == "stacks" else loss, RULE, plan, loss_is="mean", **options
-    )
+    of = loss_of_stacks if form == "stacks" else loss
+    return plan, *sharding.make_step(of, rule, plan, loss_is="mean", **options)
 
 
 def alone():
@@ -126,21 +127,44 @@ def forms(which=tuple(FORMS)):
     return errors, *kept
 
 
-def difference(rules=None, **change):
-    """What `init` says where the last process has another plan."""
+def difference(options=None, values=1, check_values=False, form="tree", **change):
+    """What `init` says where the last process has another plan or other values."""
     last = jax.process_index() == jax.process_count() - 1
     model = make(**change) if last else make()
-    _, init, _ = prepared("tree", model, rules if last else None)
+    if last:
+        model["top"]["scale"] *= values
+    _, init, _ = prepared(form, model, **(options or {}) if last else {})
+    try:
+        init(model, check_values=check_values)
+    except ValueError as error:
+        return str(error)
+
+
+def started(first, second):
+    """What `init` says where two processes start with other numbers in the state."""
+    model = make()
+    _, init, _ = prepared("vector", model, **(second if jax.process_index() else first))
     try:
         init(model)
     except ValueError as error:
         return str(error)
 
 
+def interruption():
+    """At which call all processes are told of a SIGTERM."""
+    for number in range(100):
+        if sharding.interrupted():
+            return number
+        time.sleep(0.1)
+    return None
+
+
 def saves(folder):
     """Trains, saves a checkpoint and goes on."""
     import orbax.checkpoint  # takes a second, and not all programs need it
 
+    if jax.process_index() == 2:
+        os.kill(os.getpid(), signal.SIGTERM)  # all else goes on
     errors, trained, plan, step = forms()
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "checkpoint", trained)
@@ -150,7 +174,8 @@ def saves(folder):
         "losses": losses,
         "width": difference(width=6),
         "dtype": difference(dtype=jnp.bfloat16),
-        "rules": difference(rules={"**": "split"}),
+        "rules": difference({"rules": {"**": "split"}}),
+        "at": interruption(),
     }
 
 
@@ -163,7 +188,44 @@ def restores(folder):
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder / "checkpoint", shapes)
     _, _, losses = goes(**restored, plan=plan, step=step, which=slice(STEPS, None))
-    return {"errors": errors, "losses": losses}
+    devices = np.array(jax.devices())
+    (usual,) = jax.make_mesh((2,), ("data",)).axis_types
+    (other,) = {jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit} - {usual}
+    mesh = lambda devices, kind: jax.sharding.Mesh(devices, ("data",), axis_types=(kind,))
+    rule = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(5e-2, eps=1e-3))
+    injected = optax.inject_hyperparams(optax.sgd)
+    return {
+        "errors": errors,
+        "losses": losses,
+        "values": difference(values=2, check_values=True, form="vector"),
+        "not asked for": difference(values=2, form="vector"),
+        "rate": difference({"rule": rule}, form="vector"),
+        "order": difference({"mesh": mesh(devices[::-1], usual)}, form="vector"),
+        "types": difference({"mesh": mesh(devices, other)}, form="vector"),
+        "start": started({"rule": injected(0.1)}, {"rule": injected(0.5)}),
+    }
+
+
+def leaves(folder):
+    """A loop that the last process leaves, as the name of the folder says."""
+    model = make()
+    plan, init, step = prepared("vector", model)
+    params, state = init(model)
+    last = jax.process_index() == jax.process_count() - 1
+    for number in range(8):
+        if last and number == 3:
+            match folder.name.strip("0123456789"):
+                case "exits":
+                    sys.exit(0)
+                case "fewer":
+                    break
+                case "skips":
+                    continue
+                case "model":
+                    plan.model(params, state, whole=True)
+        params, state, value = step(params, state, *laid(batches()[0], plan))
+    float(value)
+    return {}
 
 
 def waits(folder):
@@ -175,6 +237,8 @@ def end(program):
     """Ends by an exception, in one process or in all; or not at all."""
     if program == "saves" and jax.process_index() == 2:
         raise RuntimeError("a disk is full")
+    if program == "leaves":
+        sys.exit(0)
     if program == "restores":
         model = make(width=6)  # which two processes can divide
         prepared("tree", model, {"**": "whole"} if jax.process_index() else None)[1](model)
@@ -185,8 +249,10 @@ def end(program):
 
 if __name__ == "__main__":
     program, address, processes, process, folder = sys.argv[1:]
-    sharding.initialize(address, int(processes), int(process), heartbeat=5)
-    found = {"saves": saves, "restores": restores, "waits": waits}[program](pathlib.Path(folder))
+    patience = {"patience": 2} if program == "leaves" else {}
+    sharding.initialize(address, int(processes), int(process), heartbeat=5, **patience)
+    programs = {"saves": saves, "restores": restores, "waits": waits, "leaves": leaves}
+    found = programs[program](pathlib.Path(folder))
     part = pathlib.Path(folder, f"{program}{process}.part")
     part.write_text(json.dumps(found))
     part.rename(part.with_suffix(".json"))  # it is there as soon as it is whole

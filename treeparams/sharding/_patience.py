@@ -1,0 +1,171 @@
+"""An end to waiting: where processes wait for one that lives but does not come, all end.
+
+JAX finds a process that died, since it sends no heartbeats any more. One that has left its loop still sends them, and
+all that wait for it in a collective would wait forever. So each process has a thread that looks at what this process
+waits for. When that takes too long it ends the process, whereupon the heartbeats end the others.
+
+Nothing here talks to other processes. A step that waits looks from inside like one that computes; what tells them apart
+is how long earlier steps took, and that nothing is compiled meanwhile.
+"""
+
+import atexit
+import collections
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+COMPILING, COMPILED = "/jax/core/compile/", "/jax/core/compile/backend_compile_duration"
+
+
+class Watched:
+    """A program that all processes run together, each call of which is watched if `watch` was called."""
+
+    def __init__(self, f: Callable[..., Any], name: str, counts_first: bool = False) -> None:
+        """Of a function of `jax.jit`.
+
+        Args:
+            f: the function.
+            name: of one call, for the message: `"step"`.
+            counts_first: whether a call that compiles is watched too, from when it has compiled.
+        """
+        self.f = f
+        self.name = name
+        self.counts_first = counts_first
+        self.calls = 0
+        self.slowest = 0.0  # seconds
+        self.rough = 0.0  # those of a call that compiled, until the next one is over
+
+    def __call__(self, *args: Any) -> Any:
+        """As the function. Nothing waits for the result here; the smallest array of its last part is kept to ask."""
+        watch = Watch.running
+        if watch is None:
+            return self.f(*args)
+        self.calls += 1
+        call = Call(self)
+        watch.calls.append(call)
+        try:
+            result = self.f(*args)
+            call.result = last = result[-1] if result else None
+            if not isinstance(last, jax.Array):
+                call.result = min(jtu.tree_leaves(last), key=np.size, default=None)
+        finally:
+            call.is_back = True
+        return result
+
+    def took(self, seconds: float, has_compiled: bool) -> None:
+        """A call is over. One that compiled may have waited while others compiled: its time soon counts no more."""
+        self.rough = seconds if has_compiled else 0.0
+        self.slowest = self.slowest if has_compiled else max(self.slowest, seconds)
+
+
+class Call:
+    """One call of a program."""
+
+    __slots__ = ("has_compiled", "is_back", "is_compiling", "number", "program", "result", "thread")
+
+    def __init__(self, program: Watched) -> None:
+        self.program = program
+        self.number = program.calls
+        self.thread = threading.get_ident()
+        self.has_compiled = self.number == 1
+        self.is_compiling = False
+        self.is_back = False
+        self.result: Any = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the devices have done it, too, as far as can be told."""
+        if not self.is_back or self.result is None or isinstance(self.result, Tracer):
+            return self.is_back
+        try:
+            return self.result.is_ready()
+        except RuntimeError:  # its user gave it away
+            return True
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may end the process."""
+        return not self.is_compiling and (self.program.counts_first or not self.has_compiled)
+
+
+class Watch:
+    """A thread that looks at the calls of this process, the oldest first."""
+
+    running: "Watch | None" = None
+
+    def __init__(self, patience: float | int) -> None:
+        self.patience = patience
+        self.tick = min(0.5, patience / 10)
+        self.calls: collections.deque[Call] = collections.deque()
+        self.is_stopped = threading.Event()
+        self.thread = threading.Thread(target=self.look, daemon=True, name="treeparams patience")
+
+    def start(self) -> None:
+        Watch.running = self
+        jax.monitoring.register_event_duration_secs_listener(self.hear)
+        self.thread.start()
+        # Before JAX waits for the other processes, what runs must be over, or nobody would look at it any more.
+        atexit.register(self.stop)
+
+    def hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """JAX is compiling, in this thread."""
+        if event.startswith(COMPILING) and self.calls:
+            call = self.calls[-1]
+            if call.thread == threading.get_ident() and not call.is_back:
+                call.has_compiled, call.is_compiling = True, event != COMPILED
+
+    def look(self) -> None:
+        waited, before = 0.0, time.monotonic()
+        while not self.is_stopped.wait(self.tick):
+            now = time.monotonic()
+            # No more than this thread was awake for: all processes may have been stopped, and go on together.
+            passed, before = min(now - before, 2 * self.tick), now
+            while self.calls and self.calls[0].is_over:
+                call = self.calls.popleft()
+                call.program.took(waited, call.has_compiled)
+                waited = 0.0
+            if not self.calls or self.calls[0].is_compiling:
+                waited = 0.0
+                continue
+            waited += passed
+            call = self.calls[0]
+            usual = max(call.program.slowest, call.program.rough)
+            if call.counts and waited > self.patience + usual:
+                self.end(call, waited, usual)
+
+    def end(self, call: Call, waited: float, usual: float) -> None:
+        """Ends this process, with the lines at which its threads stand."""
+        faulthandler.dump_traceback(file=2)
+        sys.stderr.write(
+            f"Process {jax.process_index()} of {jax.process_count()} ends: for {waited:.0f} s it has waited in "
+            f"{call.program.name} {call.number} (the slowest before took {usual:.1f} s) for others that are alive. One "
+            "has left its loop (sys.exit, fewer batches than the others), skips a step, or runs something over all "
+            "devices alone, such as plan.model. All must make the same calls in the same order. If one may be that "
+            f"late, give it more time: sharding.initialize(patience={2 * self.patience:g}); None waits forever.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)  # what waits in a collective takes no exception
+
+    def stop(self) -> None:
+        for call in self.calls.copy():
+            call.has_compiled = False  # from here on first calls count, too: this process can do nothing else
+        while not all(call.is_over for call in self.calls.copy()):
+            time.sleep(self.tick / 10)
+        Watch.running = None
+        self.is_stopped.set()
+        self.thread.join()  # Python ends threads anywhere, and within a call of JAX that would abort the process
+
+
+def watch(patience: float | int | None) -> None:
+    """Watches all calls from now on; `None`: none."""
+    if patience is not None and jax.process_count() > 1:
+        Watch(patience).start()
