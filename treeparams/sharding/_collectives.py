@@ -90,7 +90,9 @@ class Collectives:
 
     def blocks(self) -> list[Table | str]:
         """The table and the lines below it."""
-        rows = [[row.kind, _if_known(row.times), in_bytes(row.bytes), _if_known(row.total, in_bytes)] for row in self.rows]
+        rows = [
+            [row.kind, _if_known(row.times), in_bytes(row.bytes), _if_known(row.total, in_bytes)] for row in self.rows
+        ]
         end = ["total", _if_known(self.count()), "", _if_known(self.bytes, in_bytes)]
         header = ["collective", "times", "bytes each", "bytes"]
         if any(row.axes is not None for row in self.rows):
@@ -181,7 +183,9 @@ def collective_of(name: str, operation: Operation, beside: Computation) -> str |
         return None
     # On TPU one that runs beside others is written in several fusions: of its start, of what is computed meanwhile and
     # of its end. It counts where it is started.
-    if "chain_id=" in operation.attributes and not any("AsyncCollectiveStart" in its.attributes for its in beside.values()):
+    if "chain_id=" in operation.attributes and not any(
+        "AsyncCollectiveStart" in its.attributes for its in beside.values()
+    ):
         return None
     # As TPU writes it: a fusion of an all-reduce and a slice of its result.
     return "reduce-scatter" if kind == "all-reduce" and name.startswith("all-reduce-scatter") else kind

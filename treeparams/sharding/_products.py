@@ -39,14 +39,14 @@ def _flops_of_one(_: str, operation: Operation, beside: Computation) -> Counts:
     return {}
 
 
-def _of_convolution(
-    attributes: str, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]
-) -> int:
+def _of_convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...]) -> int:
     """For each example and feature of the result, the products with the features of the input, wherever they meet."""
     labels = _LABELS.search(attributes)
     if labels is None:
         return 0
-    of_left, of_right, of_result = (dict(zip(each, shape)) for each, shape in zip(labels.groups(), (left, right, result)))
+    of_left, of_right, of_result = (
+        dict(zip(each, shape)) for each, shape in zip(labels.groups(), (left, right, result))
+    )
     window = dict(part.split("=") for part in (_WINDOW.search(attributes) or ["", ""])[1].split())
     flops = 2 * of_result["b"] * of_result["f"] * of_right["i"]
     for n, axis in enumerate(sorted(label for label in of_result if label.isdigit())):
