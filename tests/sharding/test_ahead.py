@@ -86,11 +86,12 @@ def test_it_prints_as_a_table():
 
 
 def started_of_shapes(mesh, **options):
-    """A plan of shapes alone, a step, and its arguments; half of the first matrix is frozen."""
-    model = jax.eval_shape(model_of)
+    """A plan of shapes alone, a step, and its arguments; the scale is frozen."""
+    shaped = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+    model = jax.tree.map(shaped, model_of())
     layout = tp.layout(model, freeze="scale")
     plan = sharding.plan(layout, mesh, {"**": "split"}, form="vector", **options)
-    init, step = sharding.make_step(loss, optax.adam(1e-2), plan)
+    init, step = sharding.make_step(loss, optax.sgd(0.05, 0.9), plan)
     return step, *init(model)
 
 
@@ -98,16 +99,12 @@ def test_what_a_step_of_this_library_takes():
     step, params, state = started_of_shapes(mesh_of(8))
     found = sharding.ahead(step, params, state, *BATCH)
     size = params.size * 4
-    assert (found.parameters, found.frozen, found.state) == (size // 8, 16, 2 * size // 8 + 4)
+    assert (found.parameters, found.frozen, found.state) == (size // 8, 16, size // 8)
     assert (found.gathered, found.gradients) == (size, size)
     assert found.activations == max(0, found.temporaries - 2 * size)
     assert found.results == 4  # the value; all else takes the buffers of arguments
     assert found.moved.over == {("data",): 2 * size}
-    assert [(each.name, each.bytes, each.lies) for each in found.largest[:3]] == [
-        ("params", size // 8, "P('data')"),
-        ("state.rule.0.mu", size // 8, "P('data')"),
-        ("state.rule.0.nu", size // 8, "P('data')"),
-    ]
+    assert found.largest[:2] == (("params", size // 8, "P('data')"), ("state.rule.0.trace", size // 8, "P('data')"))
     # Of each device's two examples: embedding, four layers of two products, the last one. On the way back a product
     # for each argument, but none for the examples.
     forwards = 2 * 2 * (12 * 4 + 4 * 2 * 4 * 4 + 4 * 16)

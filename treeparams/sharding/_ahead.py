@@ -60,7 +60,7 @@ class Seconds(NamedTuple):
         words = f"moving {self.moving:.3g} s, computing {self.computing:.3g} s"
         if self.moving <= self.computing:
             return words
-        return f"{words}: moving takes longer, so devices wait; give each more examples, or split over fewer devices"
+        return f"{words}: moving takes longer, so devices wait: give each more examples"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -107,7 +107,7 @@ class Ahead:
         """Bytes of the temporaries less those of `gathered` and `gradients`: derived, and at least 0."""
         return max(0, self.temporaries - self.gathered - self.gradients)
 
-    def seconds(self, *, bandwidth: float | Mapping[str, float], flops: float) -> Seconds:
+    def seconds(self, *, bandwidth: int | float | Mapping[str, int | float], flops: int | float) -> Seconds:
         """How long a step takes at least, on devices of some speed.
 
         Args:
@@ -124,8 +124,8 @@ class Ahead:
         """
         if self.flops is None or self.moved.bytes is None:
             raise ValueError("how often a loop of this step runs depends on values, so it has no number of seconds")
-        speeds = bandwidth if isinstance(bandwidth, Mapping) else {}
-        if wrong := [each for each in (flops, *(speeds.values() if speeds else [bandwidth])) if not each > 0]:  # type: ignore[operator]
+        speeds = [*bandwidth.values()] if isinstance(bandwidth, Mapping) else [bandwidth]
+        if wrong := [each for each in (flops, *speeds) if not each > 0]:
             raise ValueError(f"bandwidth and flops are per second and device, more than 0, got {wrong[0]!r}")
         if not isinstance(bandwidth, Mapping):
             return Seconds(self.moved.bytes / bandwidth, self.flops / flops)
@@ -179,8 +179,8 @@ def ahead(
     reduce-scatter      1    400.0 MB  400.0 MB  data
     <BLANKLINE>
     total               2              800.0 MB
-    >>> found.seconds(bandwidth=4.5e10, flops=1e14)
-    moving 0.0178 s, computing 8e-06 s: moving takes longer, so devices wait; give each more examples, or split over fewer devices
+    >>> found.seconds(bandwidth=4.5e10, flops=2e14)
+    moving 0.0178 s, computing 4e-06 s: moving takes longer, so devices wait: give each more examples
 
     Nothing is run and no array is made, so the model may be larger than your machine, and the devices more than you
     have: start Python with `XLA_FLAGS=--xla_force_host_platform_device_count=64`, and make the mesh of these. Or

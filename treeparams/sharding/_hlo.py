@@ -232,10 +232,10 @@ def trips_of(text: Text, loop: Operation, beside: Computation) -> int | None:
         test = _Compared(test.right, test.left, _FLIPPED.get(test.direction, ""))
     start = beside.get(loop.operands[0])
     after = next((operation for operation in called["body"].values() if operation.is_root), None)
-    if not isinstance(test.left, _Carried) or None in (start, after, test.left.element):
+    if not isinstance(test.left, _Carried) or start is None or after is None:
         return None
 
-    def changed(element: int) -> tuple[_Value, _Value]:
+    def changed(element: int | None) -> tuple[_Value, _Value]:
         """What an element starts as, and what it is after a round."""
         return (
             _element(text, start, beside, (), element),
@@ -297,16 +297,20 @@ def _value(text: Text, name: str, beside: Computation, arguments: tuple[_Value, 
             called = names(_CALLED, operation.attributes)
             return _value_of_root(text, text.computations.get(called[0], {}), values) if called else None
         if kind == "compare":
-            return _Compared(*values, (_DIRECTION.search(operation.attributes) or ["", ""])[1])
-        return _plus(*values) if kind == "add" else _plus(values[0], -values[1] if isinstance(values[1], int) else None)
+            return _Compared(values[0], values[1], (_DIRECTION.search(operation.attributes) or ["", ""])[1])
+        return (
+            _plus(values[0], values[1])
+            if kind == "add"
+            else _plus(values[0], -values[1] if isinstance(values[1], int) else None)
+        )
     return None
 
 
 def _element(
-    text: Text, whole: Operation | None, beside: Computation, arguments: tuple[_Value, ...], number: int
+    text: Text, whole: Operation | None, beside: Computation, arguments: tuple[_Value, ...], number: int | None
 ) -> _Value:
     """An element of a tuple."""
-    if whole is None:
+    if whole is None or number is None:
         return None
     if whole.kind == "tuple":
         return _value(text, whole.operands[number], beside, arguments)

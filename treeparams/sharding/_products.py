@@ -45,7 +45,7 @@ def _of_convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ..
     if labels is None:
         return 0
     of_left, of_right, of_result = (
-        dict(zip(each, shape)) for each, shape in zip(labels.groups(), (left, right, result))
+        dict(zip(each, shape, strict=True)) for each, shape in zip(labels.groups(), (left, right, result), strict=True)
     )
     window = dict(part.split("=") for part in (_WINDOW.search(attributes) or ["", ""])[1].split())
     flops = 2 * of_result["b"] * of_result["f"] * of_right["i"]

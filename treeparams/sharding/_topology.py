@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh
 
@@ -46,6 +45,4 @@ def devices_of(topology: str | Any, mesh: Mesh | AbstractMesh) -> Mesh:
             f'jax.sharding.AbstractMesh(({len(devices)},), ("data",)), or name a topology of {mesh.size} devices'
         )
     # In the order in which `jax.make_mesh` would have them: neighbours along an axis are neighbours on the network.
-    return jax.make_mesh(
-        tuple(shape.values()), mesh.axis_names, axis_types=mesh.axis_types, devices=np.asarray(devices)
-    )
+    return jax.make_mesh(tuple(shape.values()), mesh.axis_names, axis_types=mesh.axis_types, devices=list(devices))
