@@ -1,4 +1,4 @@
-"""Between which devices a collective moves: its groups as XLA writes them, and the axes of the mesh along which they lie.
+"""Between which devices a collective moves: its groups, and the axes of the mesh that they are along.
 
 XLA numbers the devices as they lie in the mesh, row by row. It writes groups of these numbers in four ways:
 
@@ -35,7 +35,7 @@ def groups_in(attributes: str) -> tuple[tuple[int, ...], ...] | None:
         devices = np.arange(int(count) * int(size)).reshape(_numbers(shape))
         rows = (devices.transpose(_numbers(order)) if order else devices).reshape(int(count), int(size))
     elif found := _NAMED.search(attributes):
-        rows = _along(dict((name, int(size)) for name, size, _, _ in _AXIS.findall(found[1])), found[2])
+        rows = _along({name: int(size) for name, size, _, _ in _AXIS.findall(found[1])}, found[2])
     else:
         return None
     return tuple(map(tuple, rows.tolist()))

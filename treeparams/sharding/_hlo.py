@@ -13,8 +13,8 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _OPERATION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
@@ -30,7 +30,7 @@ _DIRECTION = re.compile(r"\bdirection=(\w+)")
 UNKNOWN = "how often a loop runs depends on values, so what is {} within it has no count"
 BRANCH = "of a conditional, the branch that {} most is counted"
 
-Counts = Mapping[Hashable, int | None]
+Counts = Mapping[Any, int | None]
 """How often something is met; `None`: nobody knows."""
 
 
@@ -162,7 +162,7 @@ def summed(
     # multiplied where it is called. `None` is a number that is not known, and so is all that it is multiplied with.
     @functools.cache
     def of(name: str) -> Counts:
-        counts: dict[Hashable, int | None] = collections.defaultdict(int)
+        counts: dict[Any, int | None] = collections.defaultdict(int)
 
         def add(inner: Counts, times: int | None) -> None:
             for key, each in inner.items():
