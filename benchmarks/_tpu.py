@@ -3,8 +3,6 @@
 import importlib.util
 from typing import Any
 
-import jax
-
 from treeparams import sharding
 
 TOPOLOGY = "v5e:2x4"
