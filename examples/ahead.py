@@ -95,12 +95,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--rule", choices=[*RULES, *OF_MATRICES], default="adamw")
     parser.add_argument("--split", choices=("state", "gradients", "parameters"), default="parameters")
+    parser.add_argument("--bandwidth", type=float, default=4.5e10, help="bytes per second that each device moves")
+    parser.add_argument("--flops", type=float, default=2e14, help="operations per second of each device")
     options = parser.parse_args()
     width = width_of(options.parameters, options.layers, options.vocabulary)
     model = transformer(options.layers, width, options.vocabulary)
     if "AHEAD" in os.environ:  # in a process of its own
         try:
-            print(f"\n{compiled(model, options.rule, options.split, options.tokens)}")
+            found = compiled(model, options.rule, options.split, options.tokens)
+            print(f"\n{found}\n{found.seconds(bandwidth=options.bandwidth, flops=options.flops)}")
         except ValueError as error:  # of the plan, in words
             raise SystemExit(f"\nover {len(jax.devices())} devices: {error}") from None
         return

@@ -1,5 +1,6 @@
 """What a step takes of each device, before there is one: of any jitted step, and of the transformer of an example."""
 
+import importlib.util
 import pathlib
 import runpy
 import types
@@ -7,11 +8,15 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import sharding
+from treeparams.sharding._collectives import Collective
+
+from ..nets import BATCH, loss, mesh_of, model_of
 
 MESH = Mesh(np.array(jax.devices()[:4]), "d")
 
@@ -45,25 +50,148 @@ def test_bytes_of_each_device():
     unread = 16 + 4 + 5 * 4  # are no arguments of the program, but lie on the device
     assert found.parameters + found.state + found.batch == memory.argument_size_in_bytes + unread
     assert found.temporaries == memory.temp_size_in_bytes > 0
-    assert found.total == found.parameters + found.state + found.batch + found.temporaries
-    assert found.moved == sharding.collectives(compiled)
+    assert found.results == memory.output_size_in_bytes > 64 * 32 * 4 // 4  # the step donates nothing
+    assert found.frozen == found.gradients == 0
+    assert found.total == found.parameters + found.state + found.batch + found.temporaries + found.results
+    assert found.moved == sharding.collectives(compiled, mesh=MESH)
     assert found.moved.count() > 0
 
 
 def test_it_prints_as_a_table():
     moved = sharding.Collectives(())
-    found = sharding.Ahead(64, 1000, 2000, 24, 500_000, moved)
+    largest = (sharding.Lying("params.w", 1000, "P('d')"),)
+    found = sharding.Ahead(64, 1000, 500, 2000, 24, 8, 500_000, 4000, 6000, 3_000_000, largest, moved)
     assert repr(found).splitlines() == [
         "each of 64      bytes",
         "parameters     1.0 kB",
-        "state          2.0 kB  of the optimiser",
+        "frozen          500 B  arrays of the model that do not train",
+        "state          2.0 kB  of the optimiser, and averages",
         "batch            24 B",
-        "temporaries  500.0 kB  gradients, activations, what is gathered",
-        "total        503.0 kB",
+        "results           8 B  that take no buffer of an argument",
+        "temporaries  500.0 kB",
+        "total        503.5 kB",
+        "",
+        "gathered       4.0 kB  of the temporaries: by all-gathers, of a loop those of one round",
+        "gradients      6.0 kB  of the temporaries, at most",
+        "activations  490.0 kB  the rest of the temporaries",
+        "",
+        "the largest arrays   bytes  lies",
+        "params.w            1.0 kB  P('d')",
         "",
         "nothing is moved between devices",
+        "",
+        "3.0 MFLOP of matrix products and convolutions",
     ]
-    assert "503.0 kB" in found._repr_html_()
+    assert "503.5 kB" in found._repr_html_()
+
+
+def started_of_shapes(mesh, **options):
+    """A plan of shapes alone, a step, and its arguments; the scale is frozen."""
+    shaped = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+    model = jax.tree.map(shaped, model_of())
+    layout = tp.layout(model, freeze="scale")
+    plan = sharding.plan(layout, mesh, {"**": "split"}, form="vector", **options)
+    init, step = sharding.make_step(loss, optax.sgd(0.05, 0.9), plan)
+    return step, *init(model)
+
+
+def test_what_a_step_of_this_library_takes():
+    step, params, state = started_of_shapes(mesh_of(8))
+    found = sharding.ahead(step, params, state, *BATCH)
+    size = params.size * 4
+    assert (found.parameters, found.frozen, found.state) == (size // 8, 16, size // 8)
+    assert (found.gathered, found.gradients) == (size, size)
+    assert found.activations == max(0, found.temporaries - 2 * size)
+    assert found.results <= 4 + 4 * 8  # the value, and pointers to four arrays; all else takes the buffers of arguments
+    assert found.moved.over == {("data",): 2 * size}
+    assert found.largest[:2] == (("params", size // 8, "P('data')"), ("state.rule.0.trace", size // 8, "P('data')"))
+    # Of each device's two examples: embedding, four layers of two products, the last one. On the way back a product
+    # for each argument, but none for the examples.
+    forwards = 2 * 2 * (12 * 4 + 4 * 2 * 4 * 4 + 4 * 16)
+    assert found.flops == 3 * forwards - 2 * 2 * 12 * 4
+
+
+def test_products_in_loops_count_with_their_rounds():
+    f = lambda w, state, x: (jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], state)
+    x, w = jnp.ones((4, 8)), jnp.ones((6, 8, 8))
+    assert sharding.ahead(jax.jit(f), w, (), x).flops == 6 * 2 * 4 * 8 * 8
+    until = lambda w, state, x: jax.lax.while_loop(lambda x: x.sum() < 7, lambda x: x @ w[0], x)
+    found = sharding.ahead(jax.jit(until), w, (), x)
+    assert found.flops is None
+    assert repr(found).endswith("so its products have no count")
+    with pytest.raises(ValueError, match="so it has no number of seconds"):
+        found.seconds(bandwidth=1, flops=1)
+
+
+def test_convolutions_count_where_input_and_weight_meet():
+    f = lambda w, state, x: jax.lax.conv_general_dilated(x, w, (1,), "SAME")
+    x, w = jnp.ones((5, 3, 10)), jnp.ones((7, 3, 3))
+    assert sharding.ahead(jax.jit(f), w, (), x).flops == 2 * 5 * 7 * 3 * (3 * 10 - 2)
+
+
+def test_seconds():
+    moved = sharding.Collectives((
+        Collective("all-gather", 800, 1, ("a",)),
+        Collective("all-reduce", 100, 2, ("a", "b")),
+    ))
+    found = sharding.Ahead(4, 0, 0, 0, 0, 0, 0, 0, 0, 5000, (), moved)
+    assert found.seconds(bandwidth=100, flops=1000) == (10, 5)
+    assert found.seconds(bandwidth={"a": 100, "b": 50}, flops=1000) == (8 + 4, 5)
+    assert repr(found.seconds(bandwidth=100, flops=1000)).startswith("moving 10 s, computing 5 s: moving takes longer")
+    assert repr(found.seconds(bandwidth=1000, flops=1000)) == "moving 1 s, computing 5 s"
+    assert "5.0 kFLOP of matrix products and convolutions, 5 for each byte moved" in repr(found)
+    with pytest.raises(ValueError, match="bandwidth has no axis 'b', over which is moved"):
+        found.seconds(bandwidth={"a": 100}, flops=1000)
+    with pytest.raises(ValueError, match="more than 0, got 0"):
+        found.seconds(bandwidth=1, flops=0)
+
+
+# -- Devices that are not there ----------------------------------------------------------------------------------------
+
+HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
+
+
+class Here:
+    """A topology of devices that are there."""
+
+    devices = jax.devices()
+
+
+@pytest.mark.parametrize("mesh", [AbstractMesh((8,), ("data",)), mesh_of(8)], ids=["abstract", "of devices"])
+def test_a_topology_of_other_devices(mesh):
+    step, params, state = started_of_shapes(mesh)
+    found = sharding.ahead(step, params, state, *BATCH, topology=Here)
+    assert found == sharding.ahead(*started_of_shapes(mesh_of(8)), *BATCH)
+
+
+def test_an_abstract_mesh_needs_a_topology():
+    step, params, state = started_of_shapes(AbstractMesh((4,), ("data",)))
+    assert isinstance(params, jax.ShapeDtypeStruct)
+    with pytest.raises(ValueError, match='which has no devices; say which: topology="v5e:2x4"'):
+        sharding.ahead(step, params, state, *BATCH)
+    with pytest.raises(ValueError, match=r"'given' has 8 devices, the mesh \{'data': 4\} 4; make the plan over"):
+        sharding.ahead(step, params, state, *BATCH, topology=Here)
+    with pytest.raises(TypeError, match="topology is a name, such as"):
+        sharding.ahead(step, params, state, *BATCH, topology=8)
+    with pytest.raises(ValueError, match="there is no mesh to lay over a topology"):
+        sharding.ahead(jax.jit(lambda params, state: params), np.ones(3), (), topology=Here)
+
+
+@pytest.mark.skipif(HAS_TPU_COMPILER, reason="the compiler of TPUs is installed")
+def test_without_the_compiler_of_tpus():
+    with pytest.raises(ValueError, match="topology 'v5e:2x4': the compiler of TPUs is not installed; pip install"):
+        sharding.ahead(*started_of_shapes(AbstractMesh((8,), ("data",))), *BATCH, topology="v5e:2x4")
+
+
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the compiler of TPUs: pip install libtpu")
+def test_tpus_that_are_not_there():
+    step, params, state = started_of_shapes(AbstractMesh((8,), ("data",)))
+    found = sharding.ahead(step, params, state, *BATCH, topology="v5e:2x4")
+    assert (found.devices, found.parameters) == (8, params.size * 4 // 8)
+    assert found.moved.count() == 2
+    assert found.flops > 0
+    with pytest.raises(ValueError, match="topology 'v5' is none, expected one as"):
+        sharding.ahead(step, params, state, *BATCH, topology="v5")
 
 
 def test_of_one_device_and_of_arrays():

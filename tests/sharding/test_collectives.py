@@ -296,3 +296,90 @@ def test_an_ignore_and_a_kind_that_are_none(of_each_kind, without_type_checks):
         sharding.collectives(of_each_kind, ignore=-1)
     with pytest.raises(ValueError, match="there is no collective 'allgather'; expected one of all-gather, reduce-"):
         sharding.collectives(of_each_kind).count("allgather")
+
+
+# -- Between which devices ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "axes"),
+    [
+        ("replica_groups={}", ("a", "b", "c")),
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("c",)),
+        ("replica_groups=[4,2]<=[8]", ("c",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("a",)),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", ("a", "c")),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y'}", ("b", "c")),
+        ("replica_groups=mesh['x'=8] {'x':(2)2}", ("b",)),
+        ("source_target_pairs={{0,2},{2,0}}", ("b",)),
+    ],
+)
+def test_the_axes_of_the_mesh(written, axes):
+    text = f"""HloModule jit_f
+
+ENTRY %main (x: f32[64]) -> f32[64] {{
+  %x = f32[64]{{0}} parameter(0)
+  ROOT %r = f32[64]{{0}} all-reduce(%x), {written}, to_apply=%add
+}}
+"""
+    moved = sharding.collectives(text, mesh=jax.sharding.AbstractMesh((2, 2, 2), ("a", "b", "c")))
+    assert moved.rows == (Collective("all-reduce", 512, 1, axes),)
+    assert moved.over == {axes: 512}
+    assert repr(moved).splitlines()[1].endswith(f"512 B  {', '.join(axes)}")
+    with pytest.raises(ValueError, match="which axes it is depends on the mesh"):
+        _ = sharding.collectives(text).over
+
+
+# ruff: noqa: E501 - lines as compilers write them
+# Compiled for TPU v5e, of a scan over six layers; shortened.
+OF_TPU = """HloModule jit_f, is_scheduled=true
+
+%started (param_0: bf16[1,32,256]) -> (bf16[1,32,256], bf16[1,256,256]) {
+  %param_0 = bf16[1,32,256]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.19 = bf16[1,256,256]{2,1,0:T(8,128)(2,1)} all-gather(%param_0), channel_id=8, replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.4 = (bf16[1,32,256], bf16[1,256,256]) custom-call(%all-gather.19), custom_call_target="AsyncCollectiveStart"
+}
+
+%done (param_0: bf16[1,32,256], param_1: bf16[1,256,256]) -> bf16[1,256,256] {
+  %param_0 = bf16[1,32,256]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_1 = bf16[1,256,256]{2,1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %all-gather.23 = bf16[1,256,256]{2,1,0:T(8,128)(2,1)} all-gather(%param_0), channel_id=8, replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, dimensions={1}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.6 = bf16[1,256,256] custom-call(%param_0, %param_1, %all-gather.23), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (carry: (s32[], bf16[1,32,256], s32[])) -> (s32[], bf16[1,32,256], s32[]) {
+  %one = s32[]{:T(128)} constant(1)
+  %carry = (s32[]{:T(128)}, bf16[1,32,256]{2,1,0:T(8,128)(2,1)S(1)}, s32[]{:T(128)}) parameter(0)
+  %get-tuple-element.301 = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %copy.9 = s32[]{:T(128)S(6)} copy(%get-tuple-element.301)
+  %part = bf16[1,32,256]{2,1,0:T(8,128)(2,1)S(1)} get-tuple-element(%carry), index=1
+  %start = (bf16[1,32,256], bf16[1,256,256]) fusion(%part), kind=kCustom, calls=%started
+  %got = bf16[1,256,256]{2,1,0} get-tuple-element(%start), index=1
+  %end = bf16[1,256,256]{2,1,0} fusion(%part, %got), kind=kCustom, calls=%done
+  %add.25 = s32[]{:T(128)} add(%copy.9, %one)
+  %limit = s32[]{:T(128)} get-tuple-element(%carry), index=2
+  ROOT %tuple.52 = (s32[]{:T(128)}, bf16[1,32,256], s32[]{:T(128)}) tuple(%add.25, %part, %limit)
+}
+
+%condition (carry: (s32[], bf16[1,32,256], s32[])) -> pred[] {
+  %six = s32[]{:T(128)} constant(6)
+  %carry = (s32[]{:T(128)}, bf16[1,32,256]{2,1,0:T(8,128)(2,1)S(1)}, s32[]{:T(128)}) parameter(0)
+  %get-tuple-element.221 = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %kept = s32[]{:T(128)} get-tuple-element(%carry), index=2
+  ROOT %lt.10 = pred[]{:T(512)} compare(%get-tuple-element.221, %LIMIT), direction=LT
+}
+
+ENTRY %main (x: bf16[1,32,256]) -> (s32[], bf16[1,32,256], s32[]) {
+  %x = bf16[1,32,256]{2,1,0} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %four = s32[]{:T(128)} constant(4)
+  %tuple.59 = (s32[]{:T(128)}, bf16[1,32,256], s32[]{:T(128)}) tuple(%zero, %x, %four)
+  ROOT %while.30 = (s32[], bf16[1,32,256], s32[]) while(%tuple.59), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("limit", "trips"), [("six", 6), ("kept", 4), ("get-tuple-element.221", None)])
+def test_programs_of_tpus(limit, trips):
+    moved = sharding.collectives(OF_TPU.replace("LIMIT", limit))
+    assert moved.rows == (Collective("all-gather", 2 * 256 * 256, trips),)

@@ -184,7 +184,16 @@ def in_bytes(count: int) -> str:
     >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
     ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
     """
-    scaled, units = count / 1000, "kMGTP"
-    while scaled >= 999.95 and len(units) > 1:
-        scaled, units = scaled / 1000, units[1:]
-    return f"{count} B" if count < 1000 else f"{scaled:,.1f} {units[0]}B"
+    return in_units(count, "B")
+
+
+def in_units(count: int, unit: str) -> str:
+    """A count of some unit, to four digits at most.
+
+    >>> in_units(2_500_000, "FLOP")
+    '2.5 MFLOP'
+    """
+    scaled, prefixes = count / 1000, "kMGTPEZ"
+    while scaled >= 999.95 and len(prefixes) > 1:
+        scaled, prefixes = scaled / 1000, prefixes[1:]
+    return f"{count} {unit}" if count < 1000 else f"{scaled:,.1f} {prefixes[0]}{unit}"

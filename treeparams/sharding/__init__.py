@@ -4,7 +4,7 @@
 whole step of training over it. Over several processes `sharding.initialize` comes first.
 """
 
-from ._ahead import Ahead as Ahead, ahead as ahead
+from ._ahead import Ahead as Ahead, Lying as Lying, Seconds as Seconds, ahead as ahead
 from ._collectives import Collectives as Collectives, collectives as collectives
 from ._interrupted import interrupted as interrupted
 from ._plan import Plan as Plan, plan as plan

@@ -1,5 +1,6 @@
 """Where the parameters of a layout lie, in the form in which they rest: a plan says it, and a step asks."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
 from .._forms.form import Form, stacked_leaves
@@ -84,6 +85,12 @@ class Placement:
         self.name: FormName = name  # of the form, as users call it
         self.form = MAKERS[name](layout, groups, multiple)
         self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
+
+    def over(self, mesh: Mesh | AbstractMesh) -> "Placement":
+        """The same over a mesh of other devices, with the same axes."""
+        other = copy.copy(self)
+        other.axes = self.axes._replace(mesh=mesh)
+        return other
 
     # -- Shardings
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._forms.mesh import lay
+from .._tree.types import PyTree
 
 
 def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: NamedSharding, is_own: bool = False) -> Any:
@@ -16,7 +17,10 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
-        raise ValueError("a plan over an AbstractMesh is to look at: nothing can lie there; make it with jax.make_mesh")
+        raise ValueError(
+            "a plan over an AbstractMesh is to look at: nothing can lie there; make it with jax.make_mesh, or give "
+            "jax.ShapeDtypeStructs, as of jax.eval_shape, for sharding.ahead"
+        )
     if isinstance(leaf, Tracer):
         return lay(leaf, sharding)
     if isinstance(leaf, np.ndarray):
@@ -31,3 +35,16 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
     values = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key else array
+
+
+def shapes_over(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """The shapes of arrays that lie over a mesh, as they would lie over another with the same axes."""
+
+    def shape_of(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        sharding = getattr(leaf, "sharding", None)
+        there = NamedSharding(mesh, sharding.spec) if isinstance(sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=getattr(leaf, "weak_type", False))
+
+    return jax.tree.map(shape_of, tree)

@@ -1,12 +1,15 @@
 """make_step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from .._forms.mesh import automatic, lay
@@ -26,7 +29,8 @@ from ._patience import Watched
 from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
-from ._put import put_leaf
+from ._put import put_leaf, shapes_over
+from ._specs import names_of
 from ._update import Average, Update, sharding_of
 
 
@@ -222,6 +226,13 @@ class Step:
         """As `lower` of what `jax.jit` returns; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._compiled.lower(params, state, *self._program.put(batch))
 
+    def over(self, mesh: Mesh | AbstractMesh) -> "Step":
+        """The same over a mesh of other devices, with the same axes; for this library's own use."""
+        return Step(self._program.over(mesh))
+
+
+program_of: Callable[[Step], "Program"] = operator.attrgetter("_program")
+"""For the other files of this library."""
 
 Step.__module__ = "treeparams.sharding"
 
@@ -286,6 +297,21 @@ class Program:
         params, after, average = run(params, found.gradients, state.rule, state.average, found.value)
         value = (found.value, found.aux) if self.gradient.loss.has_aux else found.value
         return params, StepState(after, average, state.rest, found.model_state), value
+
+    def over(self, mesh: Mesh | AbstractMesh) -> "Program":
+        """The same over a mesh of other devices, with the same axes."""
+        placement = self.placement.over(mesh)
+        gradient = dataclasses.replace(self.gradient, placement=placement)
+        return Program(placement, gradient, self.update, shapes_over(self.kept, mesh))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient that a device has at its peak: before it is divided, unless it never is whole."""
+        axes, found = self.placement.axes, 0
+        for leaf, spec in zip(jtu.tree_leaves(self.placement.shapes()), self.placement.specs, strict=True):
+            split = [name for name in names_of(spec) if self.gradient.split == "parameters" or name not in axes.batch]
+            found += math.prod(leaf.shape) * leaf.dtype.itemsize // axes.devices_along(split)
+        return found
 
     @property
     def takes_restructure(self) -> bool:
