@@ -14,6 +14,7 @@ from .._forms.block import Block
 from .._forms.form import Form, stacked_leaves
 from .._forms.makers import stacks_in_groups, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
+from .._slots.digest import digest_of
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
@@ -84,6 +85,11 @@ class Placement:
         self.name: FormName = name  # of the form, as users call it
         self.form = MAKERS[name](layout, groups, multiple)
         self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """That of the layout."""
+        return digest_of(self.layout)
 
     # -- Shardings
 

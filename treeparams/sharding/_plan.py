@@ -15,6 +15,7 @@ from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.lost_ties import keep_apart
 from .._tree.tables import as_html, as_text
 from .._tree.types import PyTree
+from ._check import check_layout
 from ._placement import Placement
 from ._put import put_leaf
 from ._specs import AxisNames, FormName, Rules, axes_of
@@ -132,8 +133,11 @@ class Plan:
             The model, each array where `plan.put` has it, or whole, in a buffer of its own.
 
         Raises:
-            ValueError: the parameters have another form; the plan was made of shapes, and there is no state.
+            ValueError: the parameters have another form, or the state is of another layout; the plan was made of
+                shapes, and there is no state.
         """
+        if state is not None:
+            check_layout(self._placement, state.layout)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)

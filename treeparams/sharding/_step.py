@@ -7,6 +7,7 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from .._forms.mesh import automatic, lay
 from .._forms.restructure import Restructure
@@ -16,11 +17,12 @@ from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
 from ._batch import put_batch
-from ._check import check_moves, check_over_form
+from ._check import check_layout, check_moves, check_over_form
 from ._gradient import Gradient, Split
 from ._placement import Placement, described
 from ._plan import Plan, placement_of
 from ._processes import agree
+from ._put import put_leaf
 from ._update import Average, Update, sharding_of
 
 
@@ -33,15 +35,19 @@ class StepState:
         average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
             state)` is the averaged model.
         rest: all of the model but its parameters.
+        layout: a zero under the digest of the plan's layout. So the tree of the state says what it is of, and Orbax,
+            `treeparams.saving` and the step refuse one of other parameters. In a vector, which is padded, these may be
+            as long.
     """
 
     rule: Any
     average: Any
     rest: Any
+    layout: dict[str, Any]
 
 
 StepState.__module__ = "treeparams.sharding"
-jtu.register_dataclass(StepState, ["rule", "average", "rest"], [])
+jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout"], [])
 
 
 def make_step(
@@ -178,7 +184,9 @@ class Program:
         params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
-        return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
+        zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
+        mark = {placement.digest: put_leaf(zero, placement.whole, is_own=True)}
+        return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest, mark)
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The state that the update keeps, of parameters that are laid over the mesh."""
@@ -203,7 +211,7 @@ class Program:
         shardings = (placement.params, *sharding_of(self.kept))
         run = automatic(self.update.step, shardings, placement.axes.mesh)
         params, after, average = run(params, gradients, state.rule, state.average, value)
-        return params, StepState(after, average, state.rest), value
+        return params, StepState(after, average, state.rest, state.layout), value
 
     @property
     def takes_restructure(self) -> bool:
@@ -214,6 +222,7 @@ class Program:
         """Checks that a state is that of this step."""
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
+        check_layout(self.placement, state.layout)
         kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
         if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
             raise ValueError(
