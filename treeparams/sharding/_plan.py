@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._forms.mesh import automatic
@@ -197,8 +199,8 @@ Plan.__module__ = "treeparams.sharding"
 
 def plan(
     model: PyTree,
-    mesh: Mesh | AbstractMesh,
-    rules: Rules,
+    mesh: Mesh | AbstractMesh | None = None,
+    rules: Rules | None = None,
     *,
     form: FormName = "tree",
     axis: AxisNames = None,
@@ -223,8 +225,9 @@ def plan(
 
     Args:
         model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
-        mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`.
-        rules: `{where: rule}`; the first that selects a parameter says how it lies, and one that earlier rules left
+        mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`; `None`: JAX's default device alone, a mesh
+            of one with the axis `"data"`.
+        rules: `{where: rule}`; `None`: `{"**": "whole"}`. The first that selects a parameter says how it lies, and one that earlier rules left
             nothing is an error:
 
             - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
@@ -250,10 +253,16 @@ def plan(
             than its source; parts of a vector have different rules; `axis` is no axis of the mesh or must be given.
         TypeError: `mesh` is no mesh, `rules` no dictionary.
     """
-    axes = axes_of(mesh, axis, batch_axis)
+    axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
-    return Plan(Placement(layout, axes, rules, form), rest)
+    return Plan(Placement(layout, axes, {"**": "whole"} if rules is None else rules, form), rest)
+
+
+def _this_device() -> Mesh:
+    """A mesh of the device on which JAX puts arrays if nothing else is said."""
+    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
+    return Mesh(np.array([*jnp.zeros(()).sharding.device_set]), ("data",))
 
 
 placement_of: Callable[[Plan], Placement] = operator.attrgetter("_placement")
