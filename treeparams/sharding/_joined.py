@@ -7,6 +7,7 @@ along the same axis, XLA would first bring all of them together on each device.
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def join_over(block: Block, slots: Sequence[jax.Array], sharding: NamedSharding)
     names = names_in(first)
     mesh, arrays = sharding.mesh, [cast(jnp.asarray(slot), block.dtype) for slot in slots]
     devices = math.prod(mesh.shape[name] for name in names)
-    if not names or not arrays or devices == 1:
+    if block.length is None or not arrays or devices == 1:
         # Of rows that are split within, each lies as it will in the stack.
         its = NamedSharding(mesh, PartitionSpec(*of_row[: block.rank]))
         rows = [lay(array, its) for array in arrays] if block.rank and any(of_row) else arrays
@@ -53,13 +54,21 @@ def _share(
     length, *row = block.shape
     own = jnp.zeros((length // devices, *row), block.dtype)
     begin = jax.lax.axis_index(names) * own.shape[0]
-    for part, spec, start in zip(parts, specs, block.starts, strict=False):
-        if not part.size:
-            continue
-        # One slot after another: behind the barrier none is gathered before the last one has been written.
-        own, part = jax.lax.optimization_barrier((own, part))
-        whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
-        own = _written(own, whole.reshape(-1, *row), start - begin)
+    alike: dict[Any, list[int]] = {}
+    for n, (shape, part) in enumerate(zip(block.shapes, parts, strict=True)):
+        if part.size:
+            alike.setdefault((shape, part.shape), []).append(n)
+    for numbers in alike.values():
+        spec = specs[numbers[0]]
+
+        def write(own: jax.Array, each: tuple[jax.Array, jax.Array], spec: PartitionSpec = spec) -> tuple[jax.Array, None]:
+            part, start = each
+            whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
+            return _written(own, whole.reshape(-1, *row), start - begin), None
+
+        # One slot after another. In a loop, since XLA of CPU drops optimization barriers, and then gathers all at once.
+        starts = jnp.asarray([block.starts[n] for n in numbers], begin.dtype)
+        own, _ = jax.lax.scan(write, own, (jnp.stack([parts[n] for n in numbers]), starts))
     return own
 
 
