@@ -72,7 +72,9 @@ def test_of_one_device_and_of_arrays():
 
 
 def test_what_is_no_step():
-    with pytest.raises(TypeError, match=r"expected a step of sharding\.make_step, or what jax\.jit returns, got a function"):
+    with pytest.raises(
+        TypeError, match=r"expected a step of sharding\.make_step, or what jax\.jit returns, got a function"
+    ):
         sharding.ahead(lambda params, state: params, {}, ())
 
 

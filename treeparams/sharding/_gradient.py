@@ -18,6 +18,7 @@ from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._batch import taken
+from ._closed_over import naming_closed_over
 from ._gather import DeviceShare, Dims, ShareRestructure, divided, gather, scatter, summed
 from ._placement import Placement
 
@@ -58,7 +59,8 @@ class Gradient:
         def run(*args: Any) -> Any:  # the mesh is asked for within `automatic`, where it is another one
             return over_devices(f, axes.mesh, in_specs, out_specs, axes.batch)(*args)
 
-        return automatic(run, (placement.whole, placement.params), axes.mesh)(params, rest, *laid)
+        with naming_closed_over():
+            return automatic(run, (placement.whole, placement.params), axes.mesh)(params, rest, *laid)
 
     def on_device(
         self, treedef: Any, params: PyTree, rest: Rest[Any] | Restructure[Any], *arrays: jax.Array

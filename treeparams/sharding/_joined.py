@@ -61,7 +61,9 @@ def _share(
     for numbers in alike.values():
         spec = specs[numbers[0]]
 
-        def write(own: jax.Array, each: tuple[jax.Array, jax.Array], spec: PartitionSpec = spec) -> tuple[jax.Array, None]:
+        def write(
+            own: jax.Array, each: tuple[jax.Array, jax.Array], spec: PartitionSpec = spec
+        ) -> tuple[jax.Array, None]:
             part, start = each
             whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
             return _written(own, whole.reshape(-1, *row), start - begin), None

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -41,10 +42,11 @@ class Plan:
     mesh: Mesh | AbstractMesh
     form: FormName
 
-    def __init__(self, placement: Placement, rest: Rest[Any] | None) -> None:
+    def __init__(self, placement: Placement, rest: Rest[Any] | None, notes: tuple[str, ...] = ()) -> None:
         """For this library's own use; users write `sharding.plan(model, mesh, rules)`."""
         self._placement = placement
         self._rest = rest
+        self._notes = notes  # lines that are printed last
         self.layout = placement.layout
         self.mesh = placement.axes.mesh
         self.form = placement.name
@@ -188,10 +190,10 @@ class Plan:
         return self._placement.replicated
 
     def __repr__(self) -> str:
-        return as_text(self._placement.blocks())
+        return as_text([*self._placement.blocks(), *self._notes])
 
     def _repr_html_(self) -> str:
-        return as_html(self._placement.blocks())
+        return as_html([*self._placement.blocks(), *self._notes])
 
 
 Plan.__module__ = "treeparams.sharding"
@@ -256,7 +258,12 @@ def plan(
     axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
-    return Plan(Placement(layout, axes, {"**": "whole"} if rules is None else rules, form), rest)
+    is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))
+    placement = Placement(layout, axes, {"**": "whole"} if rules is None else rules, form)
+    return Plan(placement, rest, (_OF_SHAPES,) * is_of_shapes)
+
+
+_OF_SHAPES = "made of shapes, which do not tell which arrays are one: name ties, tp.layout(shapes, ties={alias: path})"
 
 
 def _this_device() -> Mesh:
