@@ -13,18 +13,17 @@ from treeparams import saving, sharding
 from ..nets import ADAM, AUTO, BATCH, EXPLICIT, SPLIT, loss, mesh_of, model_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-QUICK = {"xla_cpu_enable_concurrency_optimized_scheduler": False}  # or XLA of CPU draws all random numbers at once
 
 
-def make(key):
-    """A tied net of 16 layers; some arrays are no multiples of the devices."""
-    embed, *keys = jax.random.split(key, 17)
-    layers = [{"b": jnp.full(3, i, jnp.float32), "w": jax.random.normal(keys[i], (64, 64))} for i in range(16)]
-    table = jax.random.normal(embed, (64, 64))
-    return {"embed": table, "head": table, "layers": layers, "odd": jnp.arange(7.0)}
+def make(seed):
+    """A tied net of 16 layers; some arrays are no multiples of the devices. Drawn by integers, which compile fast."""
+    draw = lambda i: ((jax.lax.iota(jnp.int32, 4096) * (2 * i + 3) + seed) % 1009).astype(jnp.float32).reshape(64, 64)
+    layers = [{"b": jnp.full(3, i, jnp.float32), "w": draw(i)} for i in range(16)]
+    embed = draw(16)
+    return {"embed": embed, "head": embed, "layers": layers, "odd": jnp.arange(7.0)}
 
 
-LAYOUT = tp.layout(jax.eval_shape(make, jax.random.key(0)), ties={"head": "embed"})
+LAYOUT = tp.layout(jax.eval_shape(make, 0), ties={"head": "embed"})
 SMALL = {"odd": "whole", "layers.*.b": "whole"}
 CASES = [
     ("tree", SMALL | SPLIT, AUTO),
@@ -38,11 +37,11 @@ CASES = [
 def test_a_model_made_under_jit_is_never_whole_on_a_device(form, rules, kind):
     plan = sharding.plan(LAYOUT, mesh_of(8, kind), rules, form=form)
     init, _ = sharding.make_step(lambda model, x: jnp.mean(x) * jnp.sum(model["odd"]), optax.sgd(0.1, 0.9), plan)
-    key = jax.random.key(1)
-    compiled = jax.jit(lambda key: init(make(key))).lower(key).compile(QUICK)
+    seed = jnp.int32(5)
+    compiled = jax.jit(lambda seed: init(make(seed))).lower(seed).compile()
     largest = max(slot.size for slot in LAYOUT.slots) * 4
     assert compiled.memory_analysis().temp_size_in_bytes <= 2 * LAYOUT.nbytes / 8 + 2 * largest
-    got, want = compiled(key), init(jax.jit(make)(key))
+    got, want = compiled(seed), init(jax.jit(make)(seed))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
@@ -60,10 +59,10 @@ def test_a_plan_of_this_device():
 # -- The digest --------------------------------------------------------------------------------------------------------
 
 
-def classes(count, form="vector"):
-    """A step, parameters and state of a classifier. As a vector it is padded to one length for 10 and for 11 classes."""
+def classes(count):
+    """A step, parameters and state of a classifier: a vector, padded to one length for 10 and for 11 classes."""
     model = {"b": jnp.zeros(count), "w": jnp.ones((4, count))}
-    plan = sharding.plan(model, form=form)
+    plan = sharding.plan(model, form="vector")
     init, step = sharding.make_step(lambda model, x: jnp.mean(x @ model["w"] + model["b"][None]), ADAM, plan)
     return plan, step, *init(model)
 
@@ -82,16 +81,14 @@ def test_a_state_of_another_layout_is_refused_everywhere(tmp_path):
         plan.model(params, state)
     run, like = ({"params": each, "state": its} for each, its in ((params, state), (others, other)))
     saving.save(tmp_path / "file", run)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=digest) as caught:
         saving.load(tmp_path / "file", like)
-    assert digest in str(caught.value)
     assert wanted in str(caught.value)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "run", run)
         checkpointer.wait_until_finished()
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=digest) as caught:
             checkpointer.restore(tmp_path / "run", like)
-    assert digest in str(caught.value)
     assert wanted in str(caught.value)
     back = saving.load(tmp_path / "file", run)
     assert jax.tree.structure(back) == jax.tree.structure(run)
@@ -126,8 +123,8 @@ def test_a_loss_that_closes_over_an_array_that_is_split():
 
 def test_shapes_do_not_tell_ties_and_a_plan_of_them_says_so():
     said = "made of shapes, which do not tell which arrays are one"
-    assert said in repr(sharding.plan(jax.eval_shape(make, jax.random.key(0)))).splitlines()[-1]
-    assert said not in repr(sharding.plan(make(jax.random.key(0))))
+    assert said in repr(sharding.plan(jax.eval_shape(make, 0))).splitlines()[-1]
+    assert said not in repr(sharding.plan(make(0)))
 
 
 def test_batches_of_all_kinds_are_one_program():

@@ -1,4 +1,4 @@
-"""Whether a state and a rule fit a plan: of one layout, the same over its form as leaf by leaf, and nothing is moved."""
+"""Whether a state and a rule fit a plan: one layout, the same over its form as leaf by leaf, no parameters moved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
     """Checks that a state is of parameters of this layout; `said`: its `StepState.layout`."""
     if said.keys() != {placement.digest}:
         raise ValueError(
-            f"the state is of another layout: the digest in it is {quoted(said) or 'none'}, that of the plan "
+            f"the state is of another layout: the digest in it is {quoted([*said]) or 'none'}, that of the plan "
             f"{placement.digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
             "come to other parameters. Make the plan of the model that the state is of, or start with init(model)"
         )

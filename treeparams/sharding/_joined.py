@@ -59,19 +59,20 @@ def _share(
         if part.size:
             alike.setdefault((shape, part.shape), []).append(n)
     for numbers in alike.values():
-        spec = specs[numbers[0]]
-
-        def write(
-            own: jax.Array, each: tuple[jax.Array, jax.Array], spec: PartitionSpec = spec
-        ) -> tuple[jax.Array, None]:
-            part, start = each
-            whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
-            return _written(own, whole.reshape(-1, *row), start - begin), None
-
+        write = functools.partial(_write, names, specs[numbers[0]], begin)
         # One slot after another. In a loop, since XLA of CPU drops optimization barriers, and then gathers all at once.
         starts = jnp.asarray([block.starts[n] for n in numbers], begin.dtype)
         own, _ = jax.lax.scan(write, own, (jnp.stack([parts[n] for n in numbers]), starts))
     return own
+
+
+def _write(
+    names: tuple[str, ...], spec: PartitionSpec, begin: jax.Array, own: jax.Array, each: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    """Gathers one slot and writes into this device's share, which begins at `begin`, what is of it."""
+    part, start = each
+    whole = jax.lax.all_gather(part, names, axis=len(spec) - 1, tiled=True) if len(spec) else part
+    return _written(own, whole.reshape(-1, *own.shape[1:]), start - begin), None
 
 
 def _written(own: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:

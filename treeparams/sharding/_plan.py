@@ -229,8 +229,8 @@ def plan(
         model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
         mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`; `None`: JAX's default device alone, a mesh
             of one with the axis `"data"`.
-        rules: `{where: rule}`; `None`: `{"**": "whole"}`. The first that selects a parameter says how it lies, and one that earlier rules left
-            nothing is an error:
+        rules: `{where: rule}`; `None`: `{"**": "whole"}`. The first that selects a parameter says how it lies, and one
+            that earlier rules left nothing is an error:
 
             - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
               in equal parts (it is padded);
