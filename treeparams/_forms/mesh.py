@@ -152,7 +152,7 @@ def over_devices(
     f: Callable[..., Any],
     mesh: Mesh | AbstractMesh,
     in_specs: tuple[Any, ...],
-    out_specs: tuple[Any, ...],
+    out_specs: PyTree,
     axes: Collection[str],
 ) -> Callable[..., Any]:
     """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell which values vary.
