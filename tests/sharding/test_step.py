@@ -170,7 +170,7 @@ def test_the_gradient_by_itself(form, rules, kind):
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
         assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
         assert_near(
-            plan.model(found, sharding.StepState(None, None, rest)),
+            plan.model(found, sharding.StepState(None, None, rest, {placement_of(plan).digest: 0})),
             tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
             1e-5,
         )

@@ -13,6 +13,7 @@ The files, from the ground up:
     rules      the one reader of `{where: value}`: the first entry that selects a parameter
     untrained  numbers, and models that train nothing, in words
     layout     Layout
+    digest     a short text that tells layouts apart
     trainable  layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project
     parts      a model taken apart, slots and rest; partition, combine

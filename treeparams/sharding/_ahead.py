@@ -172,7 +172,7 @@ def ahead(
     >>> init, step = sharding.make_step(loss, optax.sgd(0.1, 0.9), plan, loss_is="mean")
     >>> found = sharding.ahead(step, *init(model), jax.ShapeDtypeStruct((8, 100_000), jnp.float32))
     >>> found.parameters, found.state, found.batch  # bytes of each device; printed, it is a table
-    (100000000, 100000000, 800000)
+    (100000000, 100000004, 800000)
     >>> found.moved
     collective      times  bytes each     bytes  over
     all-gather          1    400.0 MB  400.0 MB  data

@@ -1,5 +1,6 @@
-"""Whether a rule fits a plan: the same over its form as leaf by leaf, and no parameters moved by the update."""
+"""Whether a state and a rule fit a plan: one layout, the same over its form as leaf by leaf, no parameters moved."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,16 @@ from ._update import Update, sharding_of
 
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it is not run
 _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
+
+
+def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
+    """Checks that a state is of parameters of this layout; `said`: its `StepState.layout`."""
+    if said.keys() != {placement.digest}:
+        raise ValueError(
+            f"the state is of another layout: the digest in it is {quoted([*said]) or 'none'}, that of the plan "
+            f"{placement.digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
+            "come to other parameters. Make the plan of the model that the state is of, or start with init(model)"
+        )
 
 
 def check_over_form(placement: Placement, rule: Any) -> None:

@@ -22,6 +22,7 @@ from .._forms.restructure import Restructure
 from .._slots.parts import Rest, put_together
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
+from ._closed_over import naming_closed_over
 from ._compute import Compute
 from ._gather import DeviceShare, Dims, Gathering, ShareRestructure, constrained_to, gather, scatter, summed
 from ._loss import Loss, aux_of, check_rows, seen
@@ -71,8 +72,9 @@ class Gradient:
             return Call(self, treedef, *self.compute.rest(rest), model_state, arrays).found(leaves)
 
         whole = placement.whole
-        divided = automatic(run, Found(whole, placement.params, whole, whole), mesh)
-        return divided(jtu.tree_leaves(params), rest, model_state, laid)
+        run_over = automatic(run, Found(whole, placement.params, whole, whole), mesh)
+        with naming_closed_over():
+            return run_over(jtu.tree_leaves(params), rest, model_state, laid)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,8 +186,7 @@ class Call:
             sums, found, _ = over_pieces(objective, self.entered(leaves), None, arrays, of.pieces)
             value, gradients = jax.lax.psum(sums.value, axes.batch), self.reduced(sums.gradients)
             if sums.weight is not None:
-                weight = jax.lax.psum(sums.weight, axes.batch)
-                value, gradients = value / weight, [(each / weight).astype(each.dtype) for each in gradients]
+                value, gradients = divided(value, gradients, jax.lax.psum(sums.weight, axes.batch))
             of_all, of_rows = aux.over_devices(aux.over_pieces(found), axes.batch)
             return value, self.as_parameters(gradients), of_all, of_rows
 
@@ -205,7 +206,7 @@ class Call:
         sums, found, model_state = over_pieces(objective, leaves, self.model_state, self.arrays, of.pieces, self.laid)
         value, gradients = sums.value, sums.gradients
         if sums.weight is not None:
-            value, gradients = value / sums.weight, [(each / sums.weight).astype(each.dtype) for each in gradients]
+            value, gradients = divided(value, gradients, sums.weight)
         found = aux.tree(*aux.over_devices(aux.over_pieces(found), ()))
         return self.done(value, self.as_parameters(gradients), found, model_state, looked)
 
@@ -224,7 +225,7 @@ class Call:
 
         def value(outputs: PyTree) -> tuple[jax.Array, Result]:
             found = of.loss.result(of.loss.function(outputs, *batch))
-            return found.value if found.weight is None else found.value / found.weight, found
+            return found.value if found.weight is None else divided(found.value, [], found.weight)[0], found
 
         (value_of_all, result), cotangents = eqx.filter_value_and_grad(value, has_aux=True)(outputs)
         (gradients,) = pull_back(cotangents)
@@ -325,6 +326,12 @@ class Call:
     def done(self, value: jax.Array, gradients: list[jax.Array], aux: Any, model_state: Any, looked: Result) -> Found:
         """The value in the dtype of the loss, and the gradient as a tree like the parameters."""
         return Found(value.astype(looked.value.dtype), self.of.placement.tree(gradients), aux, model_state)
+
+
+def divided(value: jax.Array, gradients: Sequence[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """A sum and its gradients, divided by the weight, each in its dtype."""
+    by = lambda each: each / weight.astype(each.dtype)
+    return by(value), list(map(by, gradients))
 
 
 def _cast(array: Any, dtype: Any) -> Any:

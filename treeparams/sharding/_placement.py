@@ -9,17 +9,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.block import Block
 from .._forms.form import Form, stacked_leaves
 from .._forms.makers import stacks_in_groups, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
+from .._slots.digest import digest_of
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.tables import Table
 from .._tree.types import PyTree
+from ._joined import join_over
 from ._owners import entries_of
 from ._put import put_leaf
 from ._specs import (
@@ -92,6 +95,11 @@ class Placement:
         other.axes = self.axes._replace(mesh=mesh)
         return other
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """That of the layout."""
+        return digest_of(self.layout)
+
     # -- Shardings
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -143,9 +151,13 @@ class Placement:
         """The parameters, of one array for each slot, in buffers of their own; of shapes, as shapes."""
         if any(isinstance(slot, jax.ShapeDtypeStruct) for slot in slots):
             return self.shapes()
+        shardings = list(map(self.sharding, self.specs))
+        if any(isinstance(slot, Tracer) for slot in slots) and isinstance(self.axes.mesh, Mesh):
+            of_each = [[slots[slot] for slot in members] for members in self.form.members]
+            return self.tree(list(map(join_over, self.form.blocks, of_each, shardings)))
         leaves = jtu.tree_leaves(self.form.join(slots))
         is_own = [block.length is not None for block in self.form.blocks]
-        return self.tree(list(map(put_leaf, leaves, map(self.sharding, self.specs), is_own)))
+        return self.tree(list(map(put_leaf, leaves, shardings, is_own)))
 
     def slots_of(self, params: PyTree) -> list[Any]:
         """One array per slot."""

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._forms.mesh import automatic
@@ -15,6 +18,7 @@ from .._slots.parts import Rest, kept_arrays, put_together, take_apart
 from .._tree.lost_ties import keep_apart
 from .._tree.tables import as_html, as_text
 from .._tree.types import PyTree
+from ._check import check_layout
 from ._patience import Watched
 from ._placement import Placement
 from ._put import put_leaf
@@ -39,10 +43,11 @@ class Plan:
     mesh: Mesh | AbstractMesh
     form: FormName
 
-    def __init__(self, placement: Placement, rest: Rest[Any] | None) -> None:
+    def __init__(self, placement: Placement, rest: Rest[Any] | None, notes: tuple[str, ...] = ()) -> None:
         """For this library's own use; users write `sharding.plan(model, mesh, rules)`."""
         self._placement = placement
         self._rest = rest
+        self._notes = notes  # lines that are printed last
         self.layout = placement.layout
         self.mesh = placement.axes.mesh
         self.form = placement.name
@@ -133,8 +138,11 @@ class Plan:
             The model, each array where `plan.put` has it, or whole, in a buffer of its own.
 
         Raises:
-            ValueError: the parameters have another form; the plan was made of shapes, and there is no state.
+            ValueError: the parameters have another form, or the state is of another layout; the plan was made of
+                shapes, and there is no state.
         """
+        if state is not None:
+            check_layout(self._placement, state.layout)
         rest = self._rest if state is None else state.rest
         if isinstance(rest, Restructure):
             rest = released(rest)
@@ -184,10 +192,10 @@ class Plan:
         return self._placement.replicated
 
     def __repr__(self) -> str:
-        return as_text(self._placement.blocks())
+        return as_text([*self._placement.blocks(), *self._notes])
 
     def _repr_html_(self) -> str:
-        return as_html(self._placement.blocks())
+        return as_html([*self._placement.blocks(), *self._notes])
 
 
 Plan.__module__ = "treeparams.sharding"
@@ -195,8 +203,8 @@ Plan.__module__ = "treeparams.sharding"
 
 def plan(
     model: PyTree,
-    mesh: Mesh | AbstractMesh,
-    rules: Rules,
+    mesh: Mesh | AbstractMesh | None = None,
+    rules: Rules | None = None,
     *,
     form: FormName = "tree",
     axis: AxisNames = None,
@@ -221,9 +229,10 @@ def plan(
 
     Args:
         model: a model, one of `jax.ShapeDtypeStruct`s, or a `Layout`. No value is read.
-        mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`.
-        rules: `{where: rule}`; the first that selects a parameter says how it lies, and one that earlier rules left
-            nothing is an error:
+        mesh: a `jax.sharding.Mesh` or, to look at a plan, an `AbstractMesh`; `None`: JAX's default device alone, a mesh
+            of one with the axis `"data"`.
+        rules: `{where: rule}`; `None`: `{"**": "whole"}`. The first that selects a parameter says how it lies, and one
+            that earlier rules left nothing is an error:
 
             - `"split"`: over `axis`, a leaf along its first axis that can be divided by the number of devices; a vector
               in equal parts (it is padded);
@@ -248,10 +257,21 @@ def plan(
             than its source; parts of a vector have different rules; `axis` is no axis of the mesh or must be given.
         TypeError: `mesh` is no mesh, `rules` no dictionary.
     """
-    axes = axes_of(mesh, axis, batch_axis)
+    axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)
     rest = None if isinstance(model, Layout) else take_apart(model, None).rest
     layout = model if rest is None else rest.layout
-    return Plan(Placement(layout, axes, rules, form), rest)
+    is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(model))
+    placement = Placement(layout, axes, {"**": "whole"} if rules is None else rules, form)
+    return Plan(placement, rest, (_OF_SHAPES,) * is_of_shapes)
+
+
+_OF_SHAPES = "made of shapes, which do not tell which arrays are one: name ties, tp.layout(shapes, ties={alias: path})"
+
+
+def _this_device() -> Mesh:
+    """A mesh of the device on which JAX puts arrays if nothing else is said."""
+    # Not the first of `jax.devices()`, which may be another one, and over several processes that of another process.
+    return Mesh(np.array([*jnp.zeros(()).sharding.device_set]), ("data",))
 
 
 placement_of: Callable[[Plan], Placement] = operator.attrgetter("_placement")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._forms.form import Form, stacked_leaves
 from .._slots.index import Index, Slot
@@ -84,7 +84,28 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
             "own would all compute the same. Let batch_axis name it too; for tensor parallelism write a PartitionSpec "
             "as the rule, which XLA sees to"
         )
+    _check_types(mesh, batch)
     return Axes(mesh, split, batch)
+
+
+_ONE_TYPE = "make all of them automatic, jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * n), or all explicit"
+
+
+def _check_types(mesh: Mesh | AbstractMesh, batch: Sequence[str]) -> None:
+    """Refuses meshes over which JAX cannot lay parameters by their types."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    manual = [name for name, its in types.items() if its == AxisType.Manual]
+    if manual:
+        raise ValueError(
+            f"the axes {quoted(manual)} of the mesh are manual, as inside of jax.shard_map; a plan is made outside of "
+            f"it: {_ONE_TYPE}"
+        )
+    automatic = [name for name in batch if types[name] == AxisType.Auto]
+    if automatic and AxisType.Explicit in types.values():
+        raise ValueError(
+            f"the mesh has explicit axes, and {quoted(automatic)}, over which parameters or the batch are split, is "
+            f"automatic; JAX lays no array over both: {_ONE_TYPE}"
+        )
 
 
 def _sequence(value: object) -> Sequence[Any]:
@@ -121,6 +142,10 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     unknown = [name for name in used if name not in axes.mesh.axis_names]
     if unknown:
         yield f"the mesh has no axis {unknown[0]!r}; its axes are {quoted(axes.mesh.axis_names)}"
+    types = {name: its for name, its in zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True) if name in used}
+    if AxisType.Explicit in axes.mesh.axis_types and AxisType.Auto in types.values():
+        name = next(name for name, its in types.items() if its == AxisType.Auto)
+        yield f"the mesh has explicit axes, and {name!r} is automatic; {_ONE_TYPE}"
     if len(set(used)) < len(used):
         yield "an axis of the mesh stands in the spec twice"
     for dim, entry in enumerate(spec):

@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
@@ -21,7 +22,7 @@ from .._tree.types import PyTree
 from ..optim._scaled import check_names
 from ._alike import is_shared, is_whole, surroundings_in_words, values_in_words
 from ._batch import put_batch
-from ._check import check_moves, check_over_form, lowered
+from ._check import check_layout, check_moves, check_over_form, lowered
 from ._compute import Compute, ComputeDtype
 from ._gradient import Gradient, Split
 from ._loss import Loss, LossIs
@@ -43,17 +44,21 @@ class StepState:
         average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
             state)` is the averaged model.
         rest: all of the model but its parameters.
+        layout: a zero under the digest of the plan's layout. So the tree of the state says what it is of, and Orbax,
+            `treeparams.saving` and the step refuse one of other parameters. In a vector, which is padded, these may be
+            as long.
         model_state: the state that the model changes, such as running statistics; `None` without `has_state=True`.
     """
 
     rule: Any
     average: Any
     rest: Any
+    layout: dict[str, Any]
     model_state: Any = None
 
 
 StepState.__module__ = "treeparams.sharding"
-jtu.register_dataclass(StepState, ["rule", "average", "rest", "model_state"], [])
+jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
 
 
 def make_step(
@@ -261,7 +266,9 @@ class Program:
             agree(values_in_words(whole), "the first values of the optimiser's state")
         rest = placement.restructure(rest) if self.takes_restructure else rest
         model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
-        return params, StepState(*kept, rest, model_state)
+        zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
+        mark = {placement.digest: put_leaf(zero, placement.whole, is_own=True)}
+        return params, StepState(*kept, rest, mark, model_state)
 
     def compare(self, model: Any) -> None:
         """Checks that all processes have the same plan and update, and of a model that is given the same values."""
@@ -296,7 +303,7 @@ class Program:
         run = automatic(self.update.step, shardings, placement.axes.mesh)
         params, after, average = run(params, found.gradients, state.rule, state.average, found.value)
         value = (found.value, found.aux) if self.gradient.loss.has_aux else found.value
-        return params, StepState(after, average, state.rest, found.model_state), value
+        return params, StepState(after, average, state.rest, state.layout, found.model_state), value
 
     def over(self, mesh: Mesh | AbstractMesh) -> "Program":
         """The same over a mesh of other devices, with the same axes."""
@@ -333,6 +340,7 @@ class Program:
         """Checks that a state is that of this step."""
         if not isinstance(state, StepState):
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
+        check_layout(self.placement, state.layout)
         kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
         if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
             raise ValueError(
