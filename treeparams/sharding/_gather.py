@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec
 
 from .._forms.form import Form
 from .._forms.layers import Source, alike_nodes
-from .._forms.restructure import Restructure
+from .._forms.restructure import Restructure, halves_of
 from .._forms.view import View
+from .._slots.parts import kept_arrays
 from .._slots.where import Where
 from .._tree.types import PyTree
-from ._specs import Axes
+from ._specs import Axes, is_spec
 
 Dims = Sequence[tuple[int, tuple[str, ...]]]
 """The axes of an array that are split, with those of the mesh; of `Axes.by_hand`."""
@@ -65,21 +66,35 @@ def divided(stack: jax.Array, spec: PartitionSpec, axes: Axes) -> tuple[jax.Arra
     return jax.lax.all_to_all(stack, names, dim, 0, tiled=True), ((dim, names), *others)
 
 
+def divided_rest(rest: Restructure[Any], specs: Restructure[Any], axes: Axes) -> tuple[Restructure[Any], list[Dims]]:
+    """Frozen arrays with rows that are owned divided as those of stacks are; and which axes of each leaf are split."""
+    singles, stacks, form, held = halves_of(rest)
+    own, of_stacks, _, _ = halves_of(specs)
+    pairs = [divided(stack, spec, axes) for stack, spec in zip(stacks, of_stacks, strict=True)]
+    splits = [*map(axes.by_hand, jtu.tree_leaves(own, is_leaf=is_spec)), *(split for _, split in pairs)]
+    return Restructure(singles, form, held, [stack for stack, _ in pairs]), splits
+
+
 class _ShareSource(Source):
     """A model of which each device has a share of each array in stacks: an array that is cut out is gathered."""
 
-    splits: Sequence[Dims]
+    splits: Sequence[Dims]  # of all joined arrays
+    of_singles: Sequence[Dims]  # of the frozen arrays that are in no stack, some of them `None`
+
+    def single(self, number: int) -> Any:
+        """The value of a leaf that is in no stack, whole."""
+        value = super().single(number)
+        return gather(value, self.of_singles[number]) if number < len(self.of_singles) else value
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, each whole."""
-        # The stacks come first among the blocks. Behind them are those of frozen arrays, which are whole. Without the
-        # axis over the rows, the axes of an array stand one earlier than those of the stack.
+        # Without the axis over the rows, the axes of an array stand one earlier than those of the stack.
         found = super().pick(block, numbers)
-        return found if block >= len(self.splits) else {n: gather(a, self.splits[block], -1) for n, a in found.items()}
+        return {n: gather(a, self.splits[block], -1) for n, a in found.items()}
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers, those of each column as one, whole."""
-        found = self.rows(number, columns) if number < len(self.splits) else None
+        found = self.rows(number, columns)
         if found is None:
             return super().block(number, columns)  # of what `pick` gathers
         rows, pieces = found
@@ -129,15 +144,19 @@ class ShareRestructure(Restructure[Any]):
     """A `Restructure` over one device's share of stacks. It gathers the nodes that you ask for, and nothing else."""
 
     splits: Sequence[Dims]  # of each stack
+    of_rest: Sequence[Dims]  # of each of its own leaves, the frozen arrays
 
     @classmethod
-    def over(cls, whole: Restructure[Any], splits: Sequence[Dims]) -> "ShareRestructure":
-        """That of the shares of stacks, from the one of the whole."""
-        return cls.of_halves((whole._form, whole._held, tuple(splits)), (whole._rest, whole._stacks))
+    def over(cls, rest: Restructure[Any], splits: Sequence[Dims], of_rest: Sequence[Dims]) -> "ShareRestructure":
+        """That of the shares of stacks, from the one of the shares of frozen arrays."""
+        singles, stacks, form, held = halves_of(rest)
+        return cls.of_halves((form, held, tuple(splits), tuple(of_rest)), (singles, stacks))
 
     def __call__(self, form: Any) -> Any:
         """The model, of whole stacks."""
-        return super().__call__(self._whole(form))
+        leaves, treedef = jtu.tree_flatten((self._rest, self._stacks))
+        rest, stacks = treedef.unflatten(map(gather, leaves, self.of_rest))
+        return Restructure(rest, self._form, self._held, stacks)(self._whole(form))
 
     def view(self, form: Any) -> View:
         """Names over whole stacks."""
@@ -149,22 +168,27 @@ class ShareRestructure(Restructure[Any]):
 
     def halves(self) -> tuple[Any, Any]:
         """Its arrays, and its static half."""
-        return (self._rest, self._stacks), (self._form, self._held, self.splits)
+        return (self._rest, self._stacks), (self._form, self._held, self.splits, self.of_rest)
 
     @classmethod
-    def of_halves(cls, static: tuple[Form, Form, Sequence[Dims]], arrays: Sequence[Any]) -> "ShareRestructure":
+    def of_halves(
+        cls, static: tuple[Form, Form, Sequence[Dims], Sequence[Dims]], arrays: Sequence[Any]
+    ) -> "ShareRestructure":
         """The inverse of `halves`."""
-        form, held, splits = static
+        form, held, splits, of_rest = static
         restructure = cls(arrays[0], form, held, arrays[1])
-        restructure.splits = splits
+        restructure.splits, restructure.of_rest = splits, of_rest
         return restructure
 
     def _source(self, form: Any) -> _ShareSource:
         source = _ShareSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
-        source.splits = self.splits
+        of_leaves = iter(self.of_rest)
+        kept = kept_arrays(self._rest).values()
+        source.of_singles = [() if array is None else next(of_leaves) for array in kept]
+        source.splits = [*self.splits, *of_leaves]
         # The blocks say how long whole rows are, and a device has shorter ones.
-        for block in range(len(self.splits)):
-            count, *row = source.leaves[block].shape
+        for block, leaf in enumerate(source.leaves):
+            count, *row = leaf.shape
             rows = (tuple(row),) * count
             source.blocks[block] = dataclasses.replace(source.blocks[block], shapes=rows)
         return source
@@ -178,12 +202,12 @@ class ShareRestructure(Restructure[Any]):
         """
         source = self._source(form)
         found = alike_nodes(source, where)
-        # Gathered in each turn are the columns that lie in one split stack for all layers. Any other one - of frozen
-        # arrays, or of layers that lie in different stacks - is brought together before the scan.
+        # Gathered in each turn are the columns that lie in one split stack for all layers, of frozen arrays too. Any
+        # other one, such as of layers that lie in different stacks, is brought together before the scan.
         of_block: dict[int, list[int]] = {}
         for j, column in enumerate(found.columns):
             block, one_block = column[0].block, len({at.block for at in column}) == 1
-            if block is not None and one_block and block < len(self.splits) and self.splits[block]:
+            if block is not None and one_block and source.splits[block]:
                 of_block.setdefault(block, []).append(j)
         gathered = {j for its in of_block.values() for j in its}
         others = [j for j in range(len(found.columns)) if j not in gathered]
@@ -199,7 +223,7 @@ class ShareRestructure(Restructure[Any]):
             arrays = dict(along)
             for block, share in shares.items():
                 _, shift, pieces = found_shares[block]
-                pairs = zip(of_block[block], pieces(gather(share, self.splits[block], shift)), strict=True)
+                pairs = zip(of_block[block], pieces(gather(share, source.splits[block], shift)), strict=True)
                 arrays |= {j: source.value(found.columns[j][0], piece) for j, piece in pairs}
             return step(carry, found.node([arrays[j] for j in range(len(found.columns))], same), *further)
 

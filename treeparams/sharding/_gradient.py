@@ -11,15 +11,16 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from .._forms.mesh import automatic, lay, over_devices
-from .._forms.restructure import Restructure
+from .._forms.restructure import Restructure, released
 from .._grad import accumulate
 from .._slots.parts import Rest, put_together
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
 from ._batch import taken
-from ._gather import DeviceShare, Dims, ShareRestructure, divided, gather, scatter, summed
+from ._gather import DeviceShare, Dims, ShareRestructure, divided, divided_rest, gather, scatter, summed
 from ._placement import Placement
+from ._specs import is_spec
 
 Split = Literal["state", "gradients", "parameters"]
 
@@ -45,12 +46,16 @@ class Gradient:
         along_batch = self.placement.axes.along_batch
         return self.placement.tree([along_batch(spec) for spec in self.placement.specs])
 
+    def rest_specs(self, rest: Rest[Any] | Restructure[Any], of: Callable[[PartitionSpec], Any]) -> PyTree:
+        """Something of the spec of each frozen array."""
+        return jax.tree.map(of, self.placement.rest_specs(rest), is_leaf=is_spec)
+
     def __call__(self, params: PyTree, rest: Rest[Any] | Restructure[Any], batch: PyTree) -> tuple[jax.Array, PyTree]:
         """The value, and the gradient, which lies as parameters do."""
         placement, axes = self.placement, self.placement.axes
         arrays, treedef, shardings = taken(batch, placement, self.pieces)
         laid = list(map(lay, map(jnp.asarray, arrays), shardings))
-        in_specs = (self.specs, PartitionSpec(), *(each.spec for each in shardings))
+        in_specs = (self.specs, self.rest_specs(rest, axes.along_batch), *(each.spec for each in shardings))
         # What is whole on each device afterwards is divided on the way out.
         out_specs = (PartitionSpec(), PartitionSpec() if self.split == "state" else self.specs)
         f = functools.partial(self.on_device, treedef)
@@ -67,6 +72,7 @@ class Gradient:
         leaves, splits, batch_axes = jtu.tree_leaves(params), self.splits, self.placement.axes.batch
         if self.split != "parameters":
             leaves = list(map(gather, leaves, splits))
+            rest = jax.tree.map(gather, rest, self.rest_specs(rest, self.placement.axes.by_hand))
         value_of = functools.partial(self.value, treedef, rest, arrays)
         run = jax.value_and_grad(value_of) if self.pieces == 1 else accumulate(value_of, pieces=self.pieces)
         # A scalar is for all examples, and none of the pieces: `accumulate` would cut it.
@@ -101,10 +107,12 @@ class Gradient:
     def _of_whole(self, leaves: list[Any], rest: Any, batch: Sequence[Any]) -> Any:
         if self.takes_form:
             return self.loss(self.placement.tree(leaves), rest, *batch)
+        rest = released(rest) if isinstance(rest, Restructure) else rest
         return self.loss(put_together(rest, self.placement.form.cut_leaves(leaves)), *batch)
 
     def _of_shares(self, leaves: list[Any], rest: Restructure[Any], batch: Sequence[Any]) -> Any:
         pairs = zip(leaves, self.placement.specs, strict=True)
         shares = [divided(leaf, spec, self.placement.axes) for leaf, spec in pairs]
-        restructure = ShareRestructure.over(rest, [split for _, split in shares])
+        frozen, of_frozen = divided_rest(rest, self.placement.rest_specs(rest), self.placement.axes)
+        restructure = ShareRestructure.over(frozen, [split for _, split in shares], of_frozen)
         return self.loss(DeviceShare(self.placement.tree([leaf for leaf, _ in shares])), restructure, *batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
@@ -146,7 +146,8 @@ class Plan:
         slots = self._slots[whole](params)
         keep_apart(slots)
         # In buffers of its own: a step donates its state.
-        return put_together(self._placement.put_rest(rest), slots)
+        specs = [PartitionSpec()] * len(kept_arrays(rest)) if whole else None
+        return put_together(self._placement.put_rest(rest, specs), slots)
 
     @functools.cached_property
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:

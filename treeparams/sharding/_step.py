@@ -175,10 +175,11 @@ class Program:
         """The parameters of a model and the first state, where they are to be."""
         agree(self.in_words(), "the plans")
         placement, parts = self.placement, take_apart(model, self.placement.layout)
-        params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
+        lay_rest = placement.restructure if self.takes_restructure else placement.put_rest
+        params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
-        return params, StepState(*kept, placement.restructure(rest) if self.takes_restructure else rest)
+        return params, StepState(*kept, rest)
 
     def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The state that the update keeps, of parameters that are laid over the mesh."""
@@ -207,8 +208,9 @@ class Program:
 
     @property
     def takes_restructure(self) -> bool:
-        """Whether the loss takes a `Restructure`, and no model or `Rest`."""
-        return self.gradient.takes_form and self.placement.has_restructure
+        """Whether the state holds a `Restructure`, as the loss takes it or as rows that are owned need it."""
+        placement = self.placement
+        return placement.frozen.are_owned or (self.gradient.takes_form and placement.has_restructure)
 
     def check_state(self, state: object) -> None:
         """Checks that a state is that of this step."""
