@@ -50,21 +50,25 @@ def specs_of(shardings):
 def test_the_first_rule_that_matches_and_how_a_plan_prints():
     plan = plan_of({"layers.3": "whole", "layers.*.b": P(), tp.leaves(lambda path, leaf: leaf.ndim == 2): "split"})
     assert repr(plan).splitlines() == [
-        "path        key            lies       bytes per device",
-        "embed       float32[16,4]  P('data')                64",
-        "layers.0.b  float32[3]     whole                    12",
-        "layers.0.w  float32[4,4]   P('data')                16",
-        "layers.1.b  float32[3]     whole                    12",
-        "layers.1.w  float32[4,4]   P('data')                16",
-        "layers.2.b  float32[3]     whole                    12",
-        "layers.2.w  float32[4,4]   P('data')                16",
-        "layers.3.b  float32[3]     whole                    12",
-        "layers.3.w  float32[4,4]   whole                    64",
+        "path        key            lies           bytes per device",
+        "embed       float32[16,4]  P('data')                    64",
+        "layers.0.b  float32[3]     whole                        12",
+        "layers.0.w  float32[4,4]   P('data')                    16",
+        "layers.1.b  float32[3]     whole                        12",
+        "layers.1.w  float32[4,4]   P('data')                    16",
+        "layers.2.b  float32[3]     whole                        12",
+        "layers.2.w  float32[4,4]   P('data')                    16",
+        "layers.3.b  float32[3]     whole                        12",
+        "layers.3.w  float32[4,4]   whole                        64",
         "mean        float32[12]    whole, frozen                48",
         "tree over ('data': 4): 608 bytes (48 frozen), 272 on each device",
         "whole on each device: 6, the largest 'layers.3.w' of 64 bytes",
     ]
-    assert list(plan.replicated.items()) == [("layers.3.w", 64), ("mean", 48), *((f"layers.{i}.b", 12) for i in range(4))]
+    assert list(plan.replicated.items()) == [
+        ("layers.3.w", 64),
+        ("mean", 48),
+        *((f"layers.{i}.b", 12) for i in range(4)),
+    ]
 
 
 @pytest.mark.parametrize("form", ["tree", "stacks", "vector"])
@@ -312,7 +316,7 @@ def test_what_lies_over_shapes_alone_is_not_put():
 
 def test_over_axes_of_tensors():
     plan = plan_of({"layers.*.w": P(None, "model"), "layers.*.b": "whole", "**": "split"}, mesh=TWO, axis="data")
-    assert "layers.0.w  float32[4,4]   P(None, 'model')                32" in repr(plan)
+    assert "layers.0.w  float32[4,4]   P(None, 'model')                 32" in repr(plan)
     put = plan.put(MODEL)
     assert put["layers"][0]["w"].addressable_shards[0].data.shape == (4, 2)
     assert put["embed"].addressable_shards[0].data.shape == (8, 4)
