@@ -164,8 +164,8 @@ class Plan:
 
         Returns:
             The model, in buffers of its own, ties kept: each parameter as its own rule lays it, as far as that is about
-            its own axes. Parameters of a vector, rows that are owned, and all frozen arrays are whole on each device.
-            A leaf that is no array is as it is.
+            its own axes. Frozen parameters lie as in a tree. Parameters of a vector, rows that are owned, integers, keys and
+            buffers are whole on each device. A leaf that is no array is as it is.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The parameters that are not split, with their bytes on each device; the largest first."""
+        """The parameters, trained or frozen, that are not split, with their bytes on each device; the largest first."""
         return self._placement.replicated
 
     def __repr__(self) -> str:
@@ -232,6 +232,9 @@ def plan(
               XLA (tensor parallelism).
 
             A tie lies as its source does. Vectors lie by one rule.
+
+            Rules are for frozen parameters too. Beside a vector these lie as in a tree, and one that no rule selects is
+            whole. Integers, keys and buffers, such as running statistics, are whole whatever rules say.
         form: in which form the parameters rest: `"tree"` (as `tp.partition`), `"vector"` (`tp.ravel`) or `"stacks"`
             (`tp.stack`). Stacks that lie in different ways are in groups named after their rules, `{"owned": {key:
             array}, "whole": {...}}`. The form does not depend on how many devices there are (a vector is padded to a
@@ -243,7 +246,7 @@ def plan(
         The `Plan`.
 
     Raises:
-        ValueError: a parameter is matched by no rule, or cannot be divided as its rule says; an alias has another rule
+        ValueError: a trained parameter is matched by no rule; any parameter cannot be divided as its rule says; an alias has another rule
             than its source; parts of a vector have different rules; `axis` is no axis of the mesh or must be given.
         TypeError: `mesh` is no mesh, `rules` no dictionary.
     """
