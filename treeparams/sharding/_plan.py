@@ -246,8 +246,9 @@ def plan(
         The `Plan`.
 
     Raises:
-        ValueError: a trained parameter is matched by no rule; any parameter cannot be divided as its rule says; an alias has another rule
-            than its source; parts of a vector have different rules; `axis` is no axis of the mesh or must be given.
+        ValueError: a trained parameter is matched by no rule; any parameter cannot be divided as its rule says; an
+            alias has another rule than its source; parts of a vector have different rules; `axis` is no axis of the
+            mesh or must be given.
         TypeError: `mesh` is no mesh, `rules` no dictionary.
     """
     axes = axes_of(mesh, axis, batch_axis)
