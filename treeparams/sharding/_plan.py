@@ -163,8 +163,8 @@ class Plan:
             model: a model of this layout.
 
         Returns:
-            The model, in buffers of its own, ties kept: each parameter as its own rule lays it, as far as that is about
-            its own axes. Frozen parameters lie as in a tree. Parameters of a vector, rows that are owned, integers, keys and
+            The model, in buffers of its own, ties kept: each parameter, trained or frozen, as its own rule lays it, as
+            far as that is about its own axes. Trained parameters of a vector, rows that are owned, integers, keys and
             buffers are whole on each device. A leaf that is no array is as it is.
 
         Raises:
