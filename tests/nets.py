@@ -22,11 +22,11 @@ def two_axes(names, kind=AUTO):
 
 
 def model_of(dtype=jnp.float32):
-    """256 parameters, some frozen, functions and names."""
+    """256 parameters, 16 frozen ones, functions and names."""
     draw = np.random.default_rng(0)
     matrix = lambda *shape: jnp.asarray(draw.normal(size=shape) / 2, dtype)
     layers = [{"b": matrix(4), "u": matrix(4, 4), "w": matrix(4, 4)} for _ in range(4)]
-    embed, out, scale = matrix(12, 4), matrix(4, 16), jnp.ones(4, dtype)
+    embed, out, scale = matrix(12, 4), matrix(4, 16), jnp.ones(16, dtype)
     return {"embed": embed, "f": jnp.tanh, "layers": layers, "name": "net", "out": out, "scale": scale}
 
 
@@ -40,7 +40,7 @@ def loss(model, x, y):
     x = x @ model["embed"]
     for layer in model["layers"]:
         x = x + model["f"](x @ layer["w"] + layer["b"][None]) @ layer["u"]
-    return jnp.mean((x * model["scale"][None] @ model["out"] - y) ** 2)
+    return jnp.mean((x @ model["out"] * model["scale"][None] - y) ** 2)
 
 
 ADAM = optax.adam(1e-2)

@@ -24,7 +24,7 @@ MODEL = {
     "head": EMBED,
     "key": jax.random.key(0),
     "layers": [{"b": ramp(3, start=i), "w": ramp(4, 4, start=i)} for i in range(4)],
-    "mean": ramp(5),
+    "mean": ramp(12),
     "name": "net",
 }
 LAYOUT = tp.layout(MODEL, freeze="mean")
@@ -50,20 +50,25 @@ def specs_of(shardings):
 def test_the_first_rule_that_matches_and_how_a_plan_prints():
     plan = plan_of({"layers.3": "whole", "layers.*.b": P(), tp.leaves(lambda path, leaf: leaf.ndim == 2): "split"})
     assert repr(plan).splitlines() == [
-        "path        key            lies       bytes per device",
-        "embed       float32[16,4]  P('data')                64",
-        "layers.0.b  float32[3]     whole                    12",
-        "layers.0.w  float32[4,4]   P('data')                16",
-        "layers.1.b  float32[3]     whole                    12",
-        "layers.1.w  float32[4,4]   P('data')                16",
-        "layers.2.b  float32[3]     whole                    12",
-        "layers.2.w  float32[4,4]   P('data')                16",
-        "layers.3.b  float32[3]     whole                    12",
-        "layers.3.w  float32[4,4]   whole                    64",
-        "tree over ('data': 4): 560 bytes, 224 on each device",
-        "whole on each device: 5, the largest 'layers.3.w' of 64 bytes",
+        "path        key            lies           bytes per device",
+        "embed       float32[16,4]  P('data')                    64",
+        "layers.0.b  float32[3]     whole                        12",
+        "layers.0.w  float32[4,4]   P('data')                    16",
+        "layers.1.b  float32[3]     whole                        12",
+        "layers.1.w  float32[4,4]   P('data')                    16",
+        "layers.2.b  float32[3]     whole                        12",
+        "layers.2.w  float32[4,4]   P('data')                    16",
+        "layers.3.b  float32[3]     whole                        12",
+        "layers.3.w  float32[4,4]   whole                        64",
+        "mean        float32[12]    whole, frozen                48",
+        "tree over ('data': 4): 608 bytes (48 frozen), 272 on each device",
+        "whole on each device: 6, the largest 'layers.3.w' of 64 bytes",
     ]
-    assert list(plan.replicated.items()) == [("layers.3.w", 64), *((f"layers.{i}.b", 12) for i in range(4))]
+    assert list(plan.replicated.items()) == [
+        ("layers.3.w", 64),
+        ("mean", 48),
+        *((f"layers.{i}.b", 12) for i in range(4)),
+    ]
 
 
 @pytest.mark.parametrize("form", ["tree", "stacks", "vector"])
@@ -118,11 +123,11 @@ def test_specs_of_parameters_in_each_form():
 
 def test_a_vector_is_padded_so_that_its_length_does_not_depend_on_the_devices():
     lengths = {
-        plan_of({"**": "split"}, mesh=AbstractMesh((n,), ("data",)), form="vector").shapes().shape
+        plan_of({"**": "split"}, ALL_TRAINED, AbstractMesh((n,), ("data",)), form="vector").shapes().shape
         for n in (1, 2, 4, 8, 64, 128)
     }
     assert lengths == {(256,)}
-    plan = plan_of({"**": "split"}, mesh=AbstractMesh((3,), ("data",)), form="vector")
+    plan = plan_of({"**": "split"}, ALL_TRAINED, AbstractMesh((3,), ("data",)), form="vector")
     assert plan.shapes().shape == (384,)
     assert (
         repr(plan).splitlines()[-1]
@@ -289,7 +294,7 @@ def test_a_model_is_put(form, rules):
     assert put["f"] is jnp.tanh
     parts = 1 if form == "vector" else 4
     assert put["embed"].addressable_shards[0].data.shape == (16 // parts, 4)
-    assert put["mean"].is_fully_replicated
+    assert put["mean"].is_fully_replicated == (form == "stacks")
     assert put["layers"][0]["w"].is_fully_replicated == (form != "tree")
     # Its buffers are its own.
     jax.jit(lambda arrays: jax.tree.map(jnp.negative, arrays), donate_argnums=0)({
@@ -311,7 +316,7 @@ def test_what_lies_over_shapes_alone_is_not_put():
 
 def test_over_axes_of_tensors():
     plan = plan_of({"layers.*.w": P(None, "model"), "layers.*.b": "whole", "**": "split"}, mesh=TWO, axis="data")
-    assert "layers.0.w  float32[4,4]   P(None, 'model')                32" in repr(plan)
+    assert "layers.0.w  float32[4,4]   P(None, 'model')                 32" in repr(plan)
     put = plan.put(MODEL)
     assert put["layers"][0]["w"].addressable_shards[0].data.shape == (4, 2)
     assert put["embed"].addressable_shards[0].data.shape == (8, 4)

@@ -24,7 +24,7 @@ WEIGHTS = ("key", "out", "query", "value")
 def attention(dtype=np.float64, layers=4):
     draw = np.random.default_rng(0)
     matrix = lambda *shape: jnp.asarray(draw.normal(size=shape) / 4, dtype)
-    layer = lambda: {"b": matrix(8), "f": jnp.tanh, "scale": matrix(3)} | {name: matrix(8, 8) for name in WEIGHTS}
+    layer = lambda: {"b": matrix(8), "f": jnp.tanh, "scale": matrix(4)} | {name: matrix(8, 8) for name in WEIGHTS}
     first = matrix(8, 8)
     return {
         "a_first": first,

@@ -59,6 +59,10 @@ class Source:
             return Location(*self._locations[slot], alias)
         return Location(*self._locations[number]) if number in self._locations else Location(None, number - slots)
 
+    def single(self, number: int) -> Any:
+        """The value of a leaf that is in no joined array."""
+        return self.singles[number]
+
     def one_by_one(self, locations: Sequence[Location]) -> list[Any]:
         """The values of leaves; those that are tied are one array."""
         numbers: dict[int, set[int]] = {}
@@ -69,7 +73,7 @@ class Source:
         values: dict[Location, Any] = {}
         for location in dict.fromkeys(locations):
             if location.block is None:
-                values[location] = self.singles[location.number]
+                values[location] = self.single(location.number)
             else:
                 values[location] = self.value(location, picked[location.block][location.number])
         return [values[location] for location in locations]
@@ -117,7 +121,7 @@ class Source:
         for j, column in enumerate(columns):
             numbers = tuple([location.number for location in column])
             if column[0].block is None:
-                found[j] = _stacked([jnp.asarray(self.singles[number]) for number in numbers])
+                found[j] = _stacked([jnp.asarray(self.single(number)) for number in numbers])
             else:
                 of_block.setdefault(column[0].block, {}).setdefault(numbers, []).append(j)
         for block, its in of_block.items():

@@ -104,8 +104,11 @@ def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> For
     return _stacks(tree.get(None, tree), layout.paths, layout.slots)
 
 
-def stacks_of_arrays(arrays: Sequence[Any]) -> Form:
-    """Stacks of those arrays of which there are several of one shape and dtype."""
+def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None) -> Form:
+    """Stacks of those arrays of which there are several of one shape and dtype.
+
+    `groups`: of each array. Those of one stack are of one group, wherever each array lies now.
+    """
     # Layers have frozen arrays too, such as masks, and a scan over layers needs these with an axis over the layers. So
     # what there are several of is stacked once, here, and not in each step.
     alike: dict[Any, list[int]] = {}
@@ -113,13 +116,19 @@ def stacks_of_arrays(arrays: Sequence[Any]) -> Form:
         # A stack has no weak type, JAX joins no keys, NumPy has dtypes that JAX has not, and what lies on other devices
         # stays there.
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_sharded(array) or split(array) is not None:
+        is_split = groups is None and (is_sharded(array) or split(array) is not None)
+        if isinstance(array, np.ndarray) or is_key or array.weak_type or is_split:
             continue
-        where = array.sharding if not isinstance(array, Tracer) and array.committed else None
+        where = groups[i] if groups is not None else _devices_of(array)
         alike.setdefault((describe(array), where), []).append(i)
     several = [rows for rows in alike.values() if len(rows) > 1]
     form = _stacks(Stacks({f"{i:06}": rows for i, rows in enumerate(several)}), [""] * len(arrays), arrays)
     return dataclasses.replace(form, blocks=tuple([dataclasses.replace(each, dtypes=()) for each in form.blocks]))
+
+
+def _devices_of(array: jax.Array) -> Any:
+    """Where an array lies that stays there."""
+    return array.sharding if not isinstance(array, Tracer) and array.committed else None
 
 
 def _in_one(block: Block, layout: Layout) -> Form:

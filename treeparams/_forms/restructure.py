@@ -285,16 +285,17 @@ class Restructure(Generic[M]):
 
 
 Restructure.__module__ = "treeparams"
-_halves: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_stacks", "_form", "_held")
+halves_of: Callable[[Restructure[Any]], Any] = operator.attrgetter("_rest", "_stacks", "_form", "_held")
+"""The `Rest` of the frozen arrays that are in no stack, the stacks of the others, the form, and that of the stacks."""
 
 
 def _flatten(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = _halves(restructure)
+    rest, stacks, *static = halves_of(restructure)
     return (rest, stacks), tuple(static)
 
 
 def _flatten_with_keys(restructure: Restructure[Any]) -> Any:
-    rest, stacks, *static = _halves(restructure)
+    rest, stacks, *static = halves_of(restructure)
     return ((jtu.GetAttrKey("rest"), rest), (jtu.GetAttrKey("stacks"), stacks)), tuple(static)
 
 
@@ -308,7 +309,7 @@ jtu.register_pytree_with_keys(Restructure, _flatten_with_keys, _unflatten, _flat
 
 def released(restructure: Restructure[M]) -> Rest[M]:
     """The `Rest` with each frozen array by itself."""
-    rest, stacks, _, held = _halves(restructure)
+    rest, stacks, _, held = halves_of(restructure)
     if not held.blocks:
         return rest
     kept = list(kept_arrays(rest).values())
@@ -317,21 +318,15 @@ def released(restructure: Restructure[M]) -> Rest[M]:
     return with_kept_arrays(rest, kept)
 
 
-def halves_of(restructure: Restructure[M]) -> tuple[Rest[M], Form]:
-    """The `Rest` without the frozen arrays that are in stacks, and which of these are in which stack."""
-    rest, _, _, held = _halves(restructure)
-    return rest, held
-
-
 def with_forms(restructure: Restructure[M], form: Form, held: Form) -> Restructure[M]:
     """The same over other forms, whose arrays have other dtypes."""
-    rest, stacks, _, _ = _halves(restructure)
+    rest, stacks, _, _ = halves_of(restructure)
     return Restructure(rest, form, held, stacks)
 
 
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
     """All that a `Restructure` knows without a form: its index, the leaves that are no arrays, where each slot lies."""
-    rest, _, form, _ = _halves(restructure)
+    rest, _, form, _ = halves_of(restructure)
     index, singles = index_in(rest), others(rest)
     leaves = {
         i: singles[index.gathers.order[i] - len(index.positions)]
@@ -340,11 +335,14 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
     return index, leaves, {path: form.place_in_words(slot) for slot, path in enumerate(form.paths)}
 
 
-def restructure_over(rest: Rest[M], form: Form) -> Restructure[M]:
-    """The way back from a form. Beside stacks, frozen arrays of one shape are stacked too, to be scanned with them."""
+def restructure_over(rest: Rest[M], form: Form, groups: Sequence[str] | None = None) -> Restructure[M]:
+    """The way back from a form. Beside stacks, frozen arrays of one shape are stacked too, to be scanned with them.
+
+    `groups`: as for `stacks_of_arrays`.
+    """
     if form.is_bare:
         return Restructure(rest, form)
     kept = list(kept_arrays(rest).values())
-    held = stacks_of_arrays(kept)
+    held = stacks_of_arrays(kept, groups)
     left = [None if i in held.locations else array for i, array in enumerate(kept)]
     return Restructure(with_kept_arrays(rest, left), form, held, jtu.tree_leaves(held.join(kept)))

@@ -85,14 +85,15 @@ class Index:
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        return self._described(self.positions)
+        return self.described(self.positions)
 
     @functools.cached_property
     def frozen(self) -> tuple[Slot, ...]:
         """The frozen parameters, ties once, as if they were slots."""
-        return self._described([i for i in self.distinct if not self.trained[i]])
+        return self.described([i for i in self.distinct if not self.trained[i]])
 
-    def _described(self, leaves: Iterable[int]) -> tuple[Slot, ...]:
+    def described(self, leaves: Iterable[int]) -> tuple[Slot, ...]:
+        """Parameters as if they, and no others, were slots."""
         slots, offset, paths = [], 0, self.structure.paths
         rows: dict[str, int] = {}
         for i in leaves:

@@ -36,6 +36,7 @@ _BY_NAME = {
     "equinox.State": ("**",),  # ... to here
     "paramax.NonTrainable": ("tree",),
 }
+_OF_BUFFERS = ("equinox.StateIndex", "equinox.State")  # those among them whose arrays a model changes by itself
 
 
 class _Registry:
@@ -198,11 +199,22 @@ def declared(cls: type, version: int) -> Declared:
     frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
     # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
     for base in reversed(cls.__mro__):
-        frozen += _BY_NAME.get(f"{base.__module__.partition('.')[0]}.{base.__qualname__}", ())
+        frozen += _BY_NAME.get(_qualified(base), ())
         if base in registry.classes:
             frozen += registry.classes[base].frozen
             ties |= registry.classes[base].ties
     return Declared(fields, tuple(frozen), ties)
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
+
+
+@functools.lru_cache(maxsize=1024)
+def holds_buffers(cls: type) -> bool:
+    """Whether the arrays of this class are buffers, such as running statistics, and no parameters of anybody."""
+    is_state = any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
+    return is_state or (_is_flax(cls, "Variable") and not _is_flax(cls, "Param"))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -64,7 +64,7 @@ class Compute:
         """The rest of a model with arrays in other dtypes to come, and the dtype of each array in it; none as it is."""
         if not isinstance(rest, Restructure):
             return rest, [self.of_path.get(path) for path in kept_arrays(rest)]
-        single, held = halves_of(rest)
+        single, _, _, held = halves_of(rest)
         dtypes = [self.of_path.get(path) for path in kept_arrays(single)]
         held = _form_in(held, dtypes)
         alone = [dtype for i, dtype in enumerate(dtypes) if i not in held.locations]

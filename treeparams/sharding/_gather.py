@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from .._forms.form import Form
 from .._forms.layers import Source, alike_nodes
 from .._forms.mesh import over_devices
-from .._forms.restructure import Restructure
+from .._forms.restructure import Restructure, halves_of
 from .._forms.view import View
+from .._slots.parts import kept_arrays
 from .._slots.where import Where
 from .._tree.types import PyTree
 from ._specs import Axes
@@ -97,6 +98,33 @@ class _Cast(NamedTuple):
     own: DTypeLike
 
 
+class Whole(NamedTuple):
+    """How a frozen array is brought together: along which axes, and in which dtype; none in its own."""
+
+    split: Dims
+    dtype: Any
+
+    def of(self, share: Any, gathering: Gathering) -> Any:
+        """The whole of an array, of the share of a device."""
+        is_as_it_is = not self.split and self.dtype is None
+        return share if is_as_it_is else gathering.gather(share, self.split, 0, self.dtype or share.dtype)
+
+
+_NOTHING = Whole((), None)
+
+
+def divided_rest(
+    rest: Restructure[Any], ways: Sequence[Whole], specs: Sequence[PartitionSpec], gathering: Gathering
+) -> tuple[Restructure[Any], list[Whole]]:
+    """Frozen arrays with rows that are owned divided as those of stacks are, and how each leaf is brought together."""
+    leaves, treedef = jtu.tree_flatten(rest)
+    _, stacks, _, _ = halves_of(rest)
+    first = len(leaves) - len(stacks)
+    pairs = [gathering.divided(leaf, spec) for leaf, spec in zip(leaves[first:], specs[first:], strict=True)]
+    of_stacks = [Whole(split, way.dtype) for (_, split), way in zip(pairs, ways[first:], strict=True)]
+    return treedef.unflatten([*leaves[:first], *(stack for stack, _ in pairs)]), [*ways[:first], *of_stacks]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gathered_in(share: jax.Array, split: Dims, shift: int, dtypes: _Cast) -> jax.Array:
     """Cast before it is moved; the gradient is cast before it is summed."""
@@ -152,8 +180,14 @@ def _entries(array: jax.Array, split: Dims, shift: int, other: Any) -> list[Any]
 class _ShareSource(Source):
     """A model of which each device has a share of each array in stacks: an array that is cut out is gathered."""
 
-    splits: Sequence[Dims]
+    splits: Sequence[Dims]  # of all joined arrays
+    of_singles: Sequence["Whole"]  # of the frozen arrays that are in no stack
     gathering: Gathering
+
+    def single(self, number: int) -> Any:
+        """The value of a leaf that is in no stack, whole."""
+        value = super().single(number)
+        return self.of_singles[number].of(value, self.gathering) if number < len(self.of_singles) else value
 
     def whole(self, block: int, share: jax.Array, shift: int) -> jax.Array:
         """The whole of an array that is cut out of a split stack."""
@@ -161,14 +195,12 @@ class _ShareSource(Source):
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
         """Arrays of these numbers, each whole."""
-        # The stacks come first among the blocks. Behind them are those of frozen arrays, which are whole. Without the
-        # axis over the rows, the axes of an array stand one earlier than those of the stack.
-        found = super().pick(block, numbers)
-        return found if block >= len(self.splits) else {n: self.whole(block, a, -1) for n, a in found.items()}
+        # Without the axis over the rows, the axes of an array stand one earlier than those of the stack.
+        return {n: self.whole(block, array, -1) for n, array in super().pick(block, numbers).items()}
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         """The arrays of these numbers, those of each column as one, whole."""
-        found = self.rows(number, columns) if number < len(self.splits) else None
+        found = self.rows(number, columns)
         if found is None:
             return super().block(number, columns)  # of what `pick` gathers
         rows, pieces = found
@@ -218,16 +250,23 @@ class ShareRestructure(Restructure[Any]):
     """A `Restructure` over one device's share of stacks. It gathers the nodes that you ask for, and nothing else."""
 
     splits: Sequence[Dims]  # of each stack
+    of_rest: Sequence["Whole"]  # of each of its own leaves, the frozen arrays
     gathering: Gathering
 
     @classmethod
-    def over(cls, whole: Restructure[Any], splits: Sequence[Dims], gathering: Gathering) -> "ShareRestructure":
-        """That of the shares of stacks, from the one of the whole."""
-        return cls.of_halves((whole._form, whole._held, tuple(splits), gathering), (whole._rest, whole._stacks))
+    def over(
+        cls, rest: Restructure[Any], splits: Sequence[Dims], of_rest: Sequence["Whole"], gathering: Gathering
+    ) -> "ShareRestructure":
+        """That of the shares of stacks, from the one of the shares of frozen arrays."""
+        singles, stacks, form, held = halves_of(rest)
+        return cls.of_halves((form, held, tuple(splits), tuple(of_rest), gathering), (singles, stacks))
 
     def __call__(self, form: Any) -> Any:
         """The model, of whole stacks."""
-        return super().__call__(self._whole(form))
+        leaves, treedef = jtu.tree_flatten((self._rest, self._stacks))
+        whole = [each.of(leaf, self.gathering) for each, leaf in zip(self.of_rest, leaves, strict=True)]
+        rest, stacks = treedef.unflatten(whole)
+        return Restructure(rest, self._form, self._held, stacks)(self._whole(form))
 
     def view(self, form: Any) -> View:
         """Names over whole stacks."""
@@ -240,24 +279,28 @@ class ShareRestructure(Restructure[Any]):
 
     def halves(self) -> tuple[Any, Any]:
         """Its arrays, and its static half."""
-        return (self._rest, self._stacks), (self._form, self._held, self.splits, self.gathering)
+        return (self._rest, self._stacks), (self._form, self._held, self.splits, self.of_rest, self.gathering)
 
     @classmethod
     def of_halves(
-        cls, static: tuple[Form, Form, Sequence[Dims], Gathering], arrays: Sequence[Any]
+        cls, static: tuple[Form, Form, Sequence[Dims], Sequence["Whole"], Gathering], arrays: Sequence[Any]
     ) -> "ShareRestructure":
         """The inverse of `halves`."""
-        form, held, splits, gathering = static
+        form, held, splits, of_rest, gathering = static
         restructure = cls(arrays[0], form, held, arrays[1])
-        restructure.splits, restructure.gathering = splits, gathering
+        restructure.splits, restructure.of_rest, restructure.gathering = splits, of_rest, gathering
         return restructure
 
     def _source(self, form: Any) -> _ShareSource:
         source = _ShareSource(self._rest, [(self._form, jax.tree.leaves(form.stacks)), (self._held, self._stacks)])
-        source.splits, source.gathering = self.splits, self.gathering
+        of_leaves = iter(self.of_rest)
+        kept = kept_arrays(self._rest).values()
+        source.of_singles = [_NOTHING if array is None else next(of_leaves) for array in kept]
+        source.splits = [*self.splits, *(each.split for each in of_leaves)]
+        source.gathering = self.gathering
         # The blocks say how long whole rows are, and a device has shorter ones.
-        for block in range(len(self.splits)):
-            count, *row = source.leaves[block].shape
+        for block, leaf in enumerate(source.leaves):
+            count, *row = leaf.shape
             rows = (tuple(row),) * count
             source.blocks[block] = dataclasses.replace(source.blocks[block], shapes=rows)
         return source
@@ -271,12 +314,12 @@ class ShareRestructure(Restructure[Any]):
         """
         source = self._source(form)
         found = alike_nodes(source, where)
-        # Gathered in each turn are the columns that lie in one split stack for all layers. Any other one - of frozen
-        # arrays, or of layers that lie in different stacks - is brought together before the scan.
+        # Gathered in each turn are the columns that lie in one split stack for all layers, of frozen arrays too. Any
+        # other one, such as of layers that lie in different stacks, is brought together before the scan.
         of_block: dict[int, list[int]] = {}
         for j, column in enumerate(found.columns):
             block, one_block = column[0].block, len({at.block for at in column}) == 1
-            if block is not None and one_block and block < len(self.splits) and self.splits[block]:
+            if block is not None and one_block and source.splits[block]:
                 of_block.setdefault(block, []).append(j)
         gathered = {j for its in of_block.values() for j in its}
         others = [j for j in range(len(found.columns)) if j not in gathered]

@@ -18,16 +18,28 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 
 from .._forms.mesh import automatic, lay, over_devices
-from .._forms.restructure import Restructure
+from .._forms.restructure import Restructure, released
 from .._slots.parts import Rest, put_together
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
 from ._closed_over import naming_closed_over
 from ._compute import Compute
-from ._gather import DeviceShare, Dims, Gathering, ShareRestructure, constrained_to, gather, scatter, summed
+from ._gather import (
+    DeviceShare,
+    Dims,
+    Gathering,
+    ShareRestructure,
+    Whole,
+    constrained_to,
+    divided_rest,
+    gather,
+    scatter,
+    summed,
+)
 from ._loss import Loss, aux_of, check_rows, seen
 from ._pieces import Result, cut, over_pieces, uncut
 from ._placement import Placement
+from ._specs import is_spec
 
 Split = Literal["state", "gradients", "parameters"]
 
@@ -69,7 +81,9 @@ class Gradient:
 
         def run(leaves: list[Any], rest: Any, model_state: Any, arrays: list[Any]) -> Found:
             # The mesh is asked for within `automatic`, where it is another one.
-            return Call(self, treedef, *self.compute.rest(rest), model_state, arrays).found(leaves)
+            specs = jtu.tree_leaves(placement.rest_specs(rest), is_leaf=is_spec)
+            rest, dtypes = self.compute.rest(rest)
+            return Call(self, treedef, rest, specs, dtypes, model_state, arrays).found(leaves)
 
         whole = placement.whole
         run_over = automatic(run, Found(whole, placement.params, whole, whole), mesh)
@@ -84,6 +98,7 @@ class Call:
     of: Gradient
     treedef: Any  # of the batch
     rest: Any  # of the model, its arrays as they lie
+    specs: list[PartitionSpec]  # of these
     dtypes: list[Any]  # of these within the loss; none as it is
     model_state: Any
     arrays: list[jax.Array]  # of the batch
@@ -124,7 +139,8 @@ class Call:
         """The rest of the model beside parameters that nobody has a share of; what opens them, if they are split."""
         if self.of.split != "parameters":
             return rest
-        return ShareRestructure.over(rest, [()] * len(self.of.specs), Gathering(self.of.placement.axes, False))
+        nothing, gathering = [Whole((), None)] * len(self.specs), Gathering(self.of.placement.axes, is_automatic=False)
+        return ShareRestructure.over(rest, [()] * len(self.of.specs), nothing, gathering)
 
     def result(self, leaves: Sequence[Any], rest: Any, model_state: Any, arrays: Sequence[Any]) -> Result:
         """What the loss returns, of arrays of parameters that are whole."""
@@ -139,6 +155,7 @@ class Call:
         if self.of.loss.takes_form:
             params = self.of.placement.tree(leaves)
             return DeviceShare(params) if isinstance(rest, ShareRestructure) else params, rest
+        rest = released(rest) if isinstance(rest, Restructure) else rest
         return (put_together(rest, self.of.compute.form.cut_leaves(leaves)),)
 
     def entered(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -171,7 +188,9 @@ class Call:
         gathering = Gathering(self.of.placement.axes, is_automatic)
         pairs = zip(leaves, self.of.placement.specs, strict=True)
         shares = [gathering.divided(leaf, spec) for leaf, spec in pairs]
-        return [leaf for leaf, _ in shares], ShareRestructure.over(rest, [split for _, split in shares], gathering)
+        frozen, ways = divided_rest(rest, self.ways, self.specs, gathering)
+        restructure = ShareRestructure.over(frozen, [split for _, split in shares], ways, gathering)
+        return [leaf for leaf, _ in shares], restructure
 
     # -- Ways to the gradient
 
@@ -191,7 +210,7 @@ class Call:
             return value, self.as_parameters(gradients), of_all, of_rows
 
         arrays = [batch if array.ndim else PartitionSpec() for array in self.arrays]
-        ins = of.specs, [PartitionSpec()] * len(self.dtypes), arrays
+        ins = of.specs, self.rest_specs, arrays
         outs = PartitionSpec(), self.out_specs, PartitionSpec(), batch
         run = over_devices(on_device, axes.mesh, ins, outs, axes.batch)
         value, gradients, of_all, of_rows = run(leaves, jtu.tree_leaves(self.rest), self.arrays)
@@ -218,7 +237,7 @@ class Call:
         rows, is_split = PartitionSpec(axes.batch), of.split == "parameters"
         leaves, rest = self.by_device(leaves)
         arrays = [rows if array.ndim else PartitionSpec() for array in self.arrays]
-        ins = of.specs if is_split else [rows] * len(leaves), PartitionSpec(), arrays
+        ins = of.specs if is_split else [rows] * len(leaves), self.rest_specs if is_split else PartitionSpec(), arrays
         run = over_devices(self.outputs, axes.mesh, ins, rows, axes.batch)
         outputs, pull_back = eqx.filter_vjp(lambda leaves: run(leaves, rest, self.arrays), leaves)
         batch = jtu.tree_unflatten(self.treedef, self.arrays)
@@ -240,10 +259,10 @@ class Call:
         """As `entered`, with a first axis over the devices, so that each has a gradient of its own; and the rest."""
         of, axes = self.of, self.of.placement.axes
         if of.split == "parameters":
-            return self.entered(leaves), jtu.tree_leaves(self.cast_rest())
+            return self.entered(leaves), jtu.tree_leaves(self.rest)
         wide = lambda leaves: [leaf.astype(of.compute.summed_in(leaf.dtype))[None] for leaf in leaves]
         bring = lambda leaves, rest: (wide(self.entered(leaves)), jtu.tree_leaves(self.rest_of(rest)))
-        ins = of.specs, [PartitionSpec()] * len(self.dtypes)
+        ins = of.specs, self.rest_specs
         outs = PartitionSpec(axes.batch), PartitionSpec()
         return over_devices(bring, axes.mesh, ins, outs, axes.batch)(leaves, jtu.tree_leaves(self.rest))
 
@@ -272,16 +291,29 @@ class Call:
         """Arrays of parameters and the rest brought together, each by a collective by hand."""
         of, axes = self.of, self.of.placement.axes
         if of.split == "parameters":
-            return self.entered(leaves), self.cast_rest()
+            return self.entered(leaves), self.rest
         bring = lambda leaves, rest: (self.entered(leaves), jtu.tree_leaves(self.rest_of(rest)))
-        ins = of.specs, [PartitionSpec()] * len(self.dtypes)
+        ins = of.specs, self.rest_specs
         run = over_devices(bring, axes.mesh, ins, PartitionSpec(), axes.batch)
         leaves, rest = run(leaves, jtu.tree_leaves(self.rest))
         return leaves, jtu.tree_structure(self.rest).unflatten(rest)
 
+    @property
+    def rest_specs(self) -> list[PartitionSpec]:
+        """The spec of each array of the rest along the batch."""
+        return list(map(self.of.placement.axes.along_batch, self.specs))
+
+    @property
+    def ways(self) -> list[Whole]:
+        """How each array of the rest is brought together."""
+        return list(map(Whole, map(self.of.placement.axes.by_hand, self.specs), self.dtypes))
+
     def rest_of(self, leaves: Sequence[jax.Array]) -> Any:
-        """The rest of the model on a device, of its shares of arrays."""
-        return jtu.tree_structure(self.rest).unflatten(list(map(_cast, leaves, self.dtypes)))
+        """The rest of the model on a device, of its shares of arrays: whole, unless parameters stay split."""
+        if self.of.split != "parameters":
+            gathering = Gathering(self.of.placement.axes, is_automatic=False)
+            leaves = [way.of(leaf, gathering) for way, leaf in zip(self.ways, leaves, strict=True)]
+        return jtu.tree_structure(self.rest).unflatten(leaves)
 
     # -- Gradients
 

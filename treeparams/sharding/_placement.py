@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,20 @@ from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
 from .._tree.tables import Table
 from .._tree.types import PyTree
+from ._frozen import Frozen, frozen_sources
 from ._joined import join_over
 from ._owners import entries_of
 from ._put import put_leaf
 from ._specs import (
     Axes,
     FormName,
+    Lying,
     Rules,
     as_text,
     check_rules,
     devices_by,
     group_of,
+    is_spec,
     matches,
     names_of,
     spec_of,
@@ -59,15 +62,6 @@ MAKERS: dict[str, Maker] = {
 _ALIGNED = 128  # the same length over 1, 2, ..., 128 devices, so that what was saved by some is read by others
 
 
-class Lying(NamedTuple):
-    """How one parameter lies."""
-
-    spec: PartitionSpec  # of its own axes
-    words: str
-    devices: int  # over which it is split
-    is_owned: bool  # whether it is a row that is whole on some device
-
-
 class Placement:
     """Where each parameter lies: a form, and a spec for each block of it. Static."""
 
@@ -76,7 +70,9 @@ class Placement:
             *others, last = map('"{}"'.format, MAKERS)
             raise ValueError(f"form must be {', '.join(others)} or {last}, got {name!r}")
         check_rules(rules, axes)
-        matched = matches(index_of(layout), rules)
+        index = index_of(layout)
+        by_leaf = matches(index, rules, frozen_sources(index))
+        matched = [by_leaf[leaf] for leaf in index.positions]
         groups: dict[str, list[int]] = {group_of(rule): [] for rule in rules.values()}
         for slot, (_, rule) in enumerate(matched):
             groups[group_of(rule)].append(slot)
@@ -88,6 +84,7 @@ class Placement:
         self.name: FormName = name  # of the form, as users call it
         self.form = MAKERS[name](layout, groups, multiple)
         self.specs = specs_of(self.form, layout.slots, matched, axes, name)  # of each block
+        self.frozen = Frozen(index, by_leaf, axes, name)
 
     def over(self, mesh: Mesh | AbstractMesh) -> "Placement":
         """The same over a mesh of other devices, with the same axes."""
@@ -175,9 +172,15 @@ class Placement:
 
     # -- The rest of a model
 
-    def put_rest(self, rest: Rest[Any]) -> Rest[Any]:
-        """All else of a model over the mesh, its arrays whole on each device."""
-        return with_kept_arrays(rest, [put_leaf(array, self.whole) for array in kept_arrays(rest).values()])
+    def put_rest(self, rest: Rest[Any], specs: Sequence[PartitionSpec] | None = None) -> Rest[Any]:
+        """All else of a model over the mesh: frozen parameters by their rules, unless specs are given, others whole."""
+        specs = self.frozen.specs_of(rest) if specs is None else specs
+        shardings = map(self.sharding, specs)
+        return with_kept_arrays(rest, list(map(put_leaf, kept_arrays(rest).values(), shardings)))
+
+    def rest_specs(self, rest: Rest[Any] | Restructure[Any]) -> Any:
+        """A tree like that which the state of a step holds, with the spec of each of its arrays."""
+        return self.frozen.specs(rest)
 
     @functools.cached_property
     def has_restructure(self) -> bool:
@@ -185,11 +188,16 @@ class Placement:
         return self.form != tree_of(self.layout)
 
     def restructure(self, rest: Rest[Any]) -> Restructure[Any]:
-        """The way back to the model, of a `Rest` that lies over the mesh, or of its shapes."""
-        make = functools.partial(restructure_over, form=self.form)
-        if not any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values()):
-            return make(rest)
-        return jax.tree.map(lambda leaf: put_leaf(leaf, self.whole), jax.eval_shape(make, rest))
+        """The way back to the model over the mesh, of a `Rest` that lies anywhere, or of its shapes."""
+        make = functools.partial(restructure_over, form=self.form, groups=self.frozen.groups_of(rest))
+        is_of_shapes = any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values())
+        # Arrays are laid over the devices one by one, and are stacked there: so none ever has all of them.
+        rest, specs = self.frozen.on_the_way(rest)
+        made = jax.eval_shape(make, rest) if is_of_shapes else make(self.put_rest(rest, specs))
+        leaves, treedef = jtu.tree_flatten(made)
+        shardings = map(self.sharding, jtu.tree_leaves(self.rest_specs(made), is_leaf=is_spec))
+        # In buffers of their own already.
+        return treedef.unflatten([put_leaf(leaf, to, is_own=True) for leaf, to in zip(leaves, shardings, strict=True)])
 
     # -- In words
 
@@ -211,8 +219,8 @@ class Placement:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The parameters that are not split, with their bytes on each device; the largest first."""
-        found = {slot.path: _bytes(slot) for slot, each in self.rows if each.devices == 1}
+        """The parameters, trained or frozen, that are not split, with their bytes on each device; the largest first."""
+        found = {slot.path: _bytes(slot) for slot, each in (*self.rows, *self.frozen.rows) if each.devices == 1}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def in_words(self) -> str:
@@ -222,17 +230,24 @@ class Placement:
 
     def blocks(self) -> tuple[Table, *tuple[str, ...]]:
         """The plan as a table, and lines below it."""
-        cells = [[slot.path, slot.key, each.words, f"{-(-_bytes(slot) // each.devices):,}"] for slot, each in self.rows]
+        cells = [
+            [slot.path, slot.key, each.words + mark, f"{_bytes_of_one(slot, each):,}"]
+            for rows, mark in ((self.rows, ""), (self.frozen.rows, ", frozen"))
+            for slot, each in rows
+        ]
         table = Table(["path", "key", "lies", "bytes per device"], cells, right=[3])
         shapes = jtu.tree_leaves(self.form.shapes())
         total = sum(map(_bytes, shapes))
         counts = map(self.axes.devices_along, map(names_of, self.specs))
         local = sum(_bytes(each) // count for each, count in zip(shapes, counts, strict=True))
+        frozen = sum(_bytes(slot) for slot, _ in self.frozen.rows)
+        local += sum(_bytes_of_one(slot, each) for slot, each in self.frozen.rows)
         pairs = zip(self.form.blocks, self.stacked, strict=True)
         lengths = [block.length for block, is_stack in pairs if block.length is not None and not is_stack]
         padding = f", padded to {sum(lengths):,} elements" if lengths else ""
         mesh = ", ".join(f"{name!r}: {size}" for name, size in self.axes.mesh.shape.items())
-        lines = [f"{self.name}{padding} over ({mesh}): {total:,} bytes, {local:,} on each device"]
+        of_these = f" ({frozen:,} frozen)" if frozen else ""
+        lines = [f"{self.name}{padding} over ({mesh}): {total + frozen:,} bytes{of_these}, {local:,} on each device"]
         if self.replicated:
             path, size = next(iter(self.replicated.items()))
             lines.append(f"whole on each device: {len(self.replicated)}, the largest {path!r} of {size:,} bytes")
@@ -247,6 +262,11 @@ def described(tree: PyTree, of: Callable[[Any], T]) -> list[tuple[str, T]]:
 def _shape_of(leaf: object) -> tuple[int, ...] | str:
     shape = getattr(leaf, "shape", None)
     return type(leaf).__name__ if shape is None else tuple(shape)
+
+
+def _bytes_of_one(slot: Slot, lying: Lying) -> int:
+    """The bytes of a parameter on a device that has a part of it."""
+    return -(-_bytes(slot) // lying.devices)
 
 
 def _bytes(array: Slot | jax.ShapeDtypeStruct) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._forms.mesh import automatic
 from .._forms.restructure import Restructure, released
@@ -155,7 +155,8 @@ class Plan:
         slots = self._slots[whole](params)
         keep_apart(slots)
         # In buffers of its own: a step donates its state.
-        return put_together(self._placement.put_rest(rest), slots)
+        specs = [PartitionSpec()] * len(kept_arrays(rest)) if whole else None
+        return put_together(self._placement.put_rest(rest, specs), slots)
 
     @functools.cached_property
     def _slots(self) -> dict[bool, Callable[[PyTree], list[Any]]]:
@@ -172,9 +173,9 @@ class Plan:
             model: a model of this layout.
 
         Returns:
-            The model, in buffers of its own, ties kept: each parameter as its own rule lays it, as far as that is about
-            its own axes. Parameters of a vector, rows that are owned, and all frozen arrays are whole on each device.
-            A leaf that is no array is as it is.
+            The model, in buffers of its own, ties kept: each parameter, trained or frozen, as its own rule lays it, as
+            far as that is about its own axes. Trained parameters of a vector, rows that are owned, integers, keys and
+            buffers are whole on each device. A leaf that is no array is as it is.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -188,7 +189,7 @@ class Plan:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The parameters that are not split, with their bytes on each device; the largest first."""
+        """The parameters, trained or frozen, that are not split, with their bytes on each device; the largest first."""
         return self._placement.replicated
 
     def __repr__(self) -> str:
@@ -242,6 +243,9 @@ def plan(
               XLA (tensor parallelism).
 
             A tie lies as its source does. Vectors lie by one rule.
+
+            Rules are for frozen parameters too. Beside a vector these lie as in a tree, and one that no rule selects is
+            whole. Integers, keys and buffers, such as running statistics, are whole whatever rules say.
         form: in which form the parameters rest: `"tree"` (as `tp.partition`), `"vector"` (`tp.ravel`) or `"stacks"`
             (`tp.stack`). Stacks that lie in different ways are in groups named after their rules, `{"owned": {key:
             array}, "whole": {...}}`. The form does not depend on how many devices there are (a vector is padded to a
@@ -253,8 +257,9 @@ def plan(
         The `Plan`.
 
     Raises:
-        ValueError: a parameter is matched by no rule, or cannot be divided as its rule says; an alias has another rule
-            than its source; parts of a vector have different rules; `axis` is no axis of the mesh or must be given.
+        ValueError: a trained parameter is matched by no rule; any parameter cannot be divided as its rule says; an
+            alias has another rule than its source; parts of a vector have different rules; `axis` is no axis of the
+            mesh or must be given.
         TypeError: `mesh` is no mesh, `rules` no dictionary.
     """
     axes = axes_of(_this_device() if mesh is None else mesh, axis, batch_axis)

@@ -153,17 +153,29 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
 
 
-def matches(index: Index, rules: Rules) -> list[Matched]:
-    """The rule of each slot, and the `where` that it is under."""
+class Lying(NamedTuple):
+    """How one parameter lies."""
+
+    spec: PartitionSpec  # of its own axes
+    words: str
+    devices: int  # over which it is split
+    is_owned: bool  # whether it is a row that is whole on some device
+
+
+def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Matched]:
+    """The rule of each leaf that is selected by any, and the `where` that it is under. All slots are.
+
+    `frozen`: the leaves of frozen parameters for which a rule may be.
+    """
     items, paths = list(rules.items()), index.structure.paths
-    found = first_entries(index, list(rules))
+    found = first_entries(index, list(rules), asked=frozen.union(index.positions))
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
             f"no rule matches\n{first_lines(missing)}\nadd one for what is left, as the last: "
             '{..., "**": "split"}, or "whole" for what is small'
         )
-    return [items[found[leaf]] for leaf in index.positions]
+    return {leaf: items[number] for leaf, number in found.items()}
 
 
 def devices_by(rules: Sequence[Rule], axes: Axes) -> int:
@@ -181,16 +193,30 @@ def specs_of(
     for block, members, is_stack in zip(form.blocks, form.members, stacked_leaves(form.shapes()), strict=True):
         rule = _one_rule([(slots[slot].path, matched[slot][1]) for slot in members])
         rows = block.length if is_stack else None
-        problem, spec = _checked(block.shape[is_stack:], rule, axes, rows, name)
-        specs.append(spec_of([axes.split_entry if rule == "owned" else None, *spec]) if is_stack else spec)
+        problem, spec = checked(block.shape[is_stack:], rule, axes, rows, name)
+        specs.append(stack_spec(spec, rule == "owned", axes) if is_stack else spec)
         is_vector = block.length is not None and not is_stack
         for slot in members if problem else ():
-            who = f"the {name} ({describe(block)})" if is_vector else f"{slots[slot].path!r} ({describe(slots[slot])})"
-            wrong[slot] = f"{who}, by {name_of(matched[slot][0])}: {problem}"
-    if wrong:
-        lines = dict.fromkeys(wrong[slot] for slot in sorted(wrong))
-        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(lines)}")
+            who = f"the {name} ({describe(block)})" if is_vector else None
+            wrong[slot] = misfit_in_words(slots[slot], matched[slot][0], problem, who)
+    refuse([wrong[slot] for slot in sorted(wrong)])
     return specs
+
+
+def stack_spec(row: PartitionSpec, is_owned: bool, axes: Axes) -> PartitionSpec:
+    """The spec of a stack, from that of its rows."""
+    return spec_of([axes.split_entry if is_owned else None, *row])
+
+
+def misfit_in_words(slot: Slot, where: Where, problem: str, who: str | None = None) -> str:
+    """A line on a parameter, or on the array that it is in, that cannot lie as its rule says."""
+    return f"{who or f'{slot.path!r} ({describe(slot)})'}, by {name_of(where)}: {problem}"
+
+
+def refuse(wrong: Sequence[str]) -> None:
+    """Refuses what cannot lie as the rules say, if there is any: a line for each."""
+    if wrong:
+        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(dict.fromkeys(wrong))}")
 
 
 def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
@@ -205,24 +231,30 @@ def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
     return rule
 
 
-def _checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
+def checked(shape: tuple[int, ...], rule: Rule, axes: Axes, rows: int | None, name: str) -> tuple[str, PartitionSpec]:
     """The problem of a rule for an array, or for one of so many rows of a stack; and its spec."""
     whole, devices, size = PartitionSpec(), axes.devices, math.prod(shape)
     if isinstance(rule, PartitionSpec):
         return _misfit(rule, shape, axes), rule if size else whole
-    axis = next((axis for axis, each in enumerate(shape) if each % devices == 0), None)
+    divided = first_divided(shape, axes)
     # A row that is owned lies whole on one device: the axis over the rows is split, which `specs_of` puts before this.
     if rule == "owned":
-        return _not_owned(rows, devices, axis is not None, name), whole
+        return _not_owned(rows, devices, divided is not None, name), whole
     if rule == "whole" or not size:
         return "", whole
-    if axis is not None:
-        return "", PartitionSpec(*[None] * axis, axes.split_entry)
+    if divided is not None:
+        return "", divided
     others = {each: axes.mesh.shape[each] for each in axes.mesh.axis_names if each not in axes.split}
     fitting = [each for each, size in others.items() if size > 1 and any(length % size == 0 for length in shape)]
     remedies = ['"owned", whole rows of its stack'] if rows and rows % devices == 0 else []
     remedies += [f"a split over another axis of the mesh, {fitting[0]!r}"] if fitting else []
     return f"none of its axes is a multiple of {devices}; write " + ", or ".join([*remedies, '"whole"']), whole
+
+
+def first_divided(shape: tuple[int, ...], axes: Axes) -> PartitionSpec | None:
+    """The spec of an array that is split along the first axis that can be divided; `None` where none can."""
+    axis = next((axis for axis, each in enumerate(shape) if each % axes.devices == 0), None)
+    return None if axis is None else PartitionSpec(*[None] * axis, axes.split_entry)
 
 
 def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> str:
@@ -259,6 +291,11 @@ def spec_of(entries: Sequence[Any]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)
+
+
+def is_spec(node: object) -> bool:
+    """Whether a node of a tree is a spec, which is no leaf in all versions of JAX."""
+    return isinstance(node, PartitionSpec)
 
 
 def as_text(spec: PartitionSpec) -> str:

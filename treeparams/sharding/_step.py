@@ -257,14 +257,14 @@ class Program:
         if jax.process_count() > 1:
             self.compare(model if check_values else None)
         placement, parts = self.placement, take_apart(model, self.placement.layout)
-        params, rest = placement.laid(parts.slots), placement.put_rest(parts.rest)
+        lay_rest = placement.restructure if self.takes_restructure else placement.put_rest
+        params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
         is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
         kept = self.kept if is_of_shapes else self.start(params)
         if is_shared(placement.axes.mesh):
             # Numbers of the rule that belong to no parameter come from the program of each process.
             whole = {path: leaf for path, leaf in described(kept, lambda leaf: leaf) if is_whole(leaf)}
             agree(values_in_words(whole), "the first values of the optimiser's state")
-        rest = placement.restructure(rest) if self.takes_restructure else rest
         model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
         zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
         mark = {placement.digest: put_leaf(zero, placement.whole, is_own=True)}
@@ -322,8 +322,9 @@ class Program:
 
     @property
     def takes_restructure(self) -> bool:
-        """Whether the loss takes a `Restructure`, and no model or `Rest`."""
-        return self.gradient.loss.takes_form and self.placement.has_restructure
+        """Whether the state holds a `Restructure`, as the loss takes it or as rows that are owned need it."""
+        placement = self.placement
+        return placement.frozen.are_owned or (self.gradient.loss.takes_form and placement.has_restructure)
 
     def check_model_state(self, model_state: Any) -> None:
         """Checks that a model's state is given where the loss takes one."""
