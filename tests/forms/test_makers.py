@@ -205,7 +205,7 @@ def test_it_lies_over_devices(name, kind, takes, in_plans):
     assert_near(plan.model(params, state), want, 1e-3)
     split = [leaf for leaf in jax.tree.leaves((params, state.rule)) if leaf.ndim]
     assert {leaf.addressable_shards[0].data.size for leaf in split} == {64, 160}
-    assert "dtypes, padded to 896 elements over ('data': 4): 3,072 bytes, 768 on each device" in repr(plan)
+    assert "dtypes, padded to 896 elements over ('data': 4): 3,088 bytes (16 frozen), 772 on each device" in repr(plan)
 
 
 def test_what_it_cannot_be_over_devices(in_plans):

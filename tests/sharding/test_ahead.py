@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import sharding
-from treeparams.sharding._collectives import Collective
+from treeparams.sharding._compiled.collectives import Collective
 
 from ..nets import BATCH, loss, mesh_of, model_of
 
@@ -99,9 +99,9 @@ def test_what_a_step_of_this_library_takes():
     step, params, state = started_of_shapes(mesh_of(8))
     found = sharding.ahead(step, params, state, *BATCH)
     size = params.size * 4
-    assert (found.parameters, found.frozen, found.state) == (size // 8, 16, size // 8)
-    assert (found.gathered, found.gradients) == (size, size)
-    assert found.activations == max(0, found.temporaries - 2 * size)
+    assert (found.parameters, found.frozen, found.state) == (size // 8, 8, size // 8 + 4)
+    assert (found.gathered, found.gradients) == (size + 64, size)  # with the frozen array
+    assert found.activations == max(0, found.temporaries - 2 * size - 64)
     assert found.results <= 4 + 4 * 8  # the value, and pointers to four arrays; all else takes the buffers of arguments
     assert found.moved.over == {("data",): 2 * size}
     assert found.largest[:2] == (("params", size // 8, "P('data')"), ("state.rule.0.trace", size // 8, "P('data')"))

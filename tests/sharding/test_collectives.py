@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 from treeparams import sharding
-from treeparams.sharding._collectives import Collective
+from treeparams.sharding._compiled.collectives import Collective
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 PART = 16 * 32 * 4  # bytes of the rows of one of four devices

@@ -114,7 +114,7 @@ def started(name):
     axis = "data" if len(mesh.axis_names) > 1 else None
     plan = sharding.plan(tp.layout(model, freeze=FROZEN), mesh, rules, form=form, axis=axis)
     of = of_form if options.get("split") == "parameters" else of_any if "loss_takes" in options else of_model
-    return plan, model, *sharding.make_step(of, TX, plan, **options)
+    return plan, model, *sharding.make_step(of, TX, plan, loss_is="mean", **options)
 
 
 def of_any(form, rest, x):
@@ -178,7 +178,9 @@ def compiled(rules, form, **options):
         return jnp.mean(x**2)
 
     plan = sharding.plan(tp.layout(deep(), freeze="layers.*.base"), mesh_of(8), rules, form=form)
-    init, step = sharding.make_step(of if "loss_takes" in options else of_model, optax.adam(1e-3), plan, **options)
+    init, step = sharding.make_step(
+        of if "loss_takes" in options else of_model, optax.adam(1e-3), plan, loss_is="mean", **options
+    )
     return plan, step.lower(*init(deep()), jnp.ones((8, WIDTH))).compile()
 
 
@@ -285,7 +287,7 @@ def test_shapes_lie_as_values_do():
         states = [init(model)[1] for model in (deep(), jax.eval_shape(deep))]
         assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
         pairs = [*zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True)]
-        assert pairs[-1][0].addressable_shards[0].data.shape == (ROWS // 4, WIDTH, WIDTH)
+        assert pairs[-2][0].addressable_shards[0].data.shape == (ROWS // 4, WIDTH, WIDTH)
         assert all(value.sharding.is_equivalent_to(shape.sharding, value.ndim) for value, shape in pairs)
         _, made = jax.jit(init)(deep())
         assert places(made)[-1].is_equivalent_to(pairs[-1][0].sharding, 3)

@@ -5,7 +5,7 @@ whole step of training over it. Over several processes `sharding.initialize` com
 """
 
 from ._ahead import Ahead as Ahead, Lying as Lying, Seconds as Seconds, ahead as ahead
-from ._collectives import Collectives as Collectives, collectives as collectives
+from ._compiled.collectives import Collectives as Collectives, collectives as collectives
 from ._interrupted import interrupted as interrupted
 from ._plan import Plan as Plan, plan as plan
 from ._processes import initialize as initialize

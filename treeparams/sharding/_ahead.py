@@ -13,9 +13,9 @@ from .._tree.paths import join_path, key_entries
 from .._tree.tables import Table, as_html, as_text
 from .._tree.text import in_bytes, in_units
 from .._tree.types import PyTree
-from ._collectives import Collectives, collectives, gathered_at_once
-from ._hlo import Text
-from ._products import flops_of
+from ._compiled.collectives import Collectives, collectives, gathered_at_once
+from ._compiled.hlo import Text
+from ._compiled.products import flops_of
 from ._put import shapes_over
 from ._specs import as_text as spec_as_text
 from ._step import Step, StepState, program_of

@@ -11,7 +11,7 @@ from .._tree.text import describe, in_bytes, in_short, quoted
 from .._tree.types import PyTree
 from ..optim._separability import check_form
 from ..optim._stacked import WITHIN
-from ._collectives import collectives
+from ._compiled.collectives import collectives
 from ._placement import Placement
 from ._update import Update, sharding_of
 

@@ -16,6 +16,7 @@ from .._slots.rules import first_entries
 from .._slots.where import name_of
 from .._tree.dtypes import common_dtype, is_complex, widened
 from .._tree.text import describe, quoted
+from ._frozen import frozen_sources
 
 ComputeDtype = DTypeLike | Mapping[Any, DTypeLike] | None
 
@@ -80,7 +81,10 @@ def _of_paths(layout: Layout, compute_dtype: ComputeDtype) -> dict[str, Any]:
     index = index_of(layout)
     paths, specs = index.structure.paths, index.structure.specs
     found = first_entries(index, list(rules), asked=index.distinct)
-    return {paths[i]: dtypes[n] for i, n in found.items() if (spec := specs[i]) and not is_complex(spec.dtype)}
+    kept = frozen_sources(index).union(index.positions)  # buffers are as they are
+    return {
+        paths[i]: dtypes[n] for i, n in found.items() if i in kept and (spec := specs[i]) and not is_complex(spec.dtype)
+    }
 
 
 def _floating(name: str, dtype: Any) -> Any:

@@ -25,9 +25,9 @@ STEPS, BATCH = 5, 12
 # With a smaller epsilon, rounding where a gradient almost vanishes becomes a part of the step.
 RULE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
 FORMS = {  # form: rules, what is split
-    "tree": ({"**.bias": "whole", "top.scale": "whole", "**": "split"}, {"split": "state"}),
-    "vector": ({"**": "split"}, {"split": "gradients"}),
-    "stacks": ({"top.scale": "whole", "**": "owned"}, {"split": "parameters", "loss_takes": "form"}),
+    "tree": ({"top.s*": "whole", "**.bias": "whole", "**": "split"}, {"split": "state"}),
+    "vector": ({"top.shift": "whole", "**": "split"}, {"split": "gradients"}),
+    "stacks": ({"top.s*": "whole", "**": "owned"}, {"split": "parameters", "loss_takes": "form"}),
 }
 
 
@@ -174,7 +174,7 @@ def saves(folder):
         "losses": losses,
         "width": difference(width=6),
         "dtype": difference(dtype=jnp.bfloat16),
-        "rules": difference({"rules": {"**": "split"}}),
+        "rules": difference({"rules": {"top.shift": "whole", "**": "split"}}),
         "at": interruption(),
     }
 

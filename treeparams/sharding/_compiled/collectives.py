@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from .._tree.tables import Table, as_html, as_text
-from .._tree.text import count_of, in_bytes
-from ._groups import axes_in, moves_nothing
-from ._hlo import BRANCH, UNKNOWN, Computation, Counts, Operation, Text, bytes_in, summed, total
+from ..._tree.tables import Table, as_html, as_text
+from ..._tree.text import count_of, in_bytes
+from .groups import axes_in, moves_nothing
+from .hlo import BRANCH, UNKNOWN, Computation, Counts, Operation, Text, bytes_in, summed, total
 
 _KINDS = (
     "all-gather",
