@@ -102,7 +102,7 @@ def test_what_a_step_of_this_library_takes():
     assert (found.parameters, found.frozen, found.state) == (size // 8, 8, size // 8 + 4)
     assert (found.gathered, found.gradients) == (size + 64, size)  # with the frozen array
     assert found.activations == max(0, found.temporaries - 2 * size - 64)
-    assert found.results <= 4 + 4 * 8  # the value, and pointers to four arrays; all else takes the buffers of arguments
+    assert found.results <= 4 + 5 * 8  # the value, and pointers to five arrays; all else takes the buffers of arguments
     assert found.moved.over == {("data",): 2 * size}
     assert found.largest[:2] == (("params", size // 8, "P('data')"), ("state.rule.0.trace", size // 8, "P('data')"))
     # Of each device's two examples: embedding, four layers of two products, the last one. On the way back a product
