@@ -16,9 +16,9 @@ import jax
 import pytest
 
 from treeparams import sharding
-from treeparams.sharding._interrupted import _Notice
-from treeparams.sharding._patience import Watch, Watched
-from treeparams.sharding._processes import agree
+from treeparams.sharding._processes.agree import agree
+from treeparams.sharding._processes.interrupted import _Notice
+from treeparams.sharding._processes.patience import Watch, Watched
 
 PROGRAMS = pathlib.Path(__file__).with_name("_process_programs")
 TAKES_HEARTBEAT = jax.__version_info__ >= (0, 7)

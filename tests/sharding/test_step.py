@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 from treeparams._forms.makers import tree_of
+from treeparams.sharding._call import Setup
 from treeparams.sharding._compute import Compute
-from treeparams.sharding._gradient import Gradient
+from treeparams.sharding._gradient import value_and_gradient
 from treeparams.sharding._loss import Loss
 from treeparams.sharding._plan import placement_of
 from treeparams.sharding._update import Update
@@ -164,7 +165,7 @@ def test_the_gradient_by_itself(form, rules, kind):
         mean = Loss(loss, None, is_mean=True, takes_form=False, has_aux=False, has_state=False)
         placement = placement_of(plan)
         compute = Compute.of(placement.layout, placement.form, None, None)
-        of_loss = Gradient(placement, mean, split, pieces, compute)
+        of_loss = functools.partial(value_and_gradient, Setup(placement, mean, split, pieces, compute))
         got, found, _, _ = jax.jit(of_loss)(params, rest, None, BATCH)
         np.testing.assert_allclose(got, want, 1e-5)
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)

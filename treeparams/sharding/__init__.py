@@ -6,7 +6,8 @@ whole step of training over it. Over several processes `sharding.initialize` com
 
 from ._ahead import Ahead as Ahead, Lying as Lying, Seconds as Seconds, ahead as ahead
 from ._compiled.collectives import Collectives as Collectives, collectives as collectives
-from ._interrupted import interrupted as interrupted
 from ._plan import Plan as Plan, plan as plan
-from ._processes import initialize as initialize
-from ._step import Step as Step, StepState as StepState, make_step as make_step
+from ._processes.initialize import initialize as initialize
+from ._processes.interrupted import interrupted as interrupted
+from ._program import StepState as StepState
+from ._step import Step as Step, make_step as make_step

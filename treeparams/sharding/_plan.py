@@ -19,8 +19,8 @@ from .._tree.lost_ties import keep_apart
 from .._tree.tables import as_html, as_text
 from .._tree.types import PyTree
 from ._check import check_layout
-from ._patience import Watched
 from ._placement import Placement
+from ._processes.patience import Watched
 from ._put import put_leaf
 from ._specs import AxisNames, FormName, Rules, axes_of
 from ._update import Average, Update, ema_maker, sharding_of

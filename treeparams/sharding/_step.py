@@ -1,64 +1,25 @@
 """make_step: one step of training over a mesh - gather, gradient, scatter, update - as one compiled program."""
 
-import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex
 
 import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from .._forms.mesh import automatic, lay
-from .._forms.restructure import Restructure
 from .._slots.layout import index_of
-from .._slots.parts import Rest, take_apart
 from .._tree.text import count_of, describe
 from .._tree.types import PyTree
 from ..optim._scaled import check_names
-from ._alike import is_shared, is_whole, surroundings_in_words, values_in_words
-from ._batch import put_batch
-from ._check import check_layout, check_moves, check_over_form, lowered
+from ._call import Setup, Split
+from ._check import check_moves, check_over_form
 from ._compute import Compute, ComputeDtype
-from ._gradient import Gradient, Split
 from ._loss import Loss, LossIs
-from ._patience import Watched
-from ._placement import Placement, described
 from ._plan import Plan, placement_of
-from ._processes import agree
-from ._put import put_leaf, shapes_over
-from ._specs import names_of
-from ._update import Average, Update, sharding_of
-
-
-@dataclasses.dataclass(frozen=True)
-class StepState:
-    """All that `sharding.make_step` keeps beside the parameters, a pytree.
-
-    Attributes:
-        rule: the state of the rule, plain Optax.
-        average: the `tp.Ema` of the parameters, in their form; `None` without one. `plan.model(state.average.average,
-            state)` is the averaged model.
-        rest: all of the model but its parameters.
-        layout: a zero under the digest of the plan's layout. So the tree of the state says what it is of, and Orbax,
-            `treeparams.saving` and the step refuse one of other parameters. In a vector, which is padded, these may be
-            as long.
-        model_state: the state that the model changes, such as running statistics; `None` without `has_state=True`.
-    """
-
-    rule: Any
-    average: Any
-    rest: Any
-    layout: dict[str, Any]
-    model_state: Any = None
-
-
-StepState.__module__ = "treeparams.sharding"
-jtu.register_dataclass(StepState, ["rule", "average", "rest", "layout", "model_state"], [])
+from ._processes.patience import Watched
+from ._program import Program, StepState
+from ._update import Average, Update
 
 
 def make_step(
@@ -174,7 +135,7 @@ def make_step(
     kept = placement.made(update.start)
     check_names(kept[0], index_of(placement.layout))
     check_moves(placement, update, kept)
-    program = Program(placement, Gradient(placement, of_loss, split, pieces, compute), update, kept)
+    program = Program(placement, Setup(placement, of_loss, split, pieces, compute), update, kept)
     return program.init, Step(program)
 
 
@@ -217,7 +178,7 @@ def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
 class Step:
     """One step of training, made by `sharding.make_step`: `params, state, value = step(params, state, *batch)`."""
 
-    def __init__(self, program: "Program") -> None:
+    def __init__(self, program: Program) -> None:
         """For this library's own use."""
         self._program = program
         self._compiled = jax.jit(program.step, donate_argnums=(0, 1))
@@ -236,122 +197,7 @@ class Step:
         return Step(self._program.over(mesh))
 
 
-program_of: Callable[[Step], "Program"] = operator.attrgetter("_program")
+program_of: Callable[[Step], Program] = operator.attrgetter("_program")
 """For the other files of this library."""
 
 Step.__module__ = "treeparams.sharding"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """How a step starts and what it computes: `init` and `step`, not compiled."""
-
-    placement: Placement
-    gradient: Gradient
-    update: Update
-    kept: tuple[PyTree, PyTree]  # what the update keeps, as shapes with their shardings
-
-    def init(self, model: Any, model_state: Any = None, *, check_values: bool = False) -> tuple[PyTree, StepState]:
-        """The parameters of a model and the first state, where they are to be."""
-        self.check_model_state(model_state)
-        if jax.process_count() > 1:
-            self.compare(model if check_values else None)
-        placement, parts = self.placement, take_apart(model, self.placement.layout)
-        lay_rest = placement.restructure if self.takes_restructure else placement.put_rest
-        params, rest = placement.laid(parts.slots), lay_rest(parts.rest)
-        is_of_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves((params, rest)))
-        kept = self.kept if is_of_shapes else self.start(params)
-        if is_shared(placement.axes.mesh):
-            # Numbers of the rule that belong to no parameter come from the program of each process.
-            whole = {path: leaf for path, leaf in described(kept, lambda leaf: leaf) if is_whole(leaf)}
-            agree(values_in_words(whole), "the first values of the optimiser's state")
-        model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
-        zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
-        mark = {placement.digest: put_leaf(zero, placement.whole, is_own=True)}
-        return params, StepState(*kept, rest, mark, model_state)
-
-    def compare(self, model: Any) -> None:
-        """Checks that all processes have the same plan and update, and of a model that is given the same values."""
-        agree(self.in_words(), "the plans")
-        if not is_shared(self.placement.axes.mesh):
-            return
-        agree(lowered(self.placement, self.update, self.kept).as_text(), "the programs of the update")
-        if model is not None:
-            agree(values_in_words(model), "the values of the models")
-
-    def start(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The state that the update keeps, of parameters that are laid over the mesh."""
-        if not jtu.tree_leaves(self.kept):
-            return self.kept
-        shardings = sharding_of(self.kept)
-        begin = automatic(self.update.start, shardings, self.placement.axes.mesh)
-        # A rule may not look at the parameters, and without any argument JAX would not know the devices.
-        return jax.jit(begin, keep_unused=True, out_shardings=shardings)(params)
-
-    def put(self, batch: PyTree) -> PyTree:
-        """A batch over the devices."""
-        return put_batch(batch, self.placement, self.gradient.pieces)
-
-    def step(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
-        """The next parameters and state, and the value of the loss, with what comes beside it."""
-        placement = self.placement
-        placement.check(params)
-        self.check_state(state)
-        params = lay(placement.tree(jtu.tree_leaves(params)), placement.params)
-        found = self.gradient(params, state.rest, state.model_state, batch)
-        shardings = (placement.params, *sharding_of(self.kept))
-        run = automatic(self.update.step, shardings, placement.axes.mesh)
-        params, after, average = run(params, found.gradients, state.rule, state.average, found.value)
-        value = (found.value, found.aux) if self.gradient.loss.has_aux else found.value
-        return params, StepState(after, average, state.rest, state.layout, found.model_state), value
-
-    def over(self, mesh: Mesh | AbstractMesh) -> "Program":
-        """The same over a mesh of other devices, with the same axes."""
-        placement = self.placement.over(mesh)
-        gradient = dataclasses.replace(self.gradient, placement=placement)
-        return Program(placement, gradient, self.update, shapes_over(self.kept, mesh))
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient that a device has at its peak: before it is divided, unless it never is whole."""
-        axes, found = self.placement.axes, 0
-        for leaf, spec in zip(jtu.tree_leaves(self.placement.shapes()), self.placement.specs, strict=True):
-            split = [name for name in names_of(spec) if self.gradient.split == "parameters" or name not in axes.batch]
-            found += math.prod(leaf.shape) * leaf.dtype.itemsize // axes.devices_along(split)
-        return found
-
-    @property
-    def takes_restructure(self) -> bool:
-        """Whether the state holds a `Restructure`, as the loss takes it or as rows that are owned need it."""
-        placement = self.placement
-        return placement.frozen.are_owned or (self.gradient.loss.takes_form and placement.has_restructure)
-
-    def check_model_state(self, model_state: Any) -> None:
-        """Checks that a model's state is given where the loss takes one."""
-        has_state = self.gradient.loss.has_state
-        if has_state and model_state is None:
-            raise ValueError(
-                "with has_state=True the loss takes the state of the model; give it to init(model, model_state), as "
-                "eqx.nn.make_with_state returns it"
-            )
-        if model_state is not None and not has_state:
-            raise ValueError("init was given the state of a model, of which the loss knows nothing: say has_state=True")
-
-    def check_state(self, state: object) -> None:
-        """Checks that a state is that of this step."""
-        if not isinstance(state, StepState):
-            raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
-        check_layout(self.placement, state.layout)
-        kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
-        if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
-            raise ValueError(
-                "the state is of another step: its rule, its average, its form or what its loss takes is another; "
-                "start with init(model)"
-            )
-
-    def in_words(self) -> str:
-        """All that is the same in all processes."""
-        kept = [f"state{path}  {spec}" for path, spec in described(self.kept, describe)]
-        how = f"split {self.gradient.split}, microbatches {self.gradient.pieces}, {self.gradient.compute.in_words}"
-        around = surroundings_in_words(self.placement.axes.mesh)
-        return "\n".join([self.placement.in_words(), *kept, how, self.gradient.loss.in_words, around])

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from ..._tree.tables import Table, as_html, as_text
 from ..._tree.text import count_of, in_bytes
 from .groups import axes_in, moves_nothing
-from .hlo import BRANCH, UNKNOWN, Computation, Counts, Operation, Text, bytes_in, summed, total
+from .hlo import Computation, Operation, Text, bytes_in
+from .sums import BRANCH, UNKNOWN, Counts, summed, total
 
 _KINDS = (
     "all-gather",

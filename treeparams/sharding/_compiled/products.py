@@ -8,7 +8,8 @@ import functools
 import math
 import re
 
-from .hlo import Computation, Counts, Operation, Text, shapes_in, summed
+from .hlo import Computation, Operation, Text, shapes_in
+from .sums import Counts, summed
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dim(?:s=\{|ensions\W+\[)([\d,\"]*)")  # of XLA; and of cuBLAS, in JSON
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")

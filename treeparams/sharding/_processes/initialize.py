@@ -1,24 +1,15 @@
-"""Several processes: starting them so that none outlives the others, and finding out that they differ."""
+"""initialize: processes that are started so that none outlives the others."""
 
-import concurrent.futures
-import difflib
 import faulthandler
-import hashlib
 import inspect
-import itertools
 import sys
 import types
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from ._patience import watch
-
-SHOWN = 40  # lines of what differs, at most: a plan may have thousands
+from .patience import watch
 
 
 def initialize(
@@ -140,54 +131,3 @@ def _leave_after_exceptions(seconds: int) -> None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     sys.excepthook = show_and_leave
-
-
-def agree(words: str, what: str) -> None:
-    """Checks that all processes say the same; where they do not, it raises in every one of them.
-
-    All processes call it together. The arrays that they exchange have the same shape whatever they say, so that it
-    cannot hang or mix up data as other collectives do between processes that differ.
-
-    >>> agree("float32[64,64]  split", "the plans")  # one process agrees with itself
-
-    Args:
-        words: the words of this process; lines that differ are shown.
-        what: a name for these words, in the plural, for the message: `"the plans"`.
-    """
-    if jax.process_count() == 1:
-        return
-    # `init` may be within `jax.jit`, which each thread has for itself.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        thread.submit(_agree, words, what).result()
-
-
-def _agree(words: str, what: str) -> None:
-    text = np.frombuffer(words.encode(), np.uint8)
-    digests = multihost_utils.process_allgather(np.frombuffer(hashlib.sha256(words.encode()).digest(), np.uint8))
-    if (digests == digests[0]).all():
-        return
-    # Only where they differ is all of the text exchanged, padded to one length: a gather needs arrays of one shape.
-    sizes = multihost_utils.process_allgather(np.asarray(text.size, np.int32))
-    padded = np.pad(text, (0, sizes.max() - text.size))
-    rows = zip(multihost_utils.process_allgather(padded), sizes, strict=True)
-    said: dict[str, list[int]] = {}
-    for process, (row, size) in enumerate(rows):
-        said.setdefault(row[:size].tobytes().decode(), []).append(process)
-    # Against what most of them say; among equals, against the first process.
-    (usual, holders), *others = sorted(said.items(), key=lambda item: -len(item[1]))
-    lines = itertools.chain.from_iterable(
-        difflib.unified_diff(
-            usual.split("\n"), other.split("\n"), _listed(holders), _listed(processes), lineterm="", n=0
-        )
-        for other, processes in others
-    )
-    shown = list(itertools.islice(lines, SHOWN))
-    more = sum(1 for _ in lines)
-    raise ValueError(
-        f"{what} differ between the processes; make them from the same model, rules and options in all of them:\n"
-        + "\n".join(shown + [f"... and {more} more lines"] * (more > 0))
-    )
-
-
-def _listed(processes: Sequence[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"

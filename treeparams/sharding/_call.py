@@ -1,0 +1,207 @@
+"""One call of a step's gradient, while it is traced: what the loss is given, and how parameters get there and back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import PartitionSpec
+
+from .._forms.mesh import over_devices
+from .._forms.restructure import Restructure, released
+from .._slots.parts import put_together
+from ._compute import Compute
+from ._gather import Dims, Gathering, Whole, constrained_to, gather, scatter, summed
+from ._loss import Loss
+from ._pieces import Result
+from ._placement import Placement
+from ._share import DeviceShare, ShareRestructure, divided_rest
+
+Split = Literal["state", "gradients", "parameters"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+    """A loss over a batch that devices share, and how its gradient is computed."""
+
+    placement: Placement
+    loss: Loss
+    split: Split
+    pieces: int  # in which the batch is taken, one after another
+    compute: Compute
+
+    @property
+    def splits(self) -> list[Dims]:
+        """The axes along which each block is gathered."""
+        return list(map(self.placement.axes.by_hand, self.placement.specs))
+
+    @property
+    def specs(self) -> list[PartitionSpec]:
+        """The spec of each block along the batch; other axes of the mesh are left to XLA."""
+        return list(map(self.placement.axes.along_batch, self.placement.specs))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call: a batch, and the rest of a model."""
+
+    of: Setup
+    treedef: Any  # of the batch
+    rest: Any  # of the model, its arrays as they lie
+    specs: list[PartitionSpec]  # of these
+    dtypes: list[Any]  # of these within the loss; none as it is
+    model_state: Any
+    arrays: list[jax.Array]  # of the batch
+
+    # -- What the loss is given
+
+    @property
+    def examples(self) -> int:
+        """How many there are in the batch."""
+        return next((array.shape[0] for array in self.arrays if array.ndim), 0)
+
+    def cast_rest(self) -> Any:
+        """The rest of the model within the loss, of arrays that are whole."""
+        leaves, treedef = jtu.tree_flatten(self.rest)
+        return treedef.unflatten([_cast(leaf, dtype) for leaf, dtype in zip(leaves, self.dtypes, strict=True)])
+
+    def unsplit(self, rest: Any) -> Any:
+        """The rest of the model beside parameters that nobody has a share of; what opens them, if they are split."""
+        if self.of.split != "parameters":
+            return rest
+        nothing, gathering = [Whole((), None)] * len(self.specs), Gathering(self.of.placement.axes, is_automatic=False)
+        return ShareRestructure.over(rest, [()] * len(self.of.specs), nothing, gathering)
+
+    def result(self, leaves: Sequence[Any], rest: Any, model_state: Any, arrays: Sequence[Any]) -> Result:
+        """What the loss returns, of arrays of parameters that are whole."""
+        loss, batch = self.of.loss, jtu.tree_unflatten(self.treedef, arrays)
+        given = self.model(leaves, rest)
+        if loss.outputs is not None:
+            return loss.result(loss.function(loss.outputs(*given, *batch), *batch))
+        return loss.result(loss.function(*given, *([model_state] if loss.has_state else []), *batch))
+
+    def model(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
+        """The first arguments of the loss: the model, or the parameters in their form and the way back."""
+        if self.of.loss.takes_form:
+            params = self.of.placement.tree(leaves)
+            return DeviceShare(params) if isinstance(rest, ShareRestructure) else params, rest
+        rest = released(rest) if isinstance(rest, Restructure) else rest
+        return (put_together(rest, self.of.compute.form.cut_leaves(leaves)),)
+
+    def entered(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of parameters as they enter the loss: whole, in its dtypes; or, split, in those that sum gradients."""
+        compute = self.of.compute
+        if self.of.split == "parameters":
+            return [leaf.astype(compute.summed_in(leaf.dtype)) for leaf in leaves]
+        triples = zip(leaves, self.of.splits, compute.form.blocks, strict=True)
+        return [gather(leaf.astype(block.dtype), split) for leaf, split, block in triples]
+
+    def objective(self, rest: Any, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
+        """What is differentiated in arrays of parameters that have entered; its sum over devices and pieces is wanted.
+
+        It is given the device's examples, or all examples of a piece.
+        """
+        axes, pieces = self.of.placement.axes, self.of.pieces
+        # Of a mean it is divided before it is summed over the devices, so that sums of narrow floats do not overflow.
+        parts = 1 if not self.of.loss.is_mean else pieces if is_automatic else pieces * axes.devices_along(axes.batch)
+
+        def value(leaves: list[Any], model_state: Any, arrays: list[Any]) -> tuple[jax.Array, Result]:
+            found = self.result(*self.shared(leaves, rest, is_automatic), model_state, arrays)
+            return found.value / parts, found
+
+        return value
+
+    def shared(self, leaves: Sequence[Any], rest: Any, is_automatic: bool) -> tuple[Any, Any]:
+        """Arrays that have entered and the rest, or what opens those that each device has a share of."""
+        if self.of.split != "parameters":
+            return leaves, rest
+        gathering = Gathering(self.of.placement.axes, is_automatic)
+        pairs = zip(leaves, self.of.placement.specs, strict=True)
+        shares = [gathering.divided(leaf, spec) for leaf, spec in pairs]
+        frozen, ways = divided_rest(rest, self.ways, self.specs, gathering)
+        restructure = ShareRestructure.over(frozen, [split for _, split in shares], ways, gathering)
+        return [leaf for leaf, _ in shares], restructure
+
+    def by_device(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """As `entered`, with a first axis over the devices, so that each has a gradient of its own; and the rest."""
+        of, axes = self.of, self.of.placement.axes
+        if of.split == "parameters":
+            return self.entered(leaves), jtu.tree_leaves(self.rest)
+        wide = lambda leaves: [leaf.astype(of.compute.summed_in(leaf.dtype))[None] for leaf in leaves]
+        bring = lambda leaves, rest: (wide(self.entered(leaves)), jtu.tree_leaves(self.rest_of(rest)))
+        ins = of.specs, self.rest_specs
+        outs = PartitionSpec(axes.batch), PartitionSpec()
+        return over_devices(bring, axes.mesh, ins, outs, axes.batch)(leaves, jtu.tree_leaves(self.rest))
+
+    def whole(self, leaves: list[Any]) -> tuple[list[Any], Any]:
+        """Arrays of parameters and the rest brought together, each by a collective by hand."""
+        of, axes = self.of, self.of.placement.axes
+        if of.split == "parameters":
+            return self.entered(leaves), self.rest
+        bring = lambda leaves, rest: (self.entered(leaves), jtu.tree_leaves(self.rest_of(rest)))
+        ins = of.specs, self.rest_specs
+        run = over_devices(bring, axes.mesh, ins, PartitionSpec(), axes.batch)
+        leaves, rest = run(leaves, jtu.tree_leaves(self.rest))
+        return leaves, jtu.tree_structure(self.rest).unflatten(rest)
+
+    @property
+    def rest_specs(self) -> list[PartitionSpec]:
+        """The spec of each array of the rest along the batch."""
+        return list(map(self.of.placement.axes.along_batch, self.specs))
+
+    @property
+    def ways(self) -> list[Whole]:
+        """How each array of the rest is brought together."""
+        return list(map(Whole, map(self.of.placement.axes.by_hand, self.specs), self.dtypes))
+
+    def rest_of(self, leaves: Sequence[jax.Array]) -> Any:
+        """The rest of the model on a device, of its shares of arrays: whole, unless parameters stay split."""
+        if self.of.split != "parameters":
+            gathering = Gathering(self.of.placement.axes, is_automatic=False)
+            leaves = [way.of(leaf, gathering) for way, leaf in zip(self.ways, leaves, strict=True)]
+        return jtu.tree_structure(self.rest).unflatten(leaves)
+
+    # -- Gradients
+
+    @property
+    def out_specs(self) -> list[PartitionSpec]:
+        """How gradients by hand lie. What is whole on each device afterwards is divided on the way out."""
+        return [PartitionSpec()] * len(self.of.specs) if self.of.split == "state" else self.of.specs
+
+    def reduced(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """Each device's part of the sum of gradients over the devices."""
+        # Three ways to the same sum. Of split parameters, gradients have been summed where these were gathered, by the
+        # transpose of that. Split gradients are summed and divided in one collective here. With a split state alone,
+        # each device keeps the whole sum, and XLA takes from it on the way out.
+        of, batch = self.of, self.of.placement.axes.batch
+        wide = [each.astype(of.compute.summed_in(each.dtype)) for each in gradients]
+        if of.split == "state":
+            return [jax.lax.psum(each, batch) for each in wide]
+        if of.split == "gradients":
+            wide = list(map(scatter, wide, of.splits))
+        return [summed(each, split, batch) for each, split in zip(wide, of.splits, strict=True)]
+
+    def laid(self, gradients: list[jax.Array]) -> list[jax.Array]:
+        """Gradients under automatic partitioning, laid as parameters are."""
+        # The gradient of a vector is joined where each device has all of it. If XLA were to divide it at once, it would
+        # divide the gradient of each leaf first, and bring all of these together again.
+        placement = self.of.placement
+        is_vector = [block.length is not None and not block.rank for block in placement.form.blocks]
+        whole = [
+            constrained_to(each, PartitionSpec(), placement.axes) if yes else each
+            for each, yes in zip(gradients, is_vector, strict=True)
+        ]
+        return [constrained_to(each, spec, placement.axes) for each, spec in zip(whole, placement.specs, strict=True)]
+
+    def as_parameters(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """Gradients in the dtypes of the parameters."""
+        blocks = self.of.placement.form.blocks
+        return [
+            each.astype(jax.dtypes.canonicalize_dtype(block.dtype))
+            for each, block in zip(gradients, blocks, strict=True)
+        ]
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    return array if dtype is None else array.astype(dtype)

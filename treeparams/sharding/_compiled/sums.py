@@ -1,0 +1,85 @@
+"""Sums over all that one run of a compiled program does."""
+
+import collections
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .hlo import CALLED, LOOP, Computation, Operation, Text, names
+from .loops import trips_of
+
+_BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
+
+UNKNOWN = "how often a loop runs depends on values, so what is {} within it has no count"
+BRANCH = "of a conditional, the branch that {} most is counted"
+
+Counts = Mapping[Any, int | None]
+"""How often something is met; `None`: nobody knows."""
+
+
+def total(products: Iterable[tuple[int | None, int | None]]) -> int | None:
+    """The sum of products; none if a factor is not known."""
+    found = 0
+    for one, other in products:
+        if one is None or other is None:
+            return None
+        found += one * other
+    return found
+
+
+class Sums(NamedTuple):
+    """What one run of a program does in all, and what is left open."""
+
+    counts: Counts
+    has_unknown: bool  # whether some is within a loop of unknown length
+    has_branches: bool  # whether some is within a conditional
+
+
+def summed(
+    text: Text,
+    of_one: Callable[[str, Operation, Computation], Counts],
+    weight: Callable[[Counts], float],
+    rounds: Callable[[int | None], int | None] = lambda trips: trips,
+) -> Sums:
+    """Sums what operations do over one run of a program.
+
+    Args:
+        text: the program.
+        of_one: what one operation does, from the name of its computation, it, and all operations of there.
+        weight: of counts; of a conditional, those of the heaviest branch are taken.
+        rounds: how often a loop counts that runs so often.
+    """
+    open_questions = {"unknown": False, "branches": False}
+
+    # A computation may be called by several others, and loops stand within loops: its counts are found once, and
+    # multiplied where it is called. `None` is a number that is not known, and so is all that it is multiplied with.
+    @functools.cache
+    def of(name: str) -> Counts:
+        counts: dict[Any, int | None] = collections.defaultdict(int)
+
+        def add(inner: Counts, times: int | None) -> None:
+            for key, each in inner.items():
+                counts[key] = total([(counts[key], 1), (each, times)])
+
+        operations = text.computations.get(name, {})
+        for operation in operations.values():
+            found = of_one(name, operation, operations)
+            if found:
+                add(found, 1)
+            elif operation.kind == "while":
+                trips = rounds(trips_of(text, operation, operations))
+                for role, called in LOOP.findall(operation.attributes):
+                    open_questions["unknown"] |= trips is None and bool(of(called))
+                    # The condition is evaluated once more than the body: it ends the loop.
+                    add(of(called), trips if trips is None or role == "body" else trips + 1)
+            elif operation.kind == "conditional":
+                branches = [of(called) for called in names(_BRANCHES, operation.attributes)]
+                open_questions["branches"] |= any(branches)
+                add(max(branches, key=weight, default={}), 1)
+            elif not operation.kind.endswith(("-done", "-update")):  # these name once more what was started
+                for called in names(CALLED, operation.attributes):
+                    add(of(called), 1)
+        return dict(counts)
+
+    return Sums(of(text.entry), open_questions["unknown"], open_questions["branches"])
