@@ -91,7 +91,7 @@ def started_of_shapes(mesh, **options):
     model = jax.tree.map(shaped, model_of())
     layout = tp.layout(model, freeze="scale")
     plan = sharding.plan(layout, mesh, {"**": "split"}, form="vector", **options)
-    init, step = sharding.make_step(loss, optax.sgd(0.05, 0.9), plan)
+    init, step = sharding.make_step(loss, optax.sgd(0.05, 0.9), plan, loss_is="mean")
     return step, *init(model)
 
 

@@ -117,6 +117,6 @@ def test_narrow_gradients_are_divided_before_they_are_summed(split):
     model = {"w": jnp.zeros((8, 4), jnp.float16)}
     plan = sharding.plan(model, mesh_of(8), {"**": "split"})
     of = lambda model, x: jnp.mean(x @ model["w"])
-    init, step = sharding.make_step(of, optax.sgd(2.0**-15), plan, split=split)
+    init, step = sharding.make_step(of, optax.sgd(2.0**-15), plan, loss_is="mean", split=split)
     params, _, _ = step(*init(model), jnp.full((8, 8), 2**16 - 2**7, jnp.float16))
     np.testing.assert_allclose(params["w"], -0.5, 2e-2)
