@@ -22,19 +22,16 @@ from .._forms.restructure import Restructure, released
 from .._slots.parts import Rest, put_together
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
+from ._by_hand import Dims, gather, scatter, summed
 from ._closed_over import naming_closed_over
 from ._compute import Compute
 from ._gather import (
     DeviceShare,
-    Dims,
     Gathering,
     ShareRestructure,
     Whole,
     constrained_to,
     divided_rest,
-    gather,
-    scatter,
-    summed,
 )
 from ._loss import Loss, aux_of, check_rows, seen
 from ._pieces import Result, cut, over_pieces, uncut
