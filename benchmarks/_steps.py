@@ -52,7 +52,7 @@ class Loop:
         return getattr(self.compiled, "compiled", self.compiled).cost_analysis()  # Equinox and Flax wrap it
 
 
-def check_losses(loops: Mapping[str, Loop]) -> None:
+def check_losses(loops: Mapping[str, Loop], rtol: float = 1e-4) -> None:
     """All take the same steps, and these lead somewhere.
 
     Raises:
@@ -61,7 +61,7 @@ def check_losses(loops: Mapping[str, Loop]) -> None:
     losses = {name: [float(loop()) for _ in range(4)] for name, loop in loops.items()}
     first = next(iter(losses.values()))
     for name, each in losses.items():
-        assert np.allclose(each, first, rtol=1e-4), f"{name}: {each}, not {first}"
+        assert np.allclose(each, first, rtol=rtol), f"{name}: {each}, not {first}"
     assert first[-1] < (1 - 1e-3) * first[0], f"the loss stays where it was: {first}"
 
 

@@ -8,6 +8,11 @@ a part of each row. Muon is over whole rows; where it is "stacked in each step",
 rest leaf by leaf. The last table is about what a device has at once: what of the state, the gradients and the
 parameters stays split.
 
+"Losses" are of a tied transformer and a masked mean, the same number whichever way it is said: a loss of the whole
+batch, `(sum, weight)`, `loss_is="mean"`, `outputs=`, and pieces. FSDP is as above. In bfloat16 it casts within its
+loss; its collectives, as the others', are counted in the program as XLA divides it, since XLA for CPU widens them
+later. The last table is of programs that are compiled for TPUs and not run.
+
 Nets of layers of one width learn on a batch of 64, and that all of a table come to the same losses is asserted. The
 batch is so small that the update and what is moved count; with it XLA moves activations in place of some weights.
 Collectives and bytes are read from the compiled program, by `sharding.collectives` and `memory_analysis`; they are
@@ -21,11 +26,8 @@ machine, so that times tell of dispatch, copies and what is computed more than o
 """
 
 import functools
-import math
 import multiprocessing
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -38,24 +40,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
-from ._steps import IN_A_ROW, RATE, Loop, check_losses, mean_error, model, updated
+from ._harness import Scale, Table, Verdict
+from ._losses import of_losses, of_narrow_losses, of_tpus
+from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, table
+from ._steps import RATE, mean_error, model, updated
 
 _BY_LEAF, _REPLICATED, _EACH_STEP = "leaf by leaf", "replicated", "stacked in each step"
 _TREE, _VECTOR, _STACKS, _SCANNED = "tree", "vector", "stacks", "stacks, scanned"
 _ROWS, _OWNED = "whole rows, scanned", "parameters, whole rows"
-_SLACK = 1.1
 _EXAMPLES = 64
-_SECONDS = 2  # what takes longer to make and to compile is made once
 _MATRICES_AND_BIASES = {"all-gather": 2, "reduce-scatter": 2}
 _ADAM, _MUON = optax.adam(RATE), optax.contrib.muon(RATE)
 
 
 def run(scale: Scale) -> Iterator[Table]:
     devices, context = 2 if scale.is_smoke else 8, multiprocessing.get_context("spawn")
-    small = () if scale.is_smoke else (_of_small_leaves,)  # the same steps as of large ones
+    # A smoke test leaves out what takes the same steps as another table.
+    makers = [_of_large_leaves, _of_matrices, _of_what_is_split, of_losses]
+    if not scale.is_smoke:
+        makers += [_of_small_leaves, of_narrow_losses, of_tpus]
     with ProcessPoolExecutor(1, context, initializer=_begin, initargs=(devices, scale.is_smoke)) as other:
-        for make in (_of_large_leaves, *small, _of_matrices, _of_what_is_split):
+        for make in makers:
             yield other.submit(make, scale).result()
 
 
@@ -70,24 +75,24 @@ def _begin(devices: int, is_smoke: bool) -> None:
 
 def _of_large_leaves(scale: Scale) -> Table:
     task = Task.of(_ADAM, *((4, 32) if scale.is_smoke else (32, 256)))
-    found = _measured(_forms(task), scale)
+    found = measured(_forms(task), scale)
     names = [name for name in found if name not in (_BY_LEAF, _REPLICATED)]
     targets = [
-        _has(found, _VECTOR, {"all-gather": 1, "reduce-scatter": 1}),
-        _has(found, _STACKS, _MATRICES_AND_BIASES),
-        *(_moves(found, name, 2) for name in names),
-        *(_at_most(found, "step", name, _BY_LEAF, _SLACK) for name in names),
+        has(found, _VECTOR, {"all-gather": 1, "reduce-scatter": 1}),
+        has(found, _STACKS, _MATRICES_AND_BIASES),
+        *(moves(found, name, 2) for name in names),
+        *(at_most(found, "step", name, _BY_LEAF, SLACK) for name in names),
     ]
-    return _table(f"Adam, {task}", found, targets)
+    return table(f"Adam, {task}", found, targets)
 
 
 def _of_small_leaves(scale: Scale) -> Table:
     task = Task.of(_ADAM, leaves=128, width=8)
-    found = _measured(_forms(task), scale)
-    targets = [_at_most(found, what, _TREE, _BY_LEAF, _SLACK) for what in ("call", "step")]
+    found = measured(_forms(task), scale)
+    targets = [at_most(found, what, _TREE, _BY_LEAF, SLACK) for what in ("call", "step")]
     for name in (_VECTOR, _STACKS, _SCANNED, _ROWS):
-        targets += [_at_most(found, what, name, _BY_LEAF, 1 / 4) for what in ("call", "step")]
-    return _table(f"Adam, {task}", found, targets)
+        targets += [at_most(found, what, name, _BY_LEAF, 1 / 4) for what in ("call", "step")]
+    return table(f"Adam, {task}", found, targets)
 
 
 def _of_matrices(scale: Scale) -> Table:
@@ -98,14 +103,14 @@ def _of_matrices(scale: Scale) -> Table:
         _EACH_STEP: lambda: _stacked_in_each_step(task, by_row),
         _STACKS: lambda: _sharded(task, "stacks", "owned", by_row),
     }
-    found = _measured(makers, scale)
+    found = measured(makers, scale)
     targets = [
-        _has(found, _STACKS, _MATRICES_AND_BIASES),
-        _moves(found, _STACKS, 2),
-        _at_most(found, "step", _STACKS, _BY_LEAF, 1 / 2),
-        _at_most(found, "step", _STACKS, _EACH_STEP, 1),
+        has(found, _STACKS, _MATRICES_AND_BIASES),
+        moves(found, _STACKS, 2),
+        at_most(found, "step", _STACKS, _BY_LEAF, 1 / 2),
+        at_most(found, "step", _STACKS, _EACH_STEP, 1),
     ]
-    return _table(f"Muon, {task}", found, targets)
+    return table(f"Muon, {task}", found, targets)
 
 
 def _of_what_is_split(scale: Scale) -> Table:
@@ -114,13 +119,13 @@ def _of_what_is_split(scale: Scale) -> Table:
     splits = ("parameters",) if scale.is_smoke else ("state", "gradients", "parameters")
     makers = {split: functools.partial(scanned, split=split) for split in splits}
     makers[_OWNED] = functools.partial(scanned, "owned", split="parameters")
-    found = _measured(makers, scale)
-    targets = [_moves(found, name, 2) for name in found if name == "gradients"]
+    found = measured(makers, scale)
+    targets = [moves(found, name, 2) for name in found if name == "gradients"]
     for name in ("parameters", _OWNED):
         memory = found[name].temporary
         what = f"temporary memory of {name} <= 0.4x the parameters"
-        targets += [_moves(found, name, 3), Verdict(what, memory <= 0.4, f"{memory:.2f}x")]
-    return _table(f"What stays split: Adam, stacks, scanned, {task}", found, targets)
+        targets += [moves(found, name, 3), Verdict(what, memory <= 0.4, f"{memory:.2f}x")]
+    return table(f"What stays split: Adam, stacks, scanned, {task}", found, targets)
 
 
 # -- The steps ---------------------------------------------------------------------------------------------------------
@@ -157,23 +162,6 @@ class Task(NamedTuple):
         product = functools.partial(jnp.einsum, "bi,oi->bo")
         layer = lambda x, layer: (jnp.tanh(product(x, layer.weight) + layer.bias[None]), None)
         return mean_error(restructure.scan(layer, x, stacks, "layers.*")[0], y)
-
-
-class Step(Loop):
-    """A loop of `params, state, value = step(params, state, *batch)`, with the seconds of the calling thread."""
-
-    def __init__(self, step: Any, params: Any, state: Any, batch: tuple[jax.Array, ...]) -> None:
-        super().__init__(step, (params, state), *batch, lower=lambda state, *args: step.lower(*state, *args))
-        self.calls: list[float] = []
-
-    def __call__(self) -> jax.Array:
-        start = time.thread_time()
-        *self.state, value = self.step(*self.state, *self.args)
-        self.calls.append(time.thread_time() - start)
-        return value.block_until_ready()
-
-
-Makers = Mapping[str, Callable[[], Step]]
 
 
 def _forms(task: Task) -> Makers:
@@ -233,74 +221,3 @@ def _partitioned(task: Task, update: Callable, init: Callable, spec: PartitionSp
     results = (params_at, state_at, lying(PartitionSpec()))
     jitted = jax.jit(step, in_shardings=arguments, out_shardings=results, donate_argnums=(0, 1))
     return Step(jitted, jax.device_put(net, params_at), jax.jit(init, out_shardings=state_at)(net), task.batch)
-
-
-# -- What was found ----------------------------------------------------------------------------------------------------
-
-
-class Found(NamedTuple):
-    """Of one step: seconds; bytes in sizes of the parameters; collectives."""
-
-    start: float
-    build: float
-    call: float
-    step: float
-    at_rest: float
-    temporary: float
-    moved: float
-    counts: dict[str, int]
-
-
-def _measured(makers: Makers, scale: Scale) -> dict[str, Found]:
-    loops: dict[str, Step] = {}
-    starts: dict[str, float] = {}
-    builds: dict[str, float] = {}
-    for is_again in (False,) if scale.is_smoke else (False, True):
-        for name, make in makers.items():
-            if is_again and starts[name] + builds[name] > _SECONDS:
-                continue
-            start = time.perf_counter()
-            loops[name] = make()
-            jax.block_until_ready(loops[name].state)
-            starts[name] = min(time.perf_counter() - start, starts.get(name, math.inf))
-            builds[name] = min(loops[name].build(), builds.get(name, math.inf))
-    check_losses(loops)
-    steps = there_and_back(loops, scale, IN_A_ROW)
-    found = {}
-    for name, loop in loops.items():
-        moved, memory = sharding.collectives(loop.compiled), loop.compiled.memory_analysis()
-        counts = {row.kind: moved.count(row.kind) for row in moved.rows}
-        of_params = sum(leaf.nbytes for leaf in jax.tree.leaves(loop.state[0]))
-        at_rest = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(loop.state))
-        sizes = [each / of_params for each in (at_rest, memory.temp_size_in_bytes, moved.bytes)]
-        found[name] = Found(starts[name], builds[name], statistics.median(loop.calls), steps[name], *sizes, counts)
-    return found
-
-
-_TIMES = {"start": "plan and init", "build": "trace, lower, compile", "call": "call", "step": "step"}
-_SIZES = {"at_rest": "at rest", "temporary": "temporary memory", "moved": "moved in a step"}
-
-
-def _table(title: str, found: Mapping[str, Found], targets: Sequence[Verdict]) -> Table:
-    each = found.values()
-    rows = [[words, *as_ratios([getattr(of, what) for of in each], in_time)] for what, words in _TIMES.items()]
-    rows += [[f"{words} / parameters", *(f"{getattr(of, what):.2f}" for of in each)] for what, words in _SIZES.items()]
-    for kind in sorted({kind for of in each for kind in of.counts}):
-        rows.append([kind, *(str(of.counts.get(kind, 0)) for of in each)])
-    return Table(title, ["", *found], rows, targets)
-
-
-def _has(found: Mapping[str, Found], name: str, counts: Mapping[str, int]) -> Verdict:
-    in_words = lambda counts: " and ".join(f"{count} {kind}" for kind, count in counts.items())
-    return Verdict(f"{name}: {in_words(counts)}", found[name].counts == counts, in_words(found[name].counts))
-
-
-def _moves(found: Mapping[str, Found], name: str, limit: float) -> Verdict:
-    moved = found[name].moved
-    return Verdict(f"{name}: moves <= {limit}x the parameters", moved <= limit, f"{moved:.2f}x")
-
-
-def _at_most(found: Mapping[str, Found], what: str, name: str, of: str, limit: float) -> Verdict:
-    ratio = getattr(found[name], what) / getattr(found[of], what)
-    allowed = f"1/{1 / limit:g} of" if limit < 1 else f"{limit:g}x"
-    return Verdict(f"{what} of {name} <= {allowed} {of}", ratio <= limit, f"{ratio:.2f}x")

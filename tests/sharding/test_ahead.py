@@ -1,5 +1,6 @@
 """What a step takes of each device, before there is one: of any jitted step, and of the transformer of an example."""
 
+import functools
 import importlib.util
 import pathlib
 import runpy
@@ -192,6 +193,19 @@ def test_tpus_that_are_not_there():
     assert found.flops > 0
     with pytest.raises(ValueError, match="topology 'v5' is none, expected one as"):
         sharding.ahead(step, params, state, *BATCH, topology="v5")
+
+
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the compiler of TPUs: pip install libtpu")
+@pytest.mark.parametrize("width", [256, 252])  # shares of whole lines of 128 numbers, and others
+def test_tpus_reduce_and_scatter_a_vector(width):
+    model = {"w": jax.ShapeDtypeStruct((4, width, width), jnp.float32)}
+    of = lambda model, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), model["w"], x) ** 2)
+    plan = sharding.plan(model, AbstractMesh((8,), ("data",)), {"**": "split"}, form="vector")
+    init, step = sharding.make_step(of, optax.sgd(0.05), plan, loss_is="mean")
+    x = jax.ShapeDtypeStruct((64, width), jnp.float32)
+    found = sharding.ahead(step, *init(model), x, topology="v5e:2x4").moved
+    assert (found.count("reduce-scatter"), found.count("all-reduce")) == (1, 0)
+    assert found.bytes < 2.1 * 4 * width**2 * 4
 
 
 def test_of_one_device_and_of_arrays():

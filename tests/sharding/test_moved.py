@@ -25,6 +25,22 @@ def test_a_vector_is_gathered_once_and_reduced_once(microbatches, kind):
     assert moved.bytes == 2 * 256 * 4
 
 
+def test_shares_of_a_vector_that_are_no_whole_lines_are_filled():
+    """TPU reduces and scatters rows of 128 numbers, and no vectors; a hundredth more is moved."""
+    model = {"w": ramp(103, 128) / 1e4}  # 8 shares of 1,648, which are moved as 1,664
+    of = lambda model, x: jnp.mean((x @ model["w"]) ** 2)
+    x = ramp(8, 103)
+    _, step, params, state = started(optax.sgd(0.1), of=of, model=model, layout=tp.layout(model), mesh=mesh_of(8))
+    moved = sharding.collectives(step.lower(params, state, x).compile())
+    assert [(row.kind, row.bytes, row.times) for row in moved.rows] == [
+        ("all-gather", 8 * 1664 * 4, 1),
+        ("reduce-scatter", 8 * 1664 * 4, 1),
+    ]
+    params, _, _ = step(params, state, x)
+    want = model["w"] - 0.1 * jax.grad(of)(model, x)["w"]
+    np.testing.assert_allclose(params.reshape(103, 128), want, 1e-5)
+
+
 def test_stacks_that_are_owned_are_gathered_once_and_reduced_once():
     """Of Muon, with no collective in the update."""
     model = {"layers": [{"u": ramp(4, 8, start=i), "w": ramp(8, 4, start=i)} for i in range(4)]}

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 from .._forms.mesh import over_devices
 from .._forms.restructure import Restructure, released
 from .._slots.parts import put_together
+from ._by_hand import Dims, gather, scatter, summed
 from ._compute import Compute
-from ._gather import Dims, Gathering, Whole, constrained_to, gather, scatter, summed
+from ._gather import Gathering, Whole, constrained_to
 from ._loss import Loss
 from ._pieces import Result
 from ._placement import Placement

@@ -1,11 +1,10 @@
 """Arrays that devices share, brought together.
 
 A gather is explicit, so that it is one collective where XLA would make many, and its transpose is explicit too: the
-gradient is summed over the devices and divided among them at once (`psum_scatter`).
+gradient is summed over the devices and divided among them at once.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,31 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._forms.mesh import over_devices
+from ._by_hand import Dims, gather, scatter
 from ._specs import Axes
-
-Dims = Sequence[tuple[int, tuple[str, ...]]]
-"""The axes of an array that are split, with those of the mesh; of `Axes.by_hand`."""
-
-
-def gather(array: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
-    """The whole of an array of which each device has a share; `shift`: by how much its axes are later than `split`."""
-    for dim, names in split:
-        array = jax.lax.all_gather(array, names, axis=dim + shift, tiled=True)
-    return array
-
-
-def scatter(gradient: jax.Array, split: Dims, shift: int = 0) -> jax.Array:
-    """The device's own share of the sum of gradients over the devices: `gather` transposed."""
-    # In the opposite order: an axis of the array may be split over several axes of the mesh, one after another.
-    for dim, names in reversed(split):
-        gradient = jax.lax.psum_scatter(gradient, names, scatter_dimension=dim + shift, tiled=True)
-    return gradient
-
-
-def summed(gradient: jax.Array, split: Dims, batch: Sequence[str]) -> jax.Array:
-    """The sum of gradients over the devices along the batch, but for the axes along which they have been summed."""
-    left = tuple(name for name in batch if all(name not in names for _, names in split))
-    return jax.lax.psum(gradient, left) if left else gradient
 
 
 class Gathering(NamedTuple):

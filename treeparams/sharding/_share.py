@@ -16,7 +16,8 @@ from .._forms.view import View
 from .._slots.parts import kept_arrays
 from .._slots.where import Where
 from .._tree.types import PyTree
-from ._gather import AS_IT_IS, Dims, Gathering, Whole
+from ._by_hand import Dims
+from ._gather import AS_IT_IS, Gathering, Whole
 
 
 class _ShareSource(Source):
