@@ -37,12 +37,15 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(items):
     """A law holds for models too that train nothing; that these are warned of is a test of its own."""
     for item in items:
+        if "long" in item.keywords and not item.config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="a law of which other cases are in each run; all with --long"))
         if "nothing trained" in item.name or "all frozen" in item.name:
             item.add_marker(pytest.mark.filterwarnings("ignore:nothing is trained"))
 
 
 def pytest_configure(config):
     """Before any test is imported; the process that only hands tests to others starts them sooner without."""
+    config.addinivalue_line("markers", "long: a case that is run with --long alone")
     if config.getoption("dist", "no") != "no":
         return
     type_checks.install("treeparams")

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 import treeparams as tp
 from treeparams import sharding
 from treeparams.sharding._compiled.collectives import Collective
+from treeparams.sharding._step import program_of
 
 from ..nets import BATCH, loss, mesh_of, model_of
 
@@ -86,19 +87,25 @@ def test_it_prints_as_a_table():
     assert "503.5 kB" in found._repr_html_()
 
 
-def started_of_shapes(mesh, **options):
+@functools.cache
+def started_of_shapes(mesh):
     """A plan of shapes alone, a step, and its arguments; the scale is frozen."""
     shaped = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
     model = jax.tree.map(shaped, model_of())
     layout = tp.layout(model, freeze="scale")
-    plan = sharding.plan(layout, mesh, {"**": "split"}, form="vector", **options)
+    plan = sharding.plan(layout, mesh, {"**": "split"}, form="vector")
     init, step = sharding.make_step(loss, optax.sgd(0.05, 0.9), plan, loss_is="mean")
     return step, *init(model)
 
 
+@functools.cache
+def ahead_of_eight():
+    return sharding.ahead(*started_of_shapes(mesh_of(8)), *BATCH)
+
+
 def test_what_a_step_of_this_library_takes():
-    step, params, state = started_of_shapes(mesh_of(8))
-    found = sharding.ahead(step, params, state, *BATCH)
+    _, params, _ = started_of_shapes(mesh_of(8))
+    found = ahead_of_eight()
     size = params.size * 4
     assert (found.parameters, found.frozen, found.state) == (size // 8, 8, size // 8 + 4)
     assert (found.gathered, found.gradients) == (size + 64, size)  # with the frozen array
@@ -110,6 +117,25 @@ def test_what_a_step_of_this_library_takes():
     # for each argument, but none for the examples.
     forwards = 2 * 2 * (12 * 4 + 4 * 2 * 4 * 4 + 4 * 16)
     assert found.flops == 3 * forwards - 2 * 2 * 12 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "bytes_each"),
+    [
+        ({}, "vector", 4),
+        ({"compute_dtype": jnp.bfloat16}, "vector", 4),  # summed in single precision
+        ({"reduce_dtype": jnp.bfloat16}, "vector", 4),  # computed in it
+        ({"compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.bfloat16}, "tree", 2),
+        ({"compute_dtype": jnp.bfloat16, "reduce_dtype": jnp.bfloat16, "microbatches": 2}, "stacks", 4),
+        ({"split": "parameters", "loss_takes": "form", "compute_dtype": jnp.bfloat16}, "stacks", 4 / 4),
+        ({"split": "parameters", "loss_takes": "form", "reduce_dtype": jnp.bfloat16}, "stacks", 2 / 4),
+    ],
+)
+def test_a_gradient_has_the_dtype_in_which_it_is_computed_or_summed(options, form, bytes_each):
+    model = {"layers": [{"w": jnp.ones((8, 8))} for _ in range(2)]}
+    plan = sharding.plan(model, mesh_of(4), {"**": "split"}, form=form)
+    _, step = sharding.make_step(loss, optax.sgd(0.1), plan, loss_is="mean", **options)
+    assert program_of(step).gradient_bytes == 128 * bytes_each
 
 
 def test_products_in_loops_count_with_their_rounds():
@@ -162,7 +188,7 @@ class Here:
 def test_a_topology_of_other_devices(mesh):
     step, params, state = started_of_shapes(mesh)
     found = sharding.ahead(step, params, state, *BATCH, topology=Here)
-    assert found == sharding.ahead(*started_of_shapes(mesh_of(8)), *BATCH)
+    assert found == ahead_of_eight()
 
 
 def test_an_abstract_mesh_needs_a_topology():

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 import treeparams as tp
 from treeparams import sharding
 
-from ..nets import EXPLICIT, mesh_of, two_axes
+from ..nets import EXPLICIT, LONG, mesh_of, two_axes
 from ..zoo import enable_x64, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -125,7 +125,11 @@ def places(tree):
     return [leaf.sharding for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", CASES)
+# What these say of numbers, others say too: of stacks, of split parameters, of two axes.
+LONG_CASES = ("vector, whole but one", "stacks", "parameters", "two axes")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONG_CASES else ()) for name in CASES])
 def test_numbers_are_those_of_one_device(name):
     with enable_x64(True):
         plan, model, init, step = started(name)
@@ -155,11 +159,11 @@ def test_numbers_are_those_of_one_device(name):
 
 # -- What moves, and what a device holds -------------------------------------------------------------------------------
 
-ROWS, WIDTH, RANK = 16, 64, 4
+ROWS, WIDTH, RANK = 8, 64, 4
 
 
 def deep():
-    """Sixteen matrices, which are frozen, and changes of low rank."""
+    """Eight matrices, which are frozen, and changes of low rank."""
     layer = lambda: {"base": jnp.ones((WIDTH, WIDTH)), "a": jnp.ones((WIDTH, RANK)), "b": jnp.zeros((RANK, WIDTH))}
     return {"layers": [layer() for _ in range(ROWS)]}
 

@@ -14,7 +14,7 @@ import pytest
 import treeparams as tp
 from treeparams import sharding
 
-from ..nets import AUTO, EXPLICIT, SPLIT, mesh_of
+from ..nets import AUTO, EXPLICIT, LONG, SPLIT, mesh_of
 from ..zoo import enable_x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -94,12 +94,26 @@ KINDS = {
     "in two parts": Kind(contrastive, contrastive, {"outputs": errors}, True),
     "masked, in two parts": Kind(pair, masked, {"outputs": errors}, True),
 }
-WAYS = [  # form, split, pieces, kind of mesh
-    ("vector", "gradients", 1, AUTO),
-    ("tree", "gradients", 2, EXPLICIT),
-    ("stacks", "state", 1, EXPLICIT),
-    ("stacks", "parameters", 2, AUTO),
-    ("stacks", "parameters", 1, EXPLICIT),
+WAYS = {  # form, split, pieces, kind of mesh
+    "vector": ("vector", "gradients", 1, AUTO),
+    "tree, pieces": ("tree", "gradients", 2, EXPLICIT),
+    "state": ("stacks", "state", 1, EXPLICIT),
+    "parameters, pieces": ("stacks", "parameters", 2, AUTO),
+    "parameters": ("stacks", "parameters", 1, EXPLICIT),
+}
+# Each way to the gradient with each split, in pieces where it takes them. Means are those of test_step.py, too.
+USUAL = {
+    "mean": ("tree, pieces",),
+    "masked": ("state", "tree, pieces"),
+    "sum and weight": ("tree, pieces", "state", "parameters, pieces"),
+    "contrastive": ("vector", "parameters"),
+    "in two parts": ("vector", "tree, pieces", "parameters, pieces"),
+    "masked, in two parts": ("state", "parameters"),
+}
+CASES = [
+    pytest.param(name, way, marks=() if way in USUAL[name] else LONG, id=f"{name}, {way}")
+    for name in KINDS
+    for way in WAYS
 ]
 
 
@@ -137,10 +151,9 @@ def loss_in(name, split):
     return over(kind.f, own), options
 
 
-@pytest.mark.parametrize(("form", "split", "pieces", "mesh"), WAYS)
-@pytest.mark.parametrize("name", KINDS)
-def test_any_loss_is_that_of_one_device(name, form, split, pieces, mesh):
-    kind = KINDS[name]
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_any_loss_is_that_of_one_device(name, way):
+    kind, (form, split, pieces, mesh) = KINDS[name], WAYS[way]
     f, options = loss_in(name, split)
     with enable_x64(True):
         plan, step, params, state = started(f, form, mesh_of(8, mesh), split=split, microbatches=pieces, **options)
@@ -174,7 +187,8 @@ def test_what_a_loss_moves(name, form, pieces, moved):
     _, step, params, state = started(f, form, dtype=jnp.float32, microbatches=pieces, **options)
     found = sharding.collectives(step.lower(params, state, X.astype("f"), MASK.astype("f")).compile())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert moved * size * 0.97 <= found.bytes <= moved * size + 4 * 16 * 20
+    least = 0.97 if hasattr(jax, "shard_map") else 0.9  # XLA of JAX 0.6 moves a twelfth less of a masked mean
+    assert moved * size * least <= found.bytes <= moved * size + 4 * 16 * 20
     if moved == 2:
         count = len(jax.tree.leaves(params))
         assert found.count("reduce-scatter") == count
@@ -373,7 +387,7 @@ def normed(model, state, x, mask):
     return (jnp.sum((y - x[:, :4]) ** 2 * mask), jnp.sum(mask)), state
 
 
-@pytest.mark.parametrize(("pieces", "mesh"), [(1, EXPLICIT), (2, AUTO)])
+@pytest.mark.parametrize(("pieces", "mesh"), [pytest.param(1, AUTO, marks=LONG), (2, EXPLICIT)])
 def test_the_state_of_a_model_is_that_of_one_device(pieces, mesh):
     """Statistics are of all examples of a piece, over all devices; pieces pass them on in order."""
     model, first = eqx.nn.make_with_state(Normed)(jax.random.key(0))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import treeparams as tp
 from treeparams import optim, sharding
 
-from ..nets import AUTO, EXPLICIT, mesh_of, two_axes
+from ..nets import AUTO, EXPLICIT, LONG, mesh_of, two_axes
 from ..zoo import enable_x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -116,10 +116,8 @@ BY_SPEC = {"layers.*.query": P(None, "data"), "layers.*.out": "whole", **SMALL, 
 CASES = {
     "owned, parameters, explicit": (OWNED, mesh_of(4, EXPLICIT), "parameters", {}, {"unroll": 2}),
     "owned, parameters, 1 device": (OWNED, mesh_of(1), "parameters", {}, {}),
-    "owned, gradients, in pieces": (OWNED, mesh_of(2), "gradients", {}, {}),
-    "split, parameters, in pieces": (SPLIT, mesh_of(4), "parameters", {}, {}),
-    "owned, state": (OWNED, mesh_of(2), "state", {}, {}),
-    "split, parameters, reverse": (SPLIT, mesh_of(4), "parameters", {}, {"reverse": True}),
+    "owned, state, in pieces": (OWNED, mesh_of(2), "state", {}, {}),
+    "split, parameters, in pieces, reverse": (SPLIT, mesh_of(4), "parameters", {}, {"reverse": True}),
     "whole, parameters": (WHOLE, mesh_of(4), "parameters", {}, {}),
     "owned, two axes, parameters": (
         OWNED,
@@ -157,7 +155,7 @@ def test_layers_in_a_scan_are_those_of_one_device(name):
     np.testing.assert_array_equal(back["layers"][1]["scale"], model["layers"][1]["scale"])
 
 
-@pytest.mark.parametrize("form", ["vector", "tree"])
+@pytest.mark.parametrize("form", ["vector", pytest.param("tree", marks=LONG)])
 def test_a_vector_and_a_tree_as_they_rest(form):
     """With a `Restructure` beside a vector, and with the `Rest` beside a canonical tree."""
     seen = []

@@ -26,6 +26,7 @@ from ..nets import (
     BATCH,
     EXPLICIT,
     LAYOUT,
+    LONG,
     MIXED,
     OF_MATRICES,
     RULES,
@@ -86,10 +87,9 @@ class Case(NamedTuple):
 
 # Each rule in one form that divides it or more, each form with what counts, what clips and what skips.
 CASES = [
-    *[Case(name, "tree", SPLIT, mesh_of(4)) for name in ("clip by Optax", "every second step")],
-    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("sgd", "clip")],
+    Case("clip by Optax", "tree", SPLIT, mesh_of(4)),
+    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("sgd", "clip", "every second step")],
     *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in ("clip", "if finite", "muon", "lamb")],
-    Case("adafactor", "tree", {"**": "whole"}, mesh_of(4)),
     Case("clip", "tree", SPLIT, mesh_of(2, EXPLICIT), "state"),
     Case("momentum", "vector", SPLIT, mesh_of(1, EXPLICIT)),
     Case("adafactor", "stacks", MIXED, mesh_of(2), "state"),
@@ -97,7 +97,11 @@ CASES = [
     Case("momentum", "stacks", {"layers.*.b": "whole", **MIXED}, mesh_of(8, EXPLICIT)),
     Case("adam", "vector", SPLIT, two_axes(("replica", "fsdp"), EXPLICIT), "gradients", AXES),
     Case("momentum", "stacks", MIXED, two_axes(("replica", "fsdp")), "state", AXES),
-    Case("clip", "tree", {"embed": P(("replica", "fsdp")), **SPLIT}, two_axes(("replica", "fsdp")), "gradients", AXES),
+    Case("sgd", "tree", {"embed": P(("replica", "fsdp")), **SPLIT}, two_axes(("replica", "fsdp")), "gradients", AXES),
+]
+LONG_CASES = [
+    Case("adafactor", "tree", {"**": "whole"}, mesh_of(4)),
+    Case("every second step", "tree", SPLIT, mesh_of(4)),
 ]
 
 
@@ -131,7 +135,7 @@ def check(case, dtype, count, tolerance):
     return plan, step, params, state
 
 
-@pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=LONG) for case in LONG_CASES)], ids=name_of)
 def test_equal_to_one_device(case):
     with enable_x64(True):
         plan, step, params, state = check(case, jnp.float64, 4, 1e-10)
@@ -146,6 +150,7 @@ def test_equal_to_one_device(case):
         assert sharding.collectives(step).bytes <= 2 * 256 * 8 + frozen + scalars
 
 
+@pytest.mark.long
 def test_equal_to_one_device_in_float32_over_twenty_steps():
     check(Case("adam", "vector", SPLIT, mesh_of(8)), jnp.float32, 20, 1e-5)
 
@@ -154,27 +159,31 @@ def test_equal_to_one_device_in_float32_over_twenty_steps():
 
 
 @pytest.mark.parametrize(
-    ("form", "rules", "kind"), [("tree", SPLIT, AUTO), ("vector", SPLIT, EXPLICIT), ("stacks", MIXED, EXPLICIT)]
+    ("form", "rules", "kind", "split", "pieces"),
+    [
+        ("tree", SPLIT, AUTO, "state", 2),
+        ("vector", SPLIT, EXPLICIT, "gradients", 1),
+        ("stacks", MIXED, EXPLICIT, "gradients", 1),
+    ],
 )
-def test_the_gradient_by_itself(form, rules, kind):
+def test_the_gradient_by_itself(form, rules, kind, split, pieces):
     model = model_of()
     plan = sharding.plan(LAYOUT, mesh_of(4, kind), rules, form=form)
     params, rest = plan.ravel(model), tp.partition(plan.put(model), LAYOUT)[1]
     want, gradient = tp.value_and_grad(loss, LAYOUT)(model, *BATCH)
-    for split, pieces in (("state", 2), ("gradients", 1)):
-        mean = Loss(loss, None, is_mean=True, takes_form=False, has_aux=False, has_state=False)
-        placement = placement_of(plan)
-        compute = Compute.of(placement.layout, placement.form, None, None)
-        of_loss = functools.partial(value_and_gradient, Setup(placement, mean, split, pieces, compute))
-        got, found, _, _ = jax.jit(of_loss)(params, rest, None, BATCH)
-        np.testing.assert_allclose(got, want, 1e-5)
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
-        assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
-        assert_near(
-            plan.model(found, sharding.StepState(None, None, rest, {placement_of(plan).digest: 0})),
-            tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
-            1e-5,
-        )
+    mean = Loss(loss, None, is_mean=True, takes_form=False, has_aux=False, has_state=False)
+    placement = placement_of(plan)
+    compute = Compute.of(placement.layout, placement.form, None, None)
+    of_loss = functools.partial(value_and_gradient, Setup(placement, mean, split, pieces, compute))
+    got, found, _, _ = jax.jit(of_loss)(params, rest, None, BATCH)
+    np.testing.assert_allclose(got, want, 1e-5)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
+    assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
+    assert_near(
+        plan.model(found, sharding.StepState(None, None, rest, {placement.digest: 0})),
+        tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
+        1e-5,
+    )
 
 
 def test_the_update_by_itself():
@@ -227,7 +236,12 @@ def test_tensor_parallelism_beside_it(kind):
 
 
 @pytest.mark.parametrize(
-    ("form", "rules"), [("tree", {"b": "whole", **SPLIT}), ("vector", SPLIT), ("stacks", {"b": "whole", **SPLIT})]
+    ("form", "rules"),
+    [
+        pytest.param("tree", {"b": "whole", **SPLIT}, marks=LONG),
+        ("vector", SPLIT),
+        ("stacks", {"b": "whole", **SPLIT}),
+    ],
 )
 def test_complex_tied_and_narrow_parameters(form, rules):
     model = {

@@ -77,7 +77,8 @@ class Ahead:
         temporaries: bytes of arrays that are made and dropped within the step, as the compiler counts them.
         gathered: bytes that all-gathers make, of a loop in one round; read from the program.
         gradients: bytes of the gradient at its peak, derived from the plan: of whole parameters, but with
-            `split="parameters"` a share. Of another function 0: nobody knows which arrays they are.
+            `split="parameters"` a share; in the dtype of the loss or the one in which they are summed, whichever is
+            wider. Of another function 0: nobody knows which arrays they are.
         flops: floating-point operations of matrix products and convolutions on each device, with the rounds of loops;
             `None` if some are in a loop that runs until some value is reached.
         largest: the largest arrays at rest, with `.name`, `.bytes` on each device, and how it `.lies`.

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from .._forms.mesh import over_devices
 from .._forms.restructure import Restructure, released
 from .._slots.parts import put_together
+from .._tree.dtypes import widened
 from ._by_hand import Dims, gather, scatter, summed
 from ._compute import Compute
 from ._gather import Gathering, Whole, constrained_to
@@ -41,6 +42,20 @@ class Setup:
     def specs(self) -> list[PartitionSpec]:
         """The spec of each block along the batch; other axes of the mesh are left to XLA."""
         return list(map(self.placement.axes.along_batch, self.placement.specs))
+
+    @property
+    def gradient_itemsizes(self) -> list[int]:
+        """Bytes of each number in the gradient of each block, in the widest dtype that the whole of it has."""
+        # A share is differentiated in the dtype in which it is summed. A whole gradient comes in the dtype of the loss,
+        # and is added up over pieces in a wide one.
+        if self.split == "parameters":
+            dtypes = [[self.compute.summed_in(block.dtype)] for block in self.placement.form.blocks]
+        else:
+            own = [block.dtype for block in self.compute.form.blocks]
+            dtypes = [[each, self.compute.summed_in(each)] for each in own]
+        if self.pieces > 1:
+            dtypes = [[*each, widened(each[0])] for each in dtypes]
+        return [max(jax.dtypes.canonicalize_dtype(dtype).itemsize for dtype in each) for each in dtypes]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

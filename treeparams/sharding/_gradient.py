@@ -7,8 +7,10 @@ A mean over examples is the mean of the devices' means, a sum with a weight is s
 (`by_hand`), and of a loss in two parts the first is by hand and the second is not (`_two_parts`).
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -23,10 +25,12 @@ from .._slots.parts import Rest
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
 from ._call import Call, Setup
-from ._closed_over import naming_closed_over
 from ._loss import aux_of, check_rows, seen
 from ._pieces import Result, cut, over_pieces, uncut
 from ._specs import is_spec
+
+# Of `jax.shard_map`, and of a function under automatic partitioning. Both show the type of the array, with its axes.
+_SAID_BY_JAX = ("Closing over inputs to shard_map", "should match the aval mesh")
 
 
 class Found(NamedTuple):
@@ -54,8 +58,23 @@ def value_and_gradient(
 
     whole = placement.whole
     run_over = automatic(run, Found(whole, placement.params, whole, whole), mesh)
-    with naming_closed_over():
+    with _naming_closed_over():
         return run_over(jtu.tree_leaves(params), rest, model_state, laid)
+
+
+@contextlib.contextmanager
+def _naming_closed_over() -> Iterator[None]:
+    """Says in words of this library that a loss closes over a split array, where JAX says it in its own."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        found = re.search(r"\w+\[[^\]]*@[^\]]*\]", str(error))
+        if found is None or not any(words in str(error) for words in _SAID_BY_JAX):
+            raise
+        raise ValueError(
+            f"the loss closes over an array {found.group()}, which is split over explicit axes of the mesh. Pass it in "
+            "the batch or in the model, or let it be whole on each device: jax.device_put(array, plan.whole)"
+        ) from error
 
 
 def _found(call: Call, leaves: list[Any]) -> Found:

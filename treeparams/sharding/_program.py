@@ -125,9 +125,10 @@ class Program:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient that a device has at its peak: before it is divided, unless it never is whole."""
         axes, found = self.placement.axes, 0
-        for leaf, spec in zip(jtu.tree_leaves(self.placement.shapes()), self.placement.specs, strict=True):
+        leaves = jtu.tree_leaves(self.placement.shapes())
+        for leaf, size, spec in zip(leaves, self.setup.gradient_itemsizes, self.placement.specs, strict=True):
             split = [name for name in names_of(spec) if self.setup.split == "parameters" or name not in axes.batch]
-            found += math.prod(leaf.shape) * leaf.dtype.itemsize // axes.devices_along(split)
+            found += math.prod(leaf.shape) * size // axes.devices_along(split)
         return found
 
     @property
