@@ -36,7 +36,7 @@ from ._gather import (
     scatter,
     summed,
 )
-from ._loss import Loss, aux_of, check_rows, seen
+from ._loss import Aux, Looked, Loss, aux_of, check_aux_rows, check_rows, check_sums, check_weight, look
 from ._pieces import Result, cut, over_pieces, uncut
 from ._placement import Placement
 from ._specs import is_spec
@@ -105,23 +105,32 @@ class Call:
 
     def found(self, leaves: list[Any]) -> Found:
         """The value, the gradient, and what comes beside."""
-        loss, shapes = self.of.loss, zip(leaves, self.of.compute.form.blocks, strict=True)
-        looked = seen(
-            lambda leaves: self.result(leaves, self.unsplit(self.cast_rest()), self.model_state, self.arrays),
-            [jax.ShapeDtypeStruct(leaf.shape, block.dtype) for leaf, block in shapes],
-            loss.outputs is None,
-        )
+        loss, axes, pieces = self.of.loss, self.of.placement.axes, self.of.pieces
+        whole = self.looked_at(leaves, 1)
+        looked = whole.result
+        if loss.outputs is None:
+            check_weight(whole)
         is_sum = loss.is_mean or (looked.weight is not None and loss.outputs is None)
-        if self.of.pieces > 1 and not is_sum and loss.outputs is None:
+        if pieces > 1 and not is_sum and loss.outputs is None:
             raise ValueError(
-                f"microbatches={self.of.pieces} takes a loss that can be added up over pieces of a batch, and one that "
+                f"microbatches={pieces} takes a loss that can be added up over pieces of a batch, and one that "
                 "returns a single number may be any function of all examples. Return (sum, weight), which is divided "
                 'once for all pieces and devices; or say loss_is="mean" of a mean over examples; or give the part that '
                 "is computed for each example by itself as outputs="
             )
         if loss.outputs is not None:
             return self.in_two_parts(leaves, looked)
-        return self.by_hand(leaves, looked) if is_sum and not loss.has_state else self.in_view(leaves, looked)
+        is_by_hand = is_sum and not loss.has_state
+        parts = pieces * axes.devices_along(axes.batch) if is_by_hand else pieces
+        check_sums(whole, lambda: self.looked_at(leaves, parts), parts)
+        return self.by_hand(leaves, looked) if is_by_hand else self.in_view(leaves, looked)
+
+    def looked_at(self, leaves: list[Any], parts: int) -> Looked:
+        """The loss as a program of one of so many parts of the batch."""
+        pairs = zip(leaves, self.of.compute.form.blocks, strict=True)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, block.dtype) for leaf, block in pairs]
+        f = lambda leaves, arrays: self.result(leaves, self.unsplit(self.cast_rest()), self.model_state, arrays)
+        return look(f, shapes, [_part_of(array, parts) for array in self.arrays])
 
     # -- What the loss is given
 
@@ -147,7 +156,9 @@ class Call:
         loss, batch = self.of.loss, jtu.tree_unflatten(self.treedef, arrays)
         given = self.model(leaves, rest)
         if loss.outputs is not None:
-            return loss.result(loss.function(loss.outputs(*given, *batch), *batch))
+            outputs = loss.outputs(*given, *batch)
+            check_rows(outputs, arrays)
+            return loss.result(loss.function(outputs, *batch))
         return loss.result(loss.function(*given, *([model_state] if loss.has_state else []), *batch))
 
     def model(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
@@ -166,7 +177,7 @@ class Call:
         triples = zip(leaves, self.of.splits, compute.form.blocks, strict=True)
         return [gather(leaf.astype(block.dtype), split) for leaf, split, block in triples]
 
-    def objective(self, rest: Any, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
+    def objective(self, rest: Any, aux: Aux, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
         """What is differentiated in arrays of parameters that have entered; its sum over devices and pieces is wanted.
 
         It is given the device's examples, or all examples of a piece.
@@ -177,6 +188,7 @@ class Call:
 
         def value(leaves: list[Any], model_state: Any, arrays: list[Any]) -> tuple[jax.Array, Result]:
             found = self.result(*self.shared(leaves, rest, is_automatic), model_state, arrays)
+            check_aux_rows(aux, found.aux, arrays)
             return found.value / parts, found
 
         return value
@@ -201,7 +213,7 @@ class Call:
         batch, aux = PartitionSpec(axes.batch), aux_of(looked.aux, self.examples, of.loss.is_mean, in_parts=True)
 
         def on_device(leaves: list[Any], rest: list[Any], arrays: list[Any]) -> Any:
-            objective = self.objective(self.rest_of(rest), is_automatic=False)
+            objective = self.objective(self.rest_of(rest), aux, is_automatic=False)
             sums, found, _ = over_pieces(objective, self.entered(leaves), None, arrays, of.pieces)
             value, gradients = jax.lax.psum(sums.value, axes.batch), self.reduced(sums.gradients)
             if sums.weight is not None:
@@ -221,7 +233,7 @@ class Call:
         of = self.of
         aux = aux_of(looked.aux, self.examples, of.loss.is_mean, in_parts=of.pieces > 1)
         leaves, rest = self.whole(leaves)
-        objective = self.objective(rest, is_automatic=True)
+        objective = self.objective(rest, aux, is_automatic=True)
         sums, found, model_state = over_pieces(objective, leaves, self.model_state, self.arrays, of.pieces, self.laid)
         value, gradients = sums.value, sums.gradients
         if sums.weight is not None:
@@ -364,6 +376,12 @@ def divided(value: jax.Array, gradients: Sequence[jax.Array], weight: jax.Array)
     """A sum and its gradients, divided by the weight, each in its dtype."""
     by = lambda each: each / weight.astype(each.dtype)
     return by(value), list(map(by, gradients))
+
+
+def _part_of(array: jax.Array, parts: int) -> jax.ShapeDtypeStruct:
+    """One of so many parts of an array of a batch, as a shape."""
+    shape = (array.shape[0] // parts, *array.shape[1:]) if array.ndim else ()
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=array.weak_type)
 
 
 def _cast(array: Any, dtype: Any) -> Any:
