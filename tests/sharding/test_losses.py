@@ -457,3 +457,15 @@ def test_a_state_is_given_where_the_loss_takes_one():
         init, _ = sharding.make_step(mean, optax.sgd(0.1), plan, **options)
         with pytest.raises(ValueError, match=message):
             init(model_of(jnp.float32), *args)
+
+
+def test_a_step_refuses_the_state_of_a_loss_without_one_and_what_it_donated():
+    x, mask = X.astype("f"), MASK.astype("f")
+    plan, step, params, state = started(over(mean, errors), dtype=jnp.float32)
+    of = lambda model, model_state, *batch: (mean(errors(model, *batch), *batch), model_state)
+    _, of_state = sharding.make_step(of, optax.adam(1e-2), plan, has_state=True)
+    with pytest.raises(ValueError, match="the state is of another step"):
+        of_state(params, state, x, mask)
+    step(params, state, x, mask)
+    with pytest.raises(ValueError, match="params were given to an earlier step, which donates"):
+        step(params, state, x, mask)

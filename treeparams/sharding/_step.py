@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
@@ -226,6 +227,13 @@ class Step:
 
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Takes a step; donates `params` and `state`."""
+        first = next(iter(jtu.tree_leaves(params)), None)
+        # JAX, when run over several devices of a CPU, ends the process without a word.
+        if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
+            raise ValueError(
+                "params were given to an earlier step, which donates params and state; go on with those that it "
+                "returned: params, state, value = step(params, state, *batch)"
+            )
         return self._watched(params, state, *self._program.put(batch))
 
     def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
@@ -344,7 +352,8 @@ class Program:
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
         check_layout(self.placement, state.layout)
         kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
-        if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
+        is_alike = described(kept, jnp.shape) == described(self.kept, jnp.shape) and isinstance(state.rest, rest)
+        if not is_alike or (state.model_state is not None) != self.gradient.loss.has_state:
             raise ValueError(
                 "the state is of another step: its rule, its average, its form or what its loss takes is another; "
                 "start with init(model)"
