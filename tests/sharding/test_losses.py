@@ -225,6 +225,38 @@ def test_a_weight_depends_on_no_parameter(weight):
         step(params, state, X.astype("f"), MASK.astype("f"))
 
 
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (lambda x, rate: len(x), 16.0),
+        (lambda x, rate: rate * jnp.sum(jnp.ones(len(x))), 32.0),
+        (lambda x, rate: 1.0, None),
+        (lambda x, rate: jnp.full((), 16.0), None),
+        (lambda x, rate: rate, None),
+    ],
+)
+@pytest.mark.parametrize("where", ["loss", "aux"])
+def test_a_weight_is_of_the_examples(weight, expected, where):
+    """One that is the same for any part of the batch would be summed to the number of parts."""
+    total = lambda model, x: jnp.sum(errors(model, x, None))
+
+    def of(model, x, rate):
+        found = total(model, x), weight(x, rate)
+        return found if where == "loss" else (total(model, x) / 1e3, {"a": found})
+
+    options = {} if where == "loss" else {"has_aux": True, "loss_is": "mean"}
+    _, step, params, state = started(of, mesh=mesh_of(4), dtype=jnp.float32, microbatches=2, **options)
+    run = lambda: step(params, state, X.astype("f"), np.float32(2.0))
+    if expected is None:
+        name = "the weight of the loss" if where == "loss" else r"the weight in aux\['a'\]"
+        with pytest.raises(ValueError, match=name + " does not depend on the examples: it is the same for all 16"):
+            run()
+        return
+    value = run()[2]
+    value = value if where == "loss" else value[1]["a"]
+    np.testing.assert_allclose(value, total(model_of(jnp.float32), X.astype("f")) / expected, 1e-5)
+
+
 # -- Dtypes ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +386,14 @@ def test_results_beside_the_loss_are_those_of_one_device(f, options, mesh, piece
         (mean, lambda found: [found.T], {"loss_is": "mean"}, r"aux\[0\]: .*16 examples, got float32\[4,16\]"),
         (pair, lambda found: [found.T @ found], {}, r"aux\[0\]: expected a pair of numbers.*got float32\[4,4\]"),
         (masked, lambda found: {"name": "a"}, {}, r"aux\['name'\]: expected arrays and numbers, got str"),
+        (pair, lambda found: [jnp.zeros(16)], {}, r"float32\[16\] has as many rows.*of 4 examples it has 16 rows"),
+        (mean, lambda found: [jax.random.key(0)], {"loss_is": "mean"}, r"aux\[0\]: expected a pair.*got key<"),
+        (
+            pair,
+            lambda found: found,
+            {"outputs": lambda model, x, mask: {"a": model["out"][:4]}},
+            r"outputs\['a'\]: expected an array with one row for each of the 16 examples.*got float32\[4,4\]",
+        ),
     ],
 )
 def test_results_of_the_examples_of_one_device_are_refused(f, aux, options, message):
@@ -431,3 +471,15 @@ def test_a_state_is_given_where_the_loss_takes_one():
         init, _ = sharding.make_step(mean, optax.sgd(0.1), plan, **options)
         with pytest.raises(ValueError, match=message):
             init(model_of(jnp.float32), *args)
+
+
+def test_a_step_refuses_the_state_of_a_loss_without_one_and_what_it_donated():
+    x, mask = X.astype("f"), MASK.astype("f")
+    plan, step, params, state = started(over(mean, errors), dtype=jnp.float32)
+    of = lambda model, model_state, *batch: (mean(errors(model, *batch), *batch), model_state)
+    _, of_state = sharding.make_step(of, optax.adam(1e-2), plan, has_state=True)
+    with pytest.raises(ValueError, match="the state is of another step"):
+        of_state(params, state, x, mask)
+    step(params, state, x, mask)
+    with pytest.raises(ValueError, match="params were given to an earlier step, which donates"):
+        step(params, state, x, mask)

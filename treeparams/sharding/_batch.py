@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -37,7 +38,7 @@ def _put(leaf: Any, to: NamedSharding) -> Any:
     is_value = hasattr(leaf, "dtype") and not isinstance(leaf, (Tracer, jax.ShapeDtypeStruct))
     if not is_value or getattr(leaf, "sharding", None) == to:
         return leaf
-    return put_leaf(leaf, to, is_own=True)
+    return put_leaf(np.asarray(leaf) if isinstance(leaf, np.generic) else leaf, to, is_own=True)
 
 
 def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:

@@ -15,7 +15,7 @@ from .._tree.dtypes import widened
 from ._by_hand import Dims, gather, scatter, summed
 from ._compute import Compute
 from ._gather import Gathering, Whole, constrained_to
-from ._loss import Loss
+from ._loss import Aux, Looked, Loss, check_aux_rows, check_rows, look
 from ._pieces import Result
 from ._placement import Placement
 from ._share import DeviceShare, ShareRestructure, divided_rest
@@ -94,8 +94,17 @@ class Call:
         loss, batch = self.of.loss, jtu.tree_unflatten(self.treedef, arrays)
         given = self.model(leaves, rest)
         if loss.outputs is not None:
-            return loss.result(loss.function(loss.outputs(*given, *batch), *batch))
+            outputs = loss.outputs(*given, *batch)
+            check_rows(outputs, arrays)
+            return loss.result(loss.function(outputs, *batch))
         return loss.result(loss.function(*given, *([model_state] if loss.has_state else []), *batch))
+
+    def looked_at(self, leaves: list[Any], parts: int) -> Looked:
+        """The loss as a program of one of so many parts of the batch."""
+        pairs = zip(leaves, self.of.compute.form.blocks, strict=True)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, block.dtype) for leaf, block in pairs]
+        f = lambda leaves, arrays: self.result(leaves, self.unsplit(self.cast_rest()), self.model_state, arrays)
+        return look(f, shapes, [_part_of(array, parts) for array in self.arrays])
 
     def model(self, leaves: Sequence[Any], rest: Any) -> tuple[Any, ...]:
         """The first arguments of the loss: the model, or the parameters in their form and the way back."""
@@ -113,7 +122,7 @@ class Call:
         triples = zip(leaves, self.of.splits, compute.form.blocks, strict=True)
         return [gather(leaf.astype(block.dtype), split) for leaf, split, block in triples]
 
-    def objective(self, rest: Any, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
+    def objective(self, rest: Any, aux: Aux, is_automatic: bool) -> Callable[..., tuple[jax.Array, Result]]:
         """What is differentiated in arrays of parameters that have entered; its sum over devices and pieces is wanted.
 
         It is given the device's examples, or all examples of a piece.
@@ -124,6 +133,7 @@ class Call:
 
         def value(leaves: list[Any], model_state: Any, arrays: list[Any]) -> tuple[jax.Array, Result]:
             found = self.result(*self.shared(leaves, rest, is_automatic), model_state, arrays)
+            check_aux_rows(aux, found.aux, arrays)
             return found.value / parts, found
 
         return value
@@ -221,3 +231,9 @@ class Call:
 
 def _cast(array: Any, dtype: Any) -> Any:
     return array if dtype is None else array.astype(dtype)
+
+
+def _part_of(array: jax.Array, parts: int) -> jax.ShapeDtypeStruct:
+    """One of so many parts of an array of a batch, as a shape."""
+    shape = (array.shape[0] // parts, *array.shape[1:]) if array.ndim else ()
+    return jax.ShapeDtypeStruct(shape, array.dtype, weak_type=array.weak_type)

@@ -25,7 +25,7 @@ from .._slots.parts import Rest
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
 from ._call import Call, Setup
-from ._loss import aux_of, check_rows, seen
+from ._loss import aux_of, check_rows, check_sums, check_weight
 from ._pieces import Result, cut, over_pieces, uncut
 from ._specs import is_spec
 
@@ -79,23 +79,24 @@ def _naming_closed_over() -> Iterator[None]:
 
 def _found(call: Call, leaves: list[Any]) -> Found:
     """The value, the gradient, and what comes beside."""
-    loss, shapes = call.of.loss, zip(leaves, call.of.compute.form.blocks, strict=True)
-    looked = seen(
-        lambda leaves: call.result(leaves, call.unsplit(call.cast_rest()), call.model_state, call.arrays),
-        [jax.ShapeDtypeStruct(leaf.shape, block.dtype) for leaf, block in shapes],
-        loss.outputs is None,
-    )
-    is_sum = loss.is_mean or (looked.weight is not None and loss.outputs is None)
-    if call.of.pieces > 1 and not is_sum and loss.outputs is None:
-        raise ValueError(
-            f"microbatches={call.of.pieces} takes a loss that can be added up over pieces of a batch, and one that "
-            "returns a single number may be any function of all examples. Return (sum, weight), which is divided "
-            'once for all pieces and devices; or say loss_is="mean" of a mean over examples; or give the part that '
-            "is computed for each example by itself as outputs="
-        )
+    loss, axes, pieces = call.of.loss, call.of.placement.axes, call.of.pieces
+    whole = call.looked_at(leaves, 1)
+    looked = whole.result
     if loss.outputs is not None:
         return in_two_parts(call, leaves, looked)
-    return by_hand(call, leaves, looked) if is_sum and not loss.has_state else in_view(call, leaves, looked)
+    check_weight(whole)
+    is_sum = loss.is_mean or looked.weight is not None
+    if pieces > 1 and not is_sum:
+        raise ValueError(
+            f"microbatches={pieces} takes a loss that can be added up over pieces of a batch, and one that returns a "
+            "single number may be any function of all examples. Return (sum, weight), which is divided once for all "
+            'pieces and devices; or say loss_is="mean" of a mean over examples; or give the part that is computed for '
+            "each example by itself as outputs="
+        )
+    is_by_hand = is_sum and not loss.has_state
+    parts = pieces * axes.devices_along(axes.batch) if is_by_hand else pieces
+    check_sums(whole, lambda: call.looked_at(leaves, parts), parts)
+    return by_hand(call, leaves, looked) if is_by_hand else in_view(call, leaves, looked)
 
 
 def by_hand(call: Call, leaves: list[Any], looked: Result) -> Found:
@@ -105,7 +106,7 @@ def by_hand(call: Call, leaves: list[Any], looked: Result) -> Found:
     batch, aux = PartitionSpec(axes.batch), aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=True)
 
     def on_device(leaves: list[Any], rest: list[Any], arrays: list[Any]) -> Any:
-        objective = call.objective(call.rest_of(rest), is_automatic=False)
+        objective = call.objective(call.rest_of(rest), aux, is_automatic=False)
         sums, found, _ = over_pieces(objective, call.entered(leaves), None, arrays, of.pieces)
         value, gradients = jax.lax.psum(sums.value, axes.batch), call.reduced(sums.gradients)
         if sums.weight is not None:
@@ -126,7 +127,7 @@ def in_view(call: Call, leaves: list[Any], looked: Result) -> Found:
     of = call.of
     aux = aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=of.pieces > 1)
     leaves, rest = call.whole(leaves)
-    objective = call.objective(rest, is_automatic=True)
+    objective = call.objective(rest, aux, is_automatic=True)
     sums, found, model_state = over_pieces(objective, leaves, call.model_state, call.arrays, of.pieces, call.laid)
     value, gradients = sums.value, sums.gradients
     if sums.weight is not None:

@@ -7,8 +7,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal as Constant
 
-from .._programs import carry, through
+from .._programs import bind, carry, through
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
@@ -72,7 +75,8 @@ def is_pair(value: Any) -> bool:
 def _is_real_number(value: Any) -> bool:
     if isinstance(value, (bool, int, float)):
         return True
-    return is_array(value) and not value.shape and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    kinds = jnp.bool_, jnp.integer, jnp.floating
+    return is_array(value) and not value.shape and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
 def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
@@ -85,19 +89,86 @@ def _in_words(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
 
 
-def seen(f: Callable[[list[Any]], Result], shapes: list[jax.ShapeDtypeStruct], is_divided: bool) -> Result:
-    """What a loss returns, as shapes, of arrays of parameters; where it is divided its weight depends on none."""
-    program, found = jax.make_jaxpr(f, return_shape=True)(shapes)
-    if found.weight is not None and is_divided:
-        # By any way, and not by its derivative alone: an accuracy, which somebody returns beside a loss, has none.
-        number = len(jtu.tree_leaves(found.value))
-        if carry(program.jaxpr, [1] * len(program.jaxpr.invars), through)[number]:
+class Looked(NamedTuple):
+    """A loss as a program of arrays of parameters and of a batch, and what it returns, as shapes."""
+
+    program: ClosedJaxpr
+    result: Result
+    parameters: int  # how many arrays of these come first
+    examples: int
+
+
+def look(f: Callable[[list[Any], list[Any]], Result], parameters: list[Any], arrays: list[Any]) -> Looked:
+    """A loss traced, of arrays as shapes."""
+    program, result = jax.make_jaxpr(f, return_shape=True)(parameters, arrays)
+    return Looked(program, result, len(parameters), next((array.shape[0] for array in arrays if array.ndim), 0))
+
+
+def check_weight(looked: Looked) -> None:
+    """Checks that the weight of a loss depends on no parameter."""
+    # By any way, and not by its derivative alone: an accuracy, which somebody returns beside a loss, has none.
+    program, (value, weight, *_) = looked.program, looked.result
+    of_parameters = [int(i < looked.parameters) for i in range(len(program.jaxpr.invars))]
+    if weight is not None and carry(program, of_parameters, through)[len(jtu.tree_leaves(value))]:
+        raise ValueError(
+            "the loss returns two numbers, which are taken for (sum, weight), but the second depends on the "
+            "parameters. A weight is of the batch alone, such as the sum of a mask; return one number for a loss "
+            "that divides by something of the parameters, and write has_aux=True if it is a result beside the loss"
+        )
+
+
+def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) -> None:
+    """Checks that weights, which are summed over the parts of a batch, come to those of the whole.
+
+    One that is of the examples is taken for a sum over them, as that of a mask. One that is none must be a multiple of
+    their number, as `len(x)` is: `1.0` would be summed to the number of parts.
+    """
+    jaxpr = whole.program.jaxpr
+    marks = [int(i >= whole.parameters and bool(var.aval.ndim)) for i, var in enumerate(jaxpr.invars)]
+    of_examples = carry(whole.program, marks, through)
+    alike = {name: i for name, i in _weights(whole.result).items() if not of_examples[i]}
+    part = look_at_part() if alike and parts > 1 else whole
+    for name, i in alike.items() if part is not whole else ():
+        ours, its = (_with_ones(each.program, i) for each in (whole, part))
+        if not np.isclose(parts * its, ours, rtol=1e-2):
             raise ValueError(
-                "the loss returns two numbers, which are taken for (sum, weight), but the second depends on the "
-                "parameters. A weight is of the batch alone, such as the sum of a mask; return one number for a loss "
-                "that divides by something of the parameters, and write has_aux=True if it is a result beside the loss"
+                f"{name} does not depend on the examples: it is the same for all {whole.examples} of the batch as for "
+                f"the {part.examples} of each of its {parts} parts, over which it is summed. Return len(x), the sum of "
+                "a mask, or the like; divide by any other number within the loss"
             )
+
+
+def _weights(result: Result) -> dict[str, int]:
+    """The number, among all results, of the weight of a loss and of those in pairs beside it."""
+    leaves, treedef = jtu.tree_flatten(result)
+    numbers = treedef.unflatten(range(len(leaves)))
+    found = {} if result.weight is None else {"the weight of the loss": numbers.weight}
+    entries, of_pairs = jtu.tree_flatten_with_path(result.aux, is_leaf=is_pair)
+    for (path, entry), its in zip(entries, of_pairs.flatten_up_to(numbers.aux), strict=True):
+        if is_pair(entry):
+            found[f"the weight in aux{jtu.keystr(path)}"] = its[1]
     return found
+
+
+def _with_ones(program: ClosedJaxpr, number: int) -> float:
+    """A result of a program, where all that it depends on is one."""
+    jaxpr, out = program.jaxpr, program.jaxpr.outvars[number]
+    needed, eqns = {atom for atom in [out] if not isinstance(atom, Constant)}, list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, Constant))
+    inputs = [*zip(jaxpr.constvars, program.consts, strict=True), *((var, None) for var in jaxpr.invars)]
+    with jax.ensure_compile_time_eval():
+        known: dict[Any, Any] = {
+            var: jnp.ones(var.aval.shape, var.aval.dtype) if value is None or isinstance(value, Tracer) else value
+            for var, value in inputs
+            if var in needed
+        }
+        value_of = lambda atom: atom.val if isinstance(atom, Constant) else known[atom]
+        for eqn in reversed(eqns):
+            known |= zip(eqn.outvars, bind(eqn, list(map(value_of, eqn.invars))), strict=True)
+        return float(value_of(out))
 
 
 # -- Results beside the loss -------------------------------------------------------------------------------------------
@@ -173,6 +244,18 @@ def _kind(path: str, entry: Any, examples: int, is_mean: bool, in_parts: bool) -
         f"aux{path}: expected a pair of numbers (sum, weight), which is summed over the batch and divided, {number}or "
         f"an array with one row for each of the {examples} examples, got {describe(entry)}"
     )
+
+
+def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
+    """Checks that arrays with as many rows as the batch has examples have, of a piece, as many as that has."""
+    examples = next((array.shape[0] for array in arrays if array.ndim), 0)
+    for kind, each in zip(aux.kinds, aux.treedef.flatten_up_to(of_piece), strict=True):
+        if kind == "examples" and each.shape[0] != examples:
+            raise ValueError(
+                f"aux: {describe(each)} has as many rows as the batch has examples, but is no array with one row for "
+                f"each: of {examples} examples it has {each.shape[0]} rows, too. Give it another axis first, or sums "
+                "of it as pairs (sum, weight)"
+            )
 
 
 def check_rows(outputs: PyTree, arrays: Sequence[Any]) -> None:

@@ -154,7 +154,8 @@ class Program:
             raise TypeError(f"expected the state that init or the last step returned, got {describe(state)}")
         check_layout(self.placement, state.layout)
         kept, rest = (state.rule, state.average), Restructure if self.takes_restructure else Rest
-        if described(kept, jnp.shape) != described(self.kept, jnp.shape) or not isinstance(state.rest, rest):
+        is_alike = described(kept, jnp.shape) == described(self.kept, jnp.shape) and isinstance(state.rest, rest)
+        if not is_alike or (state.model_state is not None) != self.setup.loss.has_state:
             raise ValueError(
                 "the state is of another step: its rule, its average, its form or what its loss takes is another; "
                 "start with init(model)"

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex
 
 import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
@@ -63,7 +65,8 @@ def make_step(
             array, and gradients are summed on all devices. In bytes of the parameters, 3 are moved in a step. A loss
             that can be added up over examples moves 2, and takes any number of `microbatches`; say so in one of three
             ways. Return `(sum, weight)`, two numbers: both are summed over all devices and pieces, and divided once;
-            the weight, such as the sum of a mask, must not depend on the parameters. Or give `loss_is`, or `outputs`.
+            the weight is of the examples, such as `len(x)` or the sum of a mask, and must not depend on the
+            parameters. Or give `loss_is`, or `outputs`.
         tx: plain Optax over the plan's form: the canonical tree, one vector, or stacks.
         plan: from `sharding.plan`.
         loss_is: `"mean"`: the loss is a mean over examples, so it is the mean of the devices' means.
@@ -120,8 +123,8 @@ def make_step(
             move parameters between devices (a rule for matrices over split leaves); parameters stay split, and the loss
             does not take stacks. `init`: the model does not fit; processes differ in what they compare. `step`: arrays
             of the batch have different numbers of examples, or ones that the devices cannot share equally;
-            `microbatches` of a loss that cannot be added up; a weight depends on parameters; one key for devices that
-            each draw by it; an entry of `aux` is of the examples of one device.
+            `microbatches` of a loss that cannot be added up; a weight depends on parameters, or is no sum over
+            examples; one key for devices that each draw by it; an entry of `aux` is of the examples of one device.
         TypeError: `plan` is no plan, `average` makes no `tp.Ema`; a dtype is not floating; `step`: the loss returns no
             real number.
     """
@@ -186,6 +189,13 @@ class Step:
 
     def __call__(self, params: PyTree, state: StepState, *batch: Any) -> tuple[PyTree, StepState, Any]:
         """Takes a step; donates `params` and `state`."""
+        first = next(iter(jtu.tree_leaves(params)), None)
+        # JAX, when run over several devices of a CPU, ends the process without a word.
+        if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
+            raise ValueError(
+                "params were given to an earlier step, which donates params and state; go on with those that it "
+                "returned: params, state, value = step(params, state, *batch)"
+            )
         return self._watched(params, state, *self._program.put(batch))
 
     def lower(self, params: PyTree, state: StepState, *batch: Any) -> jax.stages.Lowered:
