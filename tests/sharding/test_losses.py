@@ -385,6 +385,7 @@ def test_results_beside_the_loss_are_those_of_one_device(f, options, mesh, piece
         (pair, lambda found: {"a": found[0, 0]}, {}, r"aux\['a'\]: expected a pair of numbers.*got float32\[\]"),
         (mean, lambda found: [found.T], {"loss_is": "mean"}, r"aux\[0\]: .*16 examples, got float32\[4,16\]"),
         (pair, lambda found: [found.T @ found], {}, r"aux\[0\]: expected a pair of numbers.*got float32\[4,4\]"),
+        (masked, lambda found: (found[0, 0], found[0, 1]), {}, r"the weight in aux depends on the parameters.*a list"),
         (masked, lambda found: {"name": "a"}, {}, r"aux\['name'\]: expected arrays and numbers, got str"),
         (pair, lambda found: [jnp.zeros(16)], {}, r"float32\[16\] has as many rows.*of 4 examples it has 16 rows"),
         (mean, lambda found: [jax.random.key(0)], {"loss_is": "mean"}, r"aux\[0\]: expected a pair.*got key<"),

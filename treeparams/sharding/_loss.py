@@ -89,6 +89,9 @@ def _in_words(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else describe(result)
 
 
+_OF_LOSS = "the weight of the loss"
+
+
 class Looked(NamedTuple):
     """A loss as a program of arrays of parameters and of a batch, and what it returns, as shapes."""
 
@@ -104,17 +107,25 @@ def look(f: Callable[[list[Any], list[Any]], Result], parameters: list[Any], arr
     return Looked(program, result, len(parameters), next((array.shape[0] for array in arrays if array.ndim), 0))
 
 
-def check_weight(looked: Looked) -> None:
-    """Checks that the weight of a loss depends on no parameter."""
+def check_weights(looked: Looked, is_divided: bool) -> None:
+    """Checks that no weight depends on a parameter: of pairs beside a loss, and that of the loss if it is a sum."""
     # By any way, and not by its derivative alone: an accuracy, which somebody returns beside a loss, has none.
-    program, (value, weight, *_) = looked.program, looked.result
-    of_parameters = [int(i < looked.parameters) for i in range(len(program.jaxpr.invars))]
-    if weight is not None and carry(program, of_parameters, through)[len(jtu.tree_leaves(value))]:
+    program = looked.program
+    of_parameters = carry(program, [int(i < looked.parameters) for i in range(len(program.jaxpr.invars))], through)
+    wrong = [name for name, i in _weights(looked.result).items() if of_parameters[i]]
+    if is_divided and _OF_LOSS in wrong:
         raise ValueError(
             "the loss returns two numbers, which are taken for (sum, weight), but the second depends on the "
             "parameters. A weight is of the batch alone, such as the sum of a mask; return one number for a loss "
             "that divides by something of the parameters, and write has_aux=True if it is a result beside the loss"
         )
+    for name in wrong:
+        if name != _OF_LOSS:
+            raise ValueError(
+                f"{name} depends on the parameters. A tuple of two numbers is (sum, weight), and is divided; write two "
+                "results as a list or a dictionary, each as a pair of its own, (number, len(x)), where it is a sum "
+                "over the examples"
+            )
 
 
 def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) -> None:
@@ -142,7 +153,7 @@ def _weights(result: Result) -> dict[str, int]:
     """The number, among all results, of the weight of a loss and of those in pairs beside it."""
     leaves, treedef = jtu.tree_flatten(result)
     numbers = treedef.unflatten(range(len(leaves)))
-    found = {} if result.weight is None else {"the weight of the loss": numbers.weight}
+    found = {} if result.weight is None else {_OF_LOSS: numbers.weight}
     entries, of_pairs = jtu.tree_flatten_with_path(result.aux, is_leaf=is_pair)
     for (path, entry), its in zip(entries, of_pairs.flatten_up_to(numbers.aux), strict=True):
         if is_pair(entry):

@@ -73,9 +73,9 @@ def make_step(
         outputs: `outputs(model, *batch)`, computed by each device of its examples alone: arrays with a row for each
             example. The loss is then `loss(outputs, *batch)`, of the outputs of all examples.
         has_aux: whether the loss returns `(value, aux)`. The step then returns `(value, aux)` too. In `aux`, a tree of
-            arrays, a pair `(sum, weight)` of numbers is summed over the batch and divided; a number is averaged where
-            `loss_is="mean"`; an array with a row for each example comes back whole, in order. Where the loss sees the
-            whole batch, other numbers and arrays are as it returned them.
+            arrays, a tuple `(sum, weight)` of two numbers is summed over the batch and divided (the weight is of the
+            examples, as above); a number is averaged where `loss_is="mean"`; an array with a row for each example comes
+            back whole, in order. Where the loss sees the whole batch, other numbers and arrays are as it returned them.
         has_state: whether the model has a state that the loss changes, such as the running statistics of BatchNorm
             (`eqx.nn.State`): `loss(model, model_state, *batch)` returns `(value, model_state)`, with `has_aux`
             `((value, aux), model_state)`. Such a loss sees all examples of a piece, over all devices, and pieces pass
