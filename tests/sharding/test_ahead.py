@@ -210,7 +210,23 @@ def test_without_the_compiler_of_tpus():
         sharding.ahead(*started_of_shapes(AbstractMesh((8,), ("data",))), *BATCH, topology="v5e:2x4")
 
 
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the compiler of TPUs: pip install libtpu")
+@pytest.fixture
+def tpu_compiler(monkeypatch):
+    if not HAS_TPU_COMPILER:
+        pytest.skip("needs the compiler of TPUs: pip install libtpu")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several workers of pytest load it
+
+
+def test_a_compiler_of_tpus_that_another_process_has(monkeypatch):
+    def fails(**_):
+        raise RuntimeError('Internal error when accessing libtpu multi-process lockfile. Run "rm /tmp/lockfile"')
+
+    monkeypatch.setattr(jax.experimental.topologies, "get_topology_desc", fails)
+    with pytest.raises(ValueError, match=r"another process has the compiler of TPUs.*ALLOW_MULTIPLE_LIBTPU_LOAD=1"):
+        sharding.ahead(*started_of_shapes(AbstractMesh((8,), ("data",))), *BATCH, topology="v5e:2x4")
+
+
+@pytest.mark.usefixtures("tpu_compiler")
 def test_tpus_that_are_not_there():
     step, params, state = started_of_shapes(AbstractMesh((8,), ("data",)))
     found = sharding.ahead(step, params, state, *BATCH, topology="v5e:2x4")
@@ -221,7 +237,7 @@ def test_tpus_that_are_not_there():
         sharding.ahead(step, params, state, *BATCH, topology="v5")
 
 
-@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the compiler of TPUs: pip install libtpu")
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize("width", [256, 252])  # shares of whole lines of 128 numbers, and others
 def test_tpus_reduce_and_scatter_a_vector(width):
     model = {"w": jax.ShapeDtypeStruct((4, width, width), jnp.float32)}

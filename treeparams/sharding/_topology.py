@@ -29,6 +29,11 @@ def devices_of(topology: str | Any, mesh: Mesh | AbstractMesh) -> Mesh:
                     f"topology {topology!r}: the compiler of TPUs is not installed; pip install 'jax[tpu]', or the "
                     "version of libtpu that this says for your JAX. It needs no TPU"
                 ) from error
+            if "lockfile" in str(error):
+                raise ValueError(
+                    f"topology {topology!r}: another process has the compiler of TPUs, which one at a time may load; "
+                    "where there is no TPU, set ALLOW_MULTIPLE_LIBTPU_LOAD=1 in the environment"
+                ) from error
             raise ValueError(f'topology {topology!r} is none, expected one as "v5e:2x4" ({in_short(error)})') from error
     else:
         name = "given"
