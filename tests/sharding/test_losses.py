@@ -484,3 +484,11 @@ def test_a_step_refuses_the_state_of_a_loss_without_one_and_what_it_donated():
     step(params, state, x, mask)
     with pytest.raises(ValueError, match="params were given to an earlier step, which donates"):
         step(params, state, x, mask)
+
+
+def test_a_state_stays_what_it_was():
+    plan = sharding.plan(LAYOUT, mesh_of(), {"scale": "whole", **SPLIT})
+    of = lambda model, state, x: (jnp.mean(errors(model, x, None)), {"count": state["count"] + 0.5})
+    init, step = sharding.make_step(of, optax.sgd(0.1), plan, has_state=True)
+    with pytest.raises(ValueError, match=r"state\['count'\] was int32\[\] and is float32\[\]"):
+        step(*init(model_of(jnp.float32), {"count": jnp.zeros((), jnp.int32)}), X.astype("f"))

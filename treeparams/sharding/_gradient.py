@@ -25,7 +25,7 @@ from .._slots.parts import Rest
 from .._tree.types import PyTree
 from ._batch import check_keys, taken
 from ._call import Call, Setup
-from ._loss import aux_of, check_rows, check_sums, check_weights
+from ._loss import aux_of, check_model_state, check_rows, check_sums, check_weights
 from ._pieces import Result, cut, over_pieces, uncut
 from ._specs import is_spec
 
@@ -83,6 +83,7 @@ def _found(call: Call, leaves: list[Any]) -> Found:
     whole = call.looked_at(leaves, 1)
     looked = whole.result
     check_weights(whole, is_divided=loss.outputs is None)
+    check_model_state(call.model_state, looked.model_state)
     if loss.outputs is not None:
         return in_two_parts(call, leaves, looked)
     is_sum = loss.is_mean or looked.weight is not None

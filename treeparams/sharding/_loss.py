@@ -128,6 +128,20 @@ def check_weights(looked: Looked, is_divided: bool) -> None:
             )
 
 
+def check_model_state(before: PyTree, after: PyTree) -> None:
+    """Checks that the loss returned a state like the one that it was given: of the same tree, shapes and dtypes."""
+    ours, its = (
+        {jtu.keystr(path): describe(leaf) for path, leaf in jtu.tree_leaves_with_path(tree)} for tree in (before, after)
+    )
+    wrong = next((path for path in [*ours, *its] if ours.get(path) != its.get(path)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"the loss returned another state of the model than it was given: state{wrong} was "
+            f"{ours.get(wrong, 'nothing')} and is {its.get(wrong, 'nothing')}; return one with the same tree, shapes "
+            "and dtypes"
+        )
+
+
 def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) -> None:
     """Checks that weights, which are summed over the parts of a batch, come to those of the whole.
 
