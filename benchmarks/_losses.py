@@ -84,7 +84,7 @@ def _table_of_tpus(title: str, cells: Mapping[str, sharding.Ahead], size: int) -
         if of is not against:
             moved = of.moved.bytes / against.moved.bytes
             targets.append(Verdict(f"{name}: moves <= 1x {_FSDP}", moved <= 1, f"{moved:.2f}x"))
-            # Of a small program none: all of it is in the registers and the cache.
+            # The compiler says none of some small programs; why is not known, so a ratio could not be formed.
             sizes = f"{of.temporaries / size:.2f} and {against.temporaries / size:.2f} of the parameters"
             targets.append(Verdict(f"{name}: temporary <= 1x {_FSDP}", of.temporaries <= against.temporaries, sizes))
     return Table(title, header, rows, targets)
