@@ -160,8 +160,7 @@ def over_devices(
     If they did, a loss could not start a scan with zeros: these do not vary over the devices, and the carry that comes
     of them does. Within `automatic` the mesh is the one of there.
     """
-    within = jax.sharding.get_abstract_mesh()
-    mesh = mesh if within.empty else within
+    mesh = mesh_within(mesh)
     if hasattr(jax, "shard_map"):
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(f, mesh=mesh, **specs, axis_names=set(axes), check_vma=False)
@@ -172,6 +171,12 @@ def over_devices(
         raise ValueError(f"axes of the mesh beside {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
     sharded: Any = shard_map  # in newer versions, whose types are read here, with other arguments
     return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
+
+
+def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """A mesh as it is where this is traced: within `automatic` its axes have another type."""
+    within = jax.sharding.get_abstract_mesh()
+    return mesh if within.empty else within
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:

@@ -196,7 +196,7 @@ def declared(cls: type, version: int) -> Declared:
             read_source(each.metadata["tied_to"], where)
             ties[quote(each.name)] = each.metadata["tied_to"]
     # Of Flax's variables only `nnx.Param` is a parameter: not a cache, a statistic, an intermediate result.
-    frozen = ["**"] if _is_flax(cls, "Variable") and not _is_flax(cls, "Param") else []
+    frozen = ["**"] if _is_flax_state(cls) else []
     # Bases come first, so that of two declarations of one alias the subclass's holds; frozen globs add up.
     for base in reversed(cls.__mro__):
         frozen += _BY_NAME.get(_qualified(base), ())
@@ -214,7 +214,12 @@ def _qualified(cls: type) -> str:
 def holds_buffers(cls: type) -> bool:
     """Whether the arrays of this class are buffers, such as running statistics, and no parameters of anybody."""
     is_state = any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
-    return is_state or (_is_flax(cls, "Variable") and not _is_flax(cls, "Param"))
+    return is_state or _is_flax_state(cls)
+
+
+def _is_flax_state(cls: type) -> bool:
+    """Whether this is a class of Flax for variables that are no parameters."""
+    return _is_flax(cls, "Variable") and not _is_flax(cls, "Param")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -22,7 +22,8 @@ def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], 
     arrays, treedef = jtu.tree_flatten_with_path(batch)
     check_batch(arrays, placement.axes, pieces)
     leaves = [array for _, array in arrays]
-    return leaves, treedef, [placement.batch if jnp.ndim(leaf) else placement.whole for leaf in leaves]
+    along, whole = placement.batch, placement.whole
+    return leaves, treedef, [along if jnp.ndim(leaf) else whole for leaf in leaves]
 
 
 def put_batch(batch: PyTree, placement: Placement, pieces: int) -> PyTree:
@@ -43,26 +44,31 @@ def _put(leaf: Any, to: NamedSharding) -> Any:
 
 def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
     """Checks that all arrays have the same number of examples, and that the devices can share them."""
-    counts = {f"batch{jtu.keystr(path)}": jnp.shape(array)[0] for path, array in arrays if jnp.ndim(array)}
+    counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
     if not counts and pieces == 1:
         return
-    (name, count), *others = [*counts.items()] or [("the batch", 0)]
-    for other, its in others:
+    # Each call of a step comes by here: names are made of paths for an error alone.
+    (first, count), *others = counts or [((), 0)]
+    for path, its in others:
         if its != count:
             raise ValueError(
-                f"{name} has {count} examples and {other} {its}; each array of a batch has the examples as its leading "
-                "axis, and is cut along it. What is none of examples goes into the loss itself, as by "
-                "functools.partial; keys as one for each, jax.random.split(key, count)"
+                f"{_named(first)} has {count} examples and {_named(path)} {its}; each array of a batch has the "
+                "examples as its leading axis, and is cut along it. What is none of examples goes into the loss "
+                "itself, as by functools.partial; keys as one for each, jax.random.split(key, count)"
             )
-    devices = axes.devices_along(axes.batch)
     if not count:
-        raise ValueError(f"{name} has no examples")
+        raise ValueError(f"{_named(first)} has no examples")
+    devices = axes.devices_along(axes.batch)
     if count % (devices * pieces):
         in_pieces = f" in {pieces} pieces" if pieces > 1 else ""
         raise ValueError(
-            f"{name} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share "
+            f"{_named(first)} has {count} examples, which {devices} devices along {quoted(axes.batch)} cannot share "
             f"equally{in_pieces}; give a multiple of {devices * pieces}"
         )
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    return f"batch{jtu.keystr(path)}" if path else "the batch"
 
 
 def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
@@ -71,7 +77,7 @@ def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
     for (path, _), array in zip(paths, arrays, strict=True):
         if not array.ndim and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"batch{jtu.keystr(path)} is one key, by which each device would draw the same numbers for its "
+                f"{_named(path)} is one key, by which each device would draw the same numbers for its "
                 "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs=, and "
                 "return one number: such a loss sees the whole batch"
             )

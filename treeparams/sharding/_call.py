@@ -14,9 +14,9 @@ from .._slots.parts import put_together
 from .._tree.dtypes import widened
 from ._by_hand import Dims, gather, scatter, summed
 from ._compute import Compute
-from ._gather import Gathering, Whole, constrained_to
+from ._gather import AS_IT_IS, Gathering, Whole, constrained_to
 from ._loss import Aux, Looked, Loss, check_aux_rows, check_rows, look
-from ._pieces import Result
+from ._pieces import Result, examples_of
 from ._placement import Placement
 from ._share import DeviceShare, ShareRestructure, divided_rest
 
@@ -75,7 +75,13 @@ class Call:
     @property
     def examples(self) -> int:
         """How many there are in the batch."""
-        return next((array.shape[0] for array in self.arrays if array.ndim), 0)
+        return examples_of(self.arrays)
+
+    @property
+    def batch_specs(self) -> list[PartitionSpec]:
+        """The spec of each array of the batch: examples along it, what is for all of them whole."""
+        rows = PartitionSpec(self.of.placement.axes.batch)
+        return [rows if array.ndim else PartitionSpec() for array in self.arrays]
 
     def cast_rest(self) -> Any:
         """The rest of the model within the loss, of arrays that are whole."""
@@ -86,8 +92,8 @@ class Call:
         """The rest of the model beside parameters that nobody has a share of; what opens them, if they are split."""
         if self.of.split != "parameters":
             return rest
-        nothing, gathering = [Whole((), None)] * len(self.specs), Gathering(self.of.placement.axes, is_automatic=False)
-        return ShareRestructure.over(rest, [()] * len(self.of.specs), nothing, gathering)
+        gathering = Gathering(self.of.placement.axes, is_automatic=False)
+        return ShareRestructure.over(rest, [()] * len(self.of.specs), [AS_IT_IS] * len(self.specs), gathering)
 
     def result(self, leaves: Sequence[Any], rest: Any, model_state: Any, arrays: Sequence[Any]) -> Result:
         """What the loss returns, of arrays of parameters that are whole."""
@@ -151,25 +157,29 @@ class Call:
 
     def by_device(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         """As `entered`, with a first axis over the devices, so that each has a gradient of its own; and the rest."""
-        of, axes = self.of, self.of.placement.axes
-        if of.split == "parameters":
-            return self.entered(leaves), jtu.tree_leaves(self.rest)
-        wide = lambda leaves: [leaf.astype(of.compute.summed_in(leaf.dtype))[None] for leaf in leaves]
-        bring = lambda leaves, rest: (wide(self.entered(leaves)), jtu.tree_leaves(self.rest_of(rest)))
-        ins = of.specs, self.rest_specs
-        outs = PartitionSpec(axes.batch), PartitionSpec()
-        return over_devices(bring, axes.mesh, ins, outs, axes.batch)(leaves, jtu.tree_leaves(self.rest))
+        return self._brought(leaves, self._widened, PartitionSpec(self.of.placement.axes.batch))
+
+    def _widened(self, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(self.of.compute.summed_in(leaf.dtype))[None]
 
     def whole(self, leaves: list[Any]) -> tuple[list[Any], Any]:
         """Arrays of parameters and the rest brought together, each by a collective by hand."""
-        of, axes = self.of, self.of.placement.axes
-        if of.split == "parameters":
-            return self.entered(leaves), self.rest
-        bring = lambda leaves, rest: (self.entered(leaves), jtu.tree_leaves(self.rest_of(rest)))
-        ins = of.specs, self.rest_specs
-        run = over_devices(bring, axes.mesh, ins, PartitionSpec(), axes.batch)
-        leaves, rest = run(leaves, jtu.tree_leaves(self.rest))
+        leaves, rest = self._brought(leaves, lambda leaf: leaf, PartitionSpec())
         return leaves, jtu.tree_structure(self.rest).unflatten(rest)
+
+    def _brought(
+        self, leaves: list[Any], finish: Callable[[jax.Array], jax.Array], spec: PartitionSpec
+    ) -> tuple[list[Any], list[Any]]:
+        """Arrays of parameters, as they come of `finish` on each device and lie by a spec, and those of the rest."""
+        if self.of.split == "parameters":
+            return self.entered(leaves), jtu.tree_leaves(self.rest)
+
+        def bring(leaves: list[Any], rest: list[Any]) -> tuple[list[Any], list[Any]]:
+            return list(map(finish, self.entered(leaves))), jtu.tree_leaves(self.rest_of(rest))
+
+        axes, ins = self.of.placement.axes, (self.of.specs, self.rest_specs)
+        run = over_devices(bring, axes.mesh, ins, (spec, PartitionSpec()), axes.batch)
+        return run(leaves, jtu.tree_leaves(self.rest))
 
     @property
     def rest_specs(self) -> list[PartitionSpec]:
@@ -207,6 +217,10 @@ class Call:
         if of.split == "gradients":
             wide = list(map(scatter, wide, of.splits))
         return [summed(each, split, batch) for each, split in zip(wide, of.splits, strict=True)]
+
+    def reduced_by_device(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """The same of gradients that have a first axis over the devices."""
+        return self.reduced([each[0] for each in gradients])
 
     def laid(self, gradients: list[jax.Array]) -> list[jax.Array]:
         """Gradients under automatic partitioning, laid as parameters are."""

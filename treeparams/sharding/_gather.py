@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._forms.mesh import over_devices
+from .._forms.mesh import mesh_within, over_devices
 from ._by_hand import Dims, gather, scatter
 from ._specs import Axes
 
@@ -122,8 +122,7 @@ def constrained(array: jax.Array, axes: Axes, split: Dims, shift: int) -> jax.Ar
 
 def constrained_to(array: jax.Array, spec: PartitionSpec, axes: Axes) -> jax.Array:
     """An array under automatic partitioning that lies by a spec."""
-    within = jax.sharding.get_abstract_mesh()
-    return jax.lax.with_sharding_constraint(array, NamedSharding(axes.mesh if within.empty else within, spec))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh_within(axes.mesh), spec))
 
 
 def _entries(array: jax.Array, split: Dims, shift: int, other: Any) -> list[Any]:

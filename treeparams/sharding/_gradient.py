@@ -4,7 +4,7 @@ A loss is of the whole batch, of which each device has a share. Whichever it is,
 parameters are brought together by hand, one collective for each array, and all else is left to XLA (`in_view`). Three
 kinds of losses can be divided by hand, which moves less: gradients are summed and divided among the devices at once.
 A mean over examples is the mean of the devices' means, a sum with a weight is summed before it is divided
-(`by_hand`), and of a loss in two parts the first is by hand and the second is not (`_two_parts`).
+(`by_hand`), and of a loss in two parts the first is by hand and the second is not (`in_two_parts`).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .._tree.types import PyTree
 from ._batch import check_keys, taken
 from ._call import Call, Setup
 from ._loss import aux_of, check_model_state, check_rows, check_sums, check_weights
-from ._pieces import Result, cut, over_pieces, uncut
+from ._pieces import Result, as_pieces, in_pieces, over_pieces, uncut, with_scalars
 from ._specs import is_spec
 
 # Of `jax.shard_map`, and of a function under automatic partitioning. Both show the type of the array, with its axes.
@@ -115,8 +115,7 @@ def by_hand(call: Call, leaves: list[Any], looked: Result) -> Found:
         of_all, of_rows = aux.over_devices(aux.over_pieces(found), axes.batch)
         return value, call.as_parameters(gradients), of_all, of_rows
 
-    arrays = [batch if array.ndim else PartitionSpec() for array in call.arrays]
-    ins = of.specs, call.rest_specs, arrays
+    ins = of.specs, call.rest_specs, call.batch_specs
     outs = PartitionSpec(), call.out_specs, PartitionSpec(), batch
     run = over_devices(on_device, axes.mesh, ins, outs, axes.batch)
     value, gradients, of_all, of_rows = run(leaves, jtu.tree_leaves(call.rest), call.arrays)
@@ -133,8 +132,7 @@ def in_view(call: Call, leaves: list[Any], looked: Result) -> Found:
     value, gradients = sums.value, sums.gradients
     if sums.weight is not None:
         value, gradients = divided(value, gradients, sums.weight)
-    found = aux.tree(*aux.over_devices(aux.over_pieces(found), ()))
-    return _done(call, value, call.as_parameters(gradients), found, model_state, looked)
+    return _done(call, value, call.as_parameters(gradients), aux.of_whole(found), model_state, looked)
 
 
 def in_two_parts(call: Call, leaves: list[Any], looked: Result) -> Found:
@@ -144,8 +142,8 @@ def in_two_parts(call: Call, leaves: list[Any], looked: Result) -> Found:
     aux = aux_of(looked.aux, call.examples, of.loss.is_mean, in_parts=False)
     rows, is_split = PartitionSpec(axes.batch), of.split == "parameters"
     leaves, rest = call.by_device(leaves)
-    arrays = [rows if array.ndim else PartitionSpec() for array in call.arrays]
-    ins = of.specs if is_split else [rows] * len(leaves), call.rest_specs if is_split else PartitionSpec(), arrays
+    given = (of.specs, call.rest_specs) if is_split else ([rows] * len(leaves), PartitionSpec())
+    ins = *given, call.batch_specs
     run = over_devices(functools.partial(outputs_of, call), axes.mesh, ins, rows, axes.batch)
     outputs, pull_back = eqx.filter_vjp(lambda leaves: run(leaves, rest, call.arrays), leaves)
     batch = jtu.tree_unflatten(call.treedef, call.arrays)
@@ -157,10 +155,8 @@ def in_two_parts(call: Call, leaves: list[Any], looked: Result) -> Found:
     (value_of_all, result), cotangents = eqx.filter_value_and_grad(value, has_aux=True)(outputs)
     (gradients,) = pull_back(cotangents)
     if not is_split:
-        reduce = lambda gradients: call.reduced([each[0] for each in gradients])
-        gradients = over_devices(reduce, axes.mesh, (rows,), call.out_specs, axes.batch)(gradients)
-    found = jax.tree.map(lambda each: jnp.asarray(each)[None], result.aux)
-    found = aux.tree(*aux.over_devices(aux.over_pieces(found), ()))
+        gradients = over_devices(call.reduced_by_device, axes.mesh, (rows,), call.out_specs, axes.batch)(gradients)
+    found = aux.of_whole(as_pieces(result.aux))
     return _done(call, value_of_all, call.as_parameters(gradients), found, None, looked)
 
 
@@ -180,10 +176,9 @@ def outputs_of(call: Call, leaves: list[Any], rest: list[Any], arrays: list[Any]
 
     if of.pieces == 1:
         return of_piece(arrays)
-    in_pieces = [cut(array, of.pieces) if array.ndim else None for array in arrays]
-    fill = lambda piece: [array if each is None else each for array, each in zip(arrays, piece, strict=True)]
     # Of all pieces only the outputs are kept; the rest is computed again on the way back.
-    return jax.tree.map(uncut, jax.lax.map(jax.checkpoint(lambda piece: of_piece(fill(piece))), in_pieces))
+    run = jax.checkpoint(lambda piece: of_piece(with_scalars(piece, arrays)))
+    return jax.tree.map(uncut, jax.lax.map(run, in_pieces(arrays, of.pieces)))
 
 
 def _done(
@@ -195,5 +190,5 @@ def _done(
 
 def divided(value: jax.Array, gradients: Sequence[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """A sum and its gradients, divided by the weight, each in its dtype."""
-    by = lambda each: each / weight.astype(each.dtype)
-    return by(value), list(map(by, gradients))
+    value, *gradients = [each / weight.astype(each.dtype) for each in (value, *gradients)]
+    return value, gradients

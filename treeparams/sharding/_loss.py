@@ -15,7 +15,7 @@ from .._programs import bind, carry, through
 from .._tree.structure import is_array
 from .._tree.text import describe
 from .._tree.types import PyTree
-from ._pieces import Result, uncut, wide
+from ._pieces import Result, examples_of, uncut, wide
 
 LossIs = Literal["mean"] | None
 
@@ -104,7 +104,7 @@ class Looked(NamedTuple):
 def look(f: Callable[[list[Any], list[Any]], Result], parameters: list[Any], arrays: list[Any]) -> Looked:
     """A loss traced, of arrays as shapes."""
     program, result = jax.make_jaxpr(f, return_shape=True)(parameters, arrays)
-    return Looked(program, result, len(parameters), next((array.shape[0] for array in arrays if array.ndim), 0))
+    return Looked(program, result, len(parameters), examples_of(arrays))
 
 
 def check_weights(looked: Looked, is_divided: bool) -> None:
@@ -220,6 +220,10 @@ class Aux(NamedTuple):
         ]
         return of_all, [each for kind, each in pairs if kind == "examples"]
 
+    def of_whole(self, aux: PyTree) -> PyTree:
+        """The tree of what pieces returned, of all examples of each."""
+        return self.tree(*self.over_devices(self.over_pieces(aux), ()))
+
     def tree(self, of_all: Sequence[Any], rows: Sequence[jax.Array]) -> PyTree:
         """The tree of these; pairs are divided."""
         numbers, arrays = iter(of_all), iter(rows)
@@ -273,7 +277,7 @@ def _kind(path: str, entry: Any, examples: int, is_mean: bool, in_parts: bool) -
 
 def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
     """Checks that arrays with as many rows as the batch has examples have, of a piece, as many as that has."""
-    examples = next((array.shape[0] for array in arrays if array.ndim), 0)
+    examples = examples_of(arrays)
     for kind, each in zip(aux.kinds, aux.treedef.flatten_up_to(of_piece), strict=True):
         if kind == "examples" and each.shape[0] != examples:
             raise ValueError(
@@ -285,7 +289,7 @@ def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
 
 def check_rows(outputs: PyTree, arrays: Sequence[Any]) -> None:
     """Checks that outputs have a row for each example that a device was given."""
-    examples = next((array.shape[0] for array in arrays if array.ndim), 0)
+    examples = examples_of(arrays)
     for path, each in jtu.tree_flatten_with_path(outputs)[0]:
         if not is_array(each) or each.shape[:1] != (examples,):
             raise ValueError(

@@ -45,6 +45,26 @@ def uncut(array: jax.Array) -> jax.Array:
     return array.reshape(-1, *array.shape[2:])
 
 
+def examples_of(arrays: Sequence[Any]) -> int:
+    """How many examples there are in the arrays of a batch; one without axes is for all of them."""
+    return next((array.shape[0] for array in arrays if array.ndim), 0)
+
+
+def in_pieces(arrays: Sequence[jax.Array], pieces: int) -> list[jax.Array | None]:
+    """The arrays of a batch in pieces; `None` for one that is for all pieces, which `with_scalars` puts back."""
+    return [cut(array, pieces) if array.ndim else None for array in arrays]
+
+
+def with_scalars(piece: Sequence[jax.Array | None], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of a piece, with those of the batch that are for all pieces."""
+    return [array if each is None else each for array, each in zip(arrays, piece, strict=True)]
+
+
+def as_pieces(results: PyTree) -> PyTree:
+    """The results of the only piece, with a first axis over pieces."""
+    return jax.tree.map(lambda each: jnp.asarray(each)[None], results)
+
+
 def over_pieces(
     objective: Objective,
     leaves: list[Any],
@@ -71,20 +91,18 @@ def over_pieces(
 
     if pieces == 1:
         model_state, sums, aux = of_piece(model_state, list(arrays))
-        return sums, jax.tree.map(lambda each: jnp.asarray(each)[None], aux), model_state
+        return sums, as_pieces(aux), model_state
 
     def turn(carry: tuple[PyTree, Sums], piece: list[Any]) -> tuple[tuple[PyTree, Sums], PyTree]:
-        arrays = [array if each is None else each for array, each in zip(scalars, piece, strict=True)]
-        model_state, sums, aux = of_piece(carry[0], arrays)
+        model_state, sums, aux = of_piece(carry[0], with_scalars(piece, arrays))
         return (model_state, jax.tree.map(jnp.add, carry[1], sums)), aux
 
-    scalars = [None if array.ndim else array for array in arrays]
-    in_pieces = [cut(array, pieces) if array.ndim else None for array in arrays]
-    first = [array if each is None else each[0] for array, each in zip(scalars, in_pieces, strict=True)]
+    along = in_pieces(arrays, pieces)
+    first = with_scalars([None if each is None else each[0] for each in along], arrays)
     _, shapes, _ = jax.eval_shape(of_piece, model_state, first)
     zeros = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), shapes)
     zeros = zeros._replace(gradients=lay(zeros.gradients))
-    (model_state, sums), aux = jax.lax.scan(turn, (model_state, zeros), in_pieces)
+    (model_state, sums), aux = jax.lax.scan(turn, (model_state, zeros), along)
     return sums, aux, model_state
 
 
