@@ -180,7 +180,7 @@ def test_the_gradient_by_itself(form, rules, kind, split, pieces):
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plan.params), strict=True)
     assert all(leaf.sharding.is_equivalent_to(to, leaf.ndim) for leaf, to in pairs)
     assert_near(
-        plan.model(found, sharding.StepState(None, None, rest, {placement.digest: 0})),
+        plan.model(found, sharding.StepState(None, None, rest, {placement.layout.digest: 0})),
         tp.combine(gradient, tp.partition(model, LAYOUT)[1]),
         1e-5,
     )

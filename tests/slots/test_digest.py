@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import treeparams as tp
-from treeparams._slots.digest import digest_of
 
 from ..zoo import enable_x64, ramp
 
@@ -25,7 +24,7 @@ A, B = ramp(2, 3), ramp(3)
 
 
 def of(model, **options):
-    return digest_of(tp.layout(model, **options))
+    return tp.layout(model, **options).digest
 
 
 def test_it_is_of_paths_shapes_dtypes_and_not_of_what_holds_them():
@@ -64,6 +63,7 @@ def test_each_difference_of_a_layout_changes_it():
         of({"a": A, "b": A, "c": A.T}),
         of({"a": A, "b": A + 1, "c": A + 2}, ties={"b": "a"}),
         of({"a": A, "b": A + 1, "c": A + 2}, ties={"b": ("a", twice)}),
+        of({"a": A, "b": A + 1, "c": A + 2}, ties={"b": ("a", jnp.negative)}),
         of({"a": A, "b": A + 1, "c": A + 2}, ties={"b": "c"}),
     ]
     assert len(set(digests)) == len(digests)

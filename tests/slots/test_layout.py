@@ -85,7 +85,7 @@ def test_it_prints_as_a_table():
         "b     bfloat16[4]        frozen     4",
         "1 slot, 6 elements, 24 bytes; 4 elements frozen",
     ]
-    assert repr(layout) == "Layout(1 slot (a), 6 elements, float32; 1 frozen)"
+    assert repr(layout) == f"Layout(1 slot (a), 6 elements, float32; 1 frozen; digest {layout.digest})"
     assert "c.0, d (transpose)" in str(layout.freeze("**"))
     of_partial = str(tp.layout(tied(), ties={"d": ("a", functools.partial(jnp.reshape, shape=(3, 2)))}))
     assert "reshape" in of_partial
@@ -96,7 +96,7 @@ def test_it_prints_as_a_table():
 def test_what_a_user_sees_is_what_the_contract_names_and_cannot_be_changed():
     layout, (_, rest) = tp.layout({"w": ramp(2)}), tp.partition({"w": ramp(2)})
     layout.dtype, layout.ties, layout.slots, hash(layout)  # what is made at the first look stays hidden
-    names = "slots paths size nbytes dtype ties mask freeze thaw diff slice indices block"
+    names = "slots paths size nbytes dtype ties mask digest freeze thaw diff slice indices block"
     assert sorted(name for name in dir(layout) if name[0] != "_") == sorted(names.split())
     assert [name for name in dir(rest) if name[0] != "_"] == ["layout"]
     with pytest.raises(AttributeError):

@@ -8,12 +8,12 @@ The files, from the ground up:
     nodes      the layers of a net: nodes that a `where` matches, and whether they are alike
     said       which parameters are trained: masks, declarations, freeze and thaw
     ties       ties: by identity, declared, given
+    digest     a short text that tells layouts apart
     index      Slot; where each leaf lies
     accidents  warnings of ties that nobody can have meant, and of ties that were parted
     rules      the one reader of `{where: value}`: the first entry that selects a parameter
     untrained  numbers, and models that train nothing, in words
     layout     Layout
-    digest     a short text that tells layouts apart
     trainable  layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project
     parts      a model taken apart, slots and rest; partition, combine

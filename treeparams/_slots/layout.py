@@ -21,6 +21,7 @@ from .._tree.structure import Structure
 from .._tree.tables import Table, as_html, as_text
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
+from .digest import digest_of
 from .index import Index, Slot
 from .said import Said, change
 from .ties import Alias, settle
@@ -90,6 +91,22 @@ class Layout:
         """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
         paths, aliases = self._index.structure.paths, self._index.aliases
         return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal for layouts of equal paths, shapes, dtypes, trained leaves and ties.
+
+        They are the same in all processes, on all machines and in all versions of this library. Compare them where two
+        programs exchange arrays. Classes, static values and leaves that are no arrays do not count: a model has the
+        digest of a dictionary with its paths. Dtypes are JAX's, as everywhere in a layout.
+
+        >>> import jax.numpy as jnp, numpy as np, treeparams as tp
+        >>> of = lambda model: tp.layout(model).digest
+        >>> of({"w": jnp.ones(3)}), of({"w": np.ones(3, np.float32)}), of({"w": jnp.ones(4)})
+        ('d9a89746af407a62', 'd9a89746af407a62', 'ad6dd18672a8abe2')
+        """
+        index = self._index
+        return digest_of(index.structure, index.trained, index.ties)
 
     @property
     def mask(self) -> PyTree:
@@ -247,7 +264,7 @@ class Layout:
         names = f" ({first_few(self.paths)})" if self.slots else ""
         frozen = len(self._index.frozen)
         counts = f"{_count(len(self.slots), 'slot')}{names}, {_count(self.size, 'element')}"
-        return f"Layout({counts}, {self.dtype}; {frozen} frozen)"
+        return f"Layout({counts}, {self.dtype}; {frozen} frozen; digest {self.digest})"
 
     def __str__(self) -> str:
         return as_text(self._blocks())

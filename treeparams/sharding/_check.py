@@ -21,10 +21,11 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
     """Checks that a state is of parameters of this layout; `said`: its `StepState.layout`."""
-    if said.keys() != {placement.digest}:
+    digest = placement.layout.digest
+    if said.keys() != {digest}:
         raise ValueError(
             f"the state is of another layout: the digest in it is {quoted([*said]) or 'none'}, that of the plan "
-            f"{placement.digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
+            f"{digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
             "come to other parameters. Make the plan of the model that the state is of, or start with init(model)"
         )
 

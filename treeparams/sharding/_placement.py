@@ -16,7 +16,6 @@ from .._forms.block import Block
 from .._forms.form import Form, stacked_leaves
 from .._forms.makers import stacks_in_groups, tree_of, vector_of
 from .._forms.restructure import Restructure, restructure_over
-from .._slots.digest import digest_of
 from .._slots.index import Slot
 from .._slots.layout import Layout, index_of
 from .._slots.parts import Rest, kept_arrays, with_kept_arrays
@@ -91,11 +90,6 @@ class Placement:
         other = copy.copy(self)
         other.axes = self.axes._replace(mesh=mesh)
         return other
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """That of the layout."""
-        return digest_of(self.layout)
 
     # -- Shardings
 

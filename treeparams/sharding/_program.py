@@ -77,7 +77,7 @@ class Program:
             agree(values_in_words(whole), "the first values of the optimiser's state")
         model_state = jax.tree.map(lambda leaf: put_leaf(leaf, placement.whole), model_state)
         zero = (jax.ShapeDtypeStruct if is_of_shapes else jnp.zeros)((), np.int32)
-        mark = {placement.digest: put_leaf(zero, placement.whole, is_own=True)}
+        mark = {placement.layout.digest: put_leaf(zero, placement.whole, is_own=True)}
         return params, StepState(*kept, rest, mark, model_state)
 
     def compare(self, model: Any) -> None:
