@@ -300,7 +300,7 @@ def test_words_that_lie(path, like, good, case):
 
 def test_a_newer_version_is_named(path, like, good):
     lying(path, good, lambda words: words.update(version=2))
-    assert "is of version 2 of the files of treeparams.saving" in refused(path, lambda: saving.load(path, like))
+    assert "is of version 2 of the format of treeparams.saving" in refused(path, lambda: saving.load(path, like))
     # Whatever else it says: a newer version may say it otherwise.
     lying(path, good, lambda words: json.dumps({"version": 3, "other": 1}))
     assert "is of version 3" in refused(path, lambda: saving.load(path, like))

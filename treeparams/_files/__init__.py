@@ -2,11 +2,12 @@
 
 The files, from the ground up:
 
+    replacement  a file that takes the place of another one when all of it is on the disk
+    source       where bytes are read from: a file on a disk, or a message in memory
     format       the safetensors format: a header, checked before anything is read
     arrays       arrays as the format holds them, and back
     values       numbers and texts as words of a file, and back
     words        the words of `save` in a file, beside the format, checked
-    replacement  a file that takes the place of another one when all of it is on the disk
     file         a file of arrays by name: written whole or not at all, each array checked as it is read
     names        arrays by name, each read where it is asked for; how names are spelt
 """

@@ -14,7 +14,8 @@ from jax.sharding import SingleDeviceSharding
 from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
-from .format import DTYPES, PACKED, PIECE, WRITTEN, Packed, Stored
+from .format import DTYPES, PACKED, WRITTEN, Packed, Stored
+from .source import PIECE
 
 _NAMES = {name: text for text, name in WRITTEN.items()}
 

@@ -1,10 +1,6 @@
 """A file of arrays by name: written whole or not at all, and read one array at a time."""
 
-import errno
-import io
 import json
-import os
-import weakref
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,22 +10,9 @@ import numpy as np
 
 from .._tree.text import in_short
 from .arrays import decode, decoded_kind, kind_of, pieces_of, specs_of
-from .format import (
-    PIECE,
-    SMALL,
-    FilePath,
-    Header,
-    Stored,
-    as_text,
-    entries_text,
-    header_text,
-    in_order,
-    prefixed,
-    read_bytes,
-    read_header,
-    wrong,
-)
-from .replacement import refuse_irregular, replacing
+from .format import SMALL, Header, Stored, entries_text, header_text, in_order, prefixed, read_header
+from .replacement import replacing
+from .source import PIECE, FilePath, OnDisk, Source, as_text
 from .words import are_right
 
 PREFIX = "treeparams."
@@ -53,48 +36,24 @@ class File:
         metadata: all else that the file says, text by text.
     """
 
-    def __init__(self, path: FilePath) -> None:
-        self.path = as_text(path)
-        self._file = _opened(self.path)
-        weakref.finalize(self, self._file.close)
+    def __init__(self, source: Source) -> None:
+        self.source = source
         try:
-            header = read_header(self.path, self._file)
+            header = read_header(source)
         except ValueError:
-            self._refuse_other()
+            if isinstance(source, OnDisk):
+                _refuse_other(source)
             raise
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "checksums": {}}
         if self.is_ours:
-            self.words = _words(self.path, header)
-        self._arrays, self._marks = header.arrays, self.words["marks"]
+            self.words = _words(source, header)
+        self._arrays, self._first, self._marks = header.arrays, header.first, self.words["marks"]
         try:
             self.specs = specs_of(self._arrays, self._marks)
         except Exception as error:
-            raise wrong(self.path, f"an array is marked as what it cannot be: {error}") from None
-
-    def _refuse_other(self) -> None:
-        """Refuses the files of other programs, with the line that reads them."""
-        self._file.seek(0)
-        start = self._file.read(4)
-        if start == b"\x93NUM":
-            raise ValueError(
-                f"{self.path!r} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
-                "eqx.tree_deserialise_leaves(path, like), and save that"
-            ) from None
-        if _is_of_savez(self._file):
-            raise ValueError(
-                f"{self.path!r} is written by np.savez; np.load(path) is a source: saving.plan(np.load(path), model)"
-            ) from None
-        # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
-        is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
-        if is_pickle or start[:4] == b"PK\3\4":
-            raise ValueError(
-                f"{self.path!r} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
-                "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
-                'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
-                'for name, array in arrays.items()}, "model.safetensors")'
-            ) from None
+            raise source.wrong(f"an array is marked as what it cannot be: {error}") from None
 
     def dtype(self, name: str) -> Any:
         """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
@@ -123,12 +82,12 @@ class File:
 
     def _alone(self, name: str, sums: Mapping[str, str]) -> Any:
         _, _, start, stop = self._arrays[name]
-        data, value = read_bytes(self.path, self._file, start, stop, is_summed=bool(sums))
+        data, value = self.source.read(self._first + start, self._first + stop, is_summed=bool(sums))
         return self._array(name, data, value, sums)
 
     def _together(self, names: list[str], sums: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
         first, last = self._arrays[names[0]][2], self._arrays[names[-1]][3]
-        data, _ = read_bytes(self.path, self._file, first, last, is_summed=False)
+        data, _ = self.source.read(self._first + first, self._first + last)
         text = data.data
         for name in names:
             _, _, start, stop = self._arrays[name]
@@ -137,28 +96,11 @@ class File:
 
     def _array(self, name: str, data: np.ndarray, value: int, sums: Mapping[str, str]) -> Any:
         if sums and f"{value:08x}" != sums[name]:
-            raise wrong(self.path, f"{name!r} has another checksum than when it was saved")
+            raise self.source.wrong(f"{name!r} has another checksum than when it was saved")
         try:
             return decode(self._arrays[name], self._marks.get(name), data)
         except ValueError as error:
-            raise ValueError(f"{name!r} of {self.path!r} cannot be read: {error}") from None
-
-
-def _opened(path: str) -> io.FileIO:
-    """An open file, once it is known to be a regular one: who opens a FIFO waits for another program."""
-    flags = getattr(os, "O_NONBLOCK", 0)  # so that not even opening waits
-    try:
-        file = open(path, "rb", buffering=0, opener=lambda path, given: os.open(path, given | flags))  # noqa: SIM115
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            refuse_irregular(path, os.stat(path).st_mode)
-        raise
-    try:
-        refuse_irregular(path, os.fstat(file.fileno()).st_mode)
-    except ValueError:
-        file.close()
-        raise
-    return file
+            raise ValueError(f"{name!r} of {self.source.name} cannot be read: {error}") from None
 
 
 def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list[str]]:
@@ -178,14 +120,37 @@ def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list
         yield together
 
 
-def _is_of_savez(file: io.FileIO) -> bool:
-    if not zipfile.is_zipfile(file):
+def _refuse_other(source: OnDisk) -> None:
+    """Refuses the files of other programs, with the line that reads them."""
+    start, name = source.read(0, min(4, source.size))[0].tobytes(), source.name
+    if start == b"\x93NUM":
+        raise ValueError(
+            f"{name} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
+            "eqx.tree_deserialise_leaves(path, like), and save that"
+        ) from None
+    if _is_of_savez(source.path):
+        raise ValueError(
+            f"{name} is written by np.savez; np.load(path) is a source: saving.plan(np.load(path), model)"
+        ) from None
+    # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
+    is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
+    if is_pickle or start[:4] == b"PK\3\4":
+        raise ValueError(
+            f"{name} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
+            "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
+            'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
+            'for name, array in arrays.items()}, "model.safetensors")'
+        ) from None
+
+
+def _is_of_savez(path: str) -> bool:
+    if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(path) as archive:
         return any(name.endswith(".npy") for name in archive.namelist())
 
 
-def _words(path: str, header: Header) -> dict[str, Any]:
+def _words(source: Source, header: Header) -> dict[str, Any]:
     """The words of `save`, once the header's checksum is right and all that they say can be."""
     # The first entry of the header is its checksum, always at the same offset. It is of the header with zeros in its
     # place, since a text cannot hold its own checksum.
@@ -193,20 +158,20 @@ def _words(path: str, header: Header) -> dict[str, Any]:
     blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
     is_whole = header.text[len(_START) : end] == f"{zlib.crc32(blanked):08x}".encode()
     if not header.text.startswith(_START) or not is_whole:
-        raise wrong(path, "its header has another checksum than when it was saved")
+        raise source.wrong("its header has another checksum than when it was saved")
     try:
         words = json.loads(header.metadata[_WORDS])
         version = words["version"]
         is_right = version != _VERSION or are_right(words, header.arrays.keys())
     except Exception as error:  # whatever comes of JSON of another kind
-        raise wrong(path, f"what it says of its arrays cannot be read: {in_short(error)}") from None
+        raise source.wrong(f"what it says of its arrays cannot be read: {in_short(error)}") from None
     if version != _VERSION:
         raise ValueError(
-            f"{path!r} is of version {version!r} of the files of treeparams.saving, and this one reads {_VERSION}; "
-            "install a newer treeparams"
+            f"{source.name} is of version {version!r} of the format of treeparams.saving, and this library reads "
+            f"{_VERSION}; install a newer treeparams"
         )
     if not is_right:
-        raise wrong(path, "what it says of its arrays is not of these arrays")
+        raise source.wrong("what it says of its arrays is not of these arrays")
     return words
 
 

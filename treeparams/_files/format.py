@@ -5,18 +5,14 @@ checksums, and its errors are of its own class. All that a header says is checke
 """
 
 import functools
-import io
 import json
 import math
-import os
-import threading
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from .._tree.text import describe
+from .source import Source
 
 WRITTEN = {
     "BOOL": "bool",
@@ -61,25 +57,20 @@ PACKED = {name: Packed(name) for name in ("F4", "F6_E2M3", "F6_E3M2")}
 
 _BITS = {name: np.dtype(its).itemsize * 8 for name, its in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
-FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-"""The path of a file, as `open` takes it."""
-
-PIECE = 1 << 20
-"""Bytes that are still in the cache of a processor when they are used again."""
-
 SMALL = 1 << 14
 """Bytes of an array that take less time than the calls around them."""
 
 _LONGEST = 100_000_000  # bytes of a header; the format's own limit
-_LONGEST_REASON = 500  # characters; a name may have millions
 _PREFIX = 8  # bytes, the length of the header
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
 _NO_SHAPE: tuple[tuple[int, ...], int] = ((), -1)
 _MOST_AXES = 32  # of a NumPy array before NumPy 2
+_METADATA = '{"__metadata__":'
+_SHORT = 1 << 22  # characters of a header that is remembered
 
 
 Stored = tuple[str, tuple[int, ...], int, int]
-"""An array in a file: its dtype in the format's words, its shape, and where in the file it starts and stops.
+"""An array in a file: its dtype in the format's words, its shape, and where behind the header it starts and stops.
 
 A file may have 100,000 of these. As plain tuples, unlike objects of a class, Python's search for cycles lets them be.
 """
@@ -88,67 +79,74 @@ A file may have 100,000 of these. As plain tuples, unlike objects of a class, Py
 class Header(NamedTuple):
     """The header of a file."""
 
-    arrays: dict[str, Stored]
+    arrays: Mapping[str, Stored]
     metadata: dict[str, str]
     text: bytes  # as it stands in the file
+    first: int  # where the arrays begin, in bytes
 
 
-def as_text(path: object) -> str:
-    """The path of a file as text."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(
-            f"expected the path of a file, got {describe(path)}; it comes first: saving.save(path, model), "
-            "saving.load(path, like)"
-        )
-    return os.fsdecode(path)
-
-
-def wrong(path: str, why: str) -> ValueError:
-    """The error of a file that cannot be read."""
-    why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
-    return ValueError(f"{path!r} is no safetensors file, or damaged: {why}")
-
-
-def read_header(path: str, file: io.FileIO) -> Header:
-    """The header of an open file, once all in it agrees with itself and with the size of the file."""
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(_PREFIX), "little")
+def read_header(source: Source) -> Header:
+    """The header of a file, once all in it agrees with itself and with the number of bytes."""
+    size = source.size
+    length = int.from_bytes(source.read(0, min(_PREFIX, size))[0].tobytes(), "little")
     if size < _PREFIX or length > min(size - _PREFIX, _LONGEST):
-        raise wrong(path, f"its header is said to have {length:,} bytes, and the file has {size:,}")
-    text = file.read(length)
+        raise source.wrong(f"its header is said to have {length:,} bytes, and the {source.noun} has {size:,}")
     first = _PREFIX + length
-
-    def as_read(pairs: list[tuple[str, Any]]) -> Stored | _Object:
-        """An object of JSON: an entry is made at once, since 100,000 objects that live on keep Python busy."""
-        try:
-            return _stored(path, "", pairs, first)
-        except ValueError:
-            return _Object(pairs)
-
+    text = source.read(_PREFIX, first)[0].tobytes()
     try:
-        said = json.loads(text.decode(), object_pairs_hook=as_read)
-    except (ValueError, RecursionError) as error:
-        raise wrong(path, f"its header is no JSON ({error})") from None
+        arrays, metadata = _parsed(text.decode())
+    except UnicodeDecodeError as error:
+        raise source.wrong(f"its header is no JSON ({error})") from None
+    except ValueError as error:
+        raise source.wrong(str(error)) from None
+    end = first + sum(stop - start for _, _, start, stop in arrays.values())
+    if end != size:
+        raise source.wrong(f"its arrays end at byte {end:,}, and the {source.noun} has {size:,}")
+    return Header(arrays, metadata, text, first)
+
+
+def _parsed(text: str) -> tuple[Mapping[str, Stored], dict[str, str]]:
+    """The arrays and the metadata that a header says."""
+    # The messages of a sender differ in their metadata. The entries behind them are the same text each time.
+    said, end = _read_json(_DECODER.raw_decode, text, len(_METADATA)) if text.startswith(_METADATA + "{") else (None, 0)
+    rest = text[end:]
+    if not rest.startswith(',"'):
+        arrays, metadata = _entries(text)
+        return arrays, {} if metadata is _MISSING else _as_metadata(metadata)
+    rest = "{" + rest[1:]
+    arrays, again = _remembered(rest) if len(rest) < _SHORT else _entries(rest)
+    if again is not _MISSING:
+        raise ValueError("a name stands twice in one object of its header")
+    return arrays, _as_metadata(said)
+
+
+def _entries(text: str) -> tuple[dict[str, Stored], Any]:
+    """The arrays that an object of JSON says, and what it says of metadata."""
+    said = _read_json(_DECODER.decode, text)
     if type(said) is not _Object:
-        raise wrong(path, "its header is no JSON object of arrays")
-    arrays = _distinct(path, said.pairs)
-    metadata = arrays.pop("__metadata__", _Object([]))
-    if type(metadata) is not _Object or not all(isinstance(value, str) for _, value in metadata.pairs):
-        raise wrong(path, "its metadata are not text by text")
-    metadata = _distinct(path, metadata.pairs)
+        raise ValueError("its header is no JSON object of arrays")
+    arrays = _distinct(said.pairs)
+    metadata = arrays.pop("__metadata__", _MISSING)
     for name, stored in arrays.items():
         if type(stored) is not tuple:
-            _stored(path, name, stored.pairs if type(stored) is _Object else [], first)  # the error, with the name
+            _stored(name, stored.pairs if type(stored) is _Object else [])  # the error, with the name
     # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
-    end = first
+    end = 0
     for name in in_order(arrays, arrays):
         _, _, start, stop = arrays[name]
         if start != end:
-            raise wrong(path, f"the array {name!r} begins at byte {start:,}, and what is before it ends at {end:,}")
+            raise ValueError(f"the array {name!r} begins at byte {start:,}, and the bytes before it end at {end:,}")
         end = stop
-    if end != size:
-        raise wrong(path, f"its arrays end at byte {end:,}, and the file has {size:,}")
-    return Header(arrays, metadata, text)
+    return arrays, metadata
+
+
+_remembered = functools.lru_cache(maxsize=8)(_entries)
+
+
+def _as_metadata(said: object) -> dict[str, str]:
+    if type(said) is not _Object or not all(isinstance(value, str) for _, value in said.pairs):
+        raise ValueError("its metadata are not text by text")
+    return _distinct(said.pairs)
 
 
 class _Object(NamedTuple):
@@ -157,15 +155,34 @@ class _Object(NamedTuple):
     pairs: list[tuple[str, Any]]
 
 
+def _as_read(pairs: list[tuple[str, Any]]) -> Stored | _Object:
+    """An object of JSON: an entry is made at once, since 100,000 objects that live on keep Python busy."""
+    try:
+        return _stored("", pairs)
+    except ValueError:
+        return _Object(pairs)
+
+
+def _read_json(read: Callable[..., Any], *text: Any) -> Any:
+    try:
+        return read(*text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is no JSON ({error})") from None
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_as_read)
+_MISSING = object()
+
+
 def in_order(names: Iterable[str], arrays: Mapping[str, Stored]) -> list[str]:
     """The names of arrays in the order of the file; an empty one comes before another that begins where it does."""
     return sorted(names, key=lambda name: arrays[name][2] + arrays[name][3])
 
 
-def _distinct(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise wrong(path, "a name stands twice in one object of its header")
+        raise ValueError("a name stands twice in one object of its header")
     return found
 
 
@@ -174,28 +191,28 @@ def _is_size(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _stored(path: str, name: str, pairs: list[tuple[str, Any]], start: int) -> Stored:
+def _stored(name: str, pairs: list[tuple[str, Any]]) -> Stored:
     """One entry of the header, checked: nothing of it is trusted, or used to allocate, before that."""
     its = dict(pairs)
     if len(its) < len(pairs) or its.keys() != _ENTRY:
-        _distinct(path, pairs)
-        raise wrong(path, f"its entry {name!r} is not of a dtype, a shape and two offsets")
+        _distinct(pairs)
+        raise ValueError(f"its entry {name!r} is not of a dtype, a shape and two offsets")
     dtype, shape, offsets = its["dtype"], its["shape"], its["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
-        raise wrong(path, f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")
+        raise ValueError(f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")
     try:
         is_list = type(shape) is list and len(shape) <= _MOST_AXES
         sizes, bits = _shape_and_bits(dtype, *shape) if is_list else _NO_SHAPE
     except TypeError:  # of a list of lists
         sizes, bits = _NO_SHAPE
     if bits < 0:
-        raise wrong(path, f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
+        raise ValueError(f"the shape of {name!r} is no list of at most {_MOST_AXES} sizes that an array can have")
     if type(offsets) is not list or len(offsets) != 2 or not (_is_size(offsets[0]) and _is_size(offsets[1])):
-        raise wrong(path, f"the offsets of {name!r} are not two numbers")
+        raise ValueError(f"the offsets of {name!r} are not two numbers")
     first, last = offsets
     if 8 * (last - first) != bits:
-        raise wrong(path, f"{name!r} is {dtype} of shape {shape} in {last - first:,} bytes")
-    return dtype, sizes, start + first, start + last
+        raise ValueError(f"{name!r} is {dtype} of shape {shape} in {last - first:,} bytes")
+    return dtype, sizes, first, last
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # `True` is no size, though it is equal to 1
@@ -234,41 +251,3 @@ def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
 def prefixed(text: bytes) -> bytes:
     """A header as it stands in the file, behind its length."""
     return len(text).to_bytes(_PREFIX, "little") + text
-
-
-# -- Reading -----------------------------------------------------------------------------------------------------------
-
-_ALIGNED = 64  # JAX copies what is not aligned so
-
-
-def read_bytes(path: str, file: io.FileIO, start: int, stop: int, is_summed: bool) -> tuple[np.ndarray, int]:
-    """A part of a file, in a buffer of its own that JAX takes as it is, and its checksum, or 0."""
-    size = stop - start
-    buffer = np.empty(size + _ALIGNED, np.uint8)
-    first = -buffer.ctypes.data % _ALIGNED
-    found, value = buffer[first : first + size], 0
-    into = found.data
-    while len(into):
-        count = _read_at(file, into[:PIECE], stop - len(into))
-        if not count:
-            raise wrong(path, "it has become shorter while it was read")
-        if is_summed:
-            value = zlib.crc32(into[:count], value)
-        into = into[count:]
-    return found, value
-
-
-_seeking = threading.Lock()
-
-
-def _read_at(file: io.FileIO, into: memoryview, offset: int) -> int:
-    """Reads from an offset, which no other thread and no forked process moves, and returns how many bytes it were."""
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [into], offset)
-    if hasattr(os, "pread"):  # macOS before 11
-        data = os.pread(file.fileno(), len(into), offset)
-        into[: len(data)] = data
-        return len(data)
-    with _seeking:  # Windows, which does not fork
-        file.seek(offset)
-        return file.readinto(into) or 0

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 
 from .._files.arrays import placed
 from .._files.file import PREFIX, File, write
-from .._files.format import FilePath, as_text
 from .._files.names import is_below, name_of
+from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words
 from .._files.words import histories_in, values_in
 from .._slots.ties import Alias
@@ -141,7 +141,7 @@ def metadata(path: FilePath) -> dict[str, str]:
         OSError: there is no such file.
         ValueError: it is no safetensors file, or damaged.
     """
-    return File(path).metadata
+    return File(OnDisk(path)).metadata
 
 
 def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
@@ -184,10 +184,10 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     """
     as_text(path)
     _check_tree(like, "saving.load(path, like)")
-    file = File(path)
+    file = File(OnDisk(path))
     if not file.is_ours:
         raise ValueError(
-            f"{file.path!r} was not written by saving.save, so it does not say what is tied; write "
+            f"{file.source.name} was not written by saving.save, so it does not say what is tied; write "
             "saving.plan(path, model)(path), which says what goes where"
         )
     contents = Contents(like)
@@ -196,7 +196,7 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))
     if wrong:
-        raise ValueError(f"{file.path!r} does not fit the tree:\n{first_lines(wrong, 20)}")
+        raise ValueError(f"{file.source.name} does not fit the tree:\n{first_lines(wrong, 20)}")
     known = contents.aliases
     contents.aliases = {}
     for alias, (source, transforms) in file.words["ties"].items():
