@@ -11,11 +11,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
+from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
 from .format import DTYPES, PACKED, WRITTEN, Packed, Stored
-from .source import PIECE
+from .source import PIECE, aligned
 
 _NAMES = {name: text for text, name in WRITTEN.items()}
 
@@ -88,6 +89,22 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
         view = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(view), PIECE):
             yield view[start : start + PIECE]
+
+
+def bytes_of(leaf: Array) -> np.ndarray:
+    """The bytes of an array as they are stored, shape `(n,)`; where it can be the very ones, not a copy."""
+    if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+
+
+def own(array: Any) -> Any:
+    """An array of NumPy, or typed keys, in a buffer of its own, which JAX takes as it is."""
+    if not isinstance(array, np.ndarray):
+        return copy_leaf(array)
+    data = aligned(array.nbytes)
+    data[:] = bytes_of(array)
+    return data.view(array.dtype).reshape(array.shape)
 
 
 def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> Any:

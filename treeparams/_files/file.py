@@ -3,13 +3,13 @@
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._tree.text import in_short
-from .arrays import decode, decoded_kind, kind_of, pieces_of, specs_of
+from .arrays import bytes_of, decode, decoded_kind, kind_of, pieces_of, specs_of
 from .format import SMALL, Header, Stored, entries_text, header_text, in_order, prefixed, read_header
 from .replacement import replacing
 from .source import PIECE, FilePath, OnDisk, Source, as_text
@@ -19,9 +19,11 @@ PREFIX = "treeparams."
 """Names in the metadata of a file that begin so are this library's own."""
 
 _VERSION = 1
-_CHECKSUM, _WORDS = f"{PREFIX}checksum", f"{PREFIX}header"
-_START = f'{{"__metadata__":{{"{_CHECKSUM}":"'.encode()
+_CHECKSUM, _CHECKSUMS, _WORDS = f"{PREFIX}checksum", f"{PREFIX}checksums", f"{PREFIX}header"
+# The first two entries of the metadata are the checksum of the header and those of the arrays, always at these offsets.
 _BLANK = "0" * 8
+_START = f'{{"__metadata__":{{"{_CHECKSUM}":"'.encode()
+_SUMS_AT = len(_START) + len(f'{_BLANK}","{_CHECKSUMS}":"')
 
 
 class File:
@@ -46,14 +48,22 @@ class File:
             raise
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
-        self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}, "checksums": {}}
+        self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}}
+        self._sums: Mapping[str, str] = {}
         if self.is_ours:
             self.words = _words(source, header)
+            sums, names = header.metadata[_CHECKSUMS], in_order(header.arrays, header.arrays)
+            self._sums = {name: sums[8 * i : 8 * i + 8] for i, name in enumerate(names)}
         self._arrays, self._first, self._marks = header.arrays, header.first, self.words["marks"]
         try:
             self.specs = specs_of(self._arrays, self._marks)
         except Exception as error:
             raise source.wrong(f"an array is marked as what it cannot be: {error}") from None
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it has only what has changed since another version."""
+        return bool(self.words.get("message") and self.words["message"]["since"])
 
     def dtype(self, name: str) -> Any:
         """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
@@ -70,7 +80,7 @@ class File:
             names: of arrays that are in the file.
             is_checked: whether to compare each with its checksum, where the file has one.
         """
-        sums = self.words["checksums"] if is_checked else {}
+        sums = self._sums if is_checked else {}
         for several in _neighbours(in_order(names, self._arrays), self._arrays):
             if len(several) > 1:
                 yield from self._together(several, sums)
@@ -152,8 +162,7 @@ def _is_of_savez(path: str) -> bool:
 
 def _words(source: Source, header: Header) -> dict[str, Any]:
     """The words of `save`, once the header's checksum is right and all that they say can be."""
-    # The first entry of the header is its checksum, always at the same offset. It is of the header with zeros in its
-    # place, since a text cannot hold its own checksum.
+    # The checksum is of the header with zeros in its place, since a text cannot hold its own checksum.
     end = len(_START) + len(_BLANK)
     blanked = header.text[: len(_START)] + _BLANK.encode() + header.text[end:]
     is_whole = header.text[len(_START) : end] == f"{zlib.crc32(blanked):08x}".encode()
@@ -162,7 +171,10 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
     try:
         words = json.loads(header.metadata[_WORDS])
         version = words["version"]
-        is_right = version != _VERSION or are_right(words, header.arrays.keys())
+        is_right = version != _VERSION or (
+            are_right(words, header.arrays.keys())
+            and len(header.metadata[_CHECKSUMS]) == len(_BLANK) * len(header.arrays)
+        )
     except Exception as error:  # whatever comes of JSON of another kind
         raise source.wrong(f"what it says of its arrays cannot be read: {in_short(error)}") from None
     if version != _VERSION:
@@ -178,32 +190,50 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
 # -- Writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: FilePath, leaves: Mapping[str, Any], words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Writes a file of arrays by name, whole or not at all.
+class Draft:
+    """Arrays by name and what is said of them, as they will be written to a file or to memory.
 
-    Each array is read once. The header comes first in the file and holds the checksums, which are known only when all
-    arrays are written, so it is written twice: with blanks of the same length, and in the end with the checksums. The
-    checksum of the header is that of its text with blanks in the checksum's own place.
+    Attributes:
+        size: of the file, in bytes.
     """
-    kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
-    kinds = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}  # so each is aligned
-    sums = dict.fromkeys(kinds, _BLANK)
-    marks = {name: kind.mark for name, kind in kinds.items() if kind.mark}
-    entries = entries_text(kinds)
 
-    def header() -> bytes:
-        said = json.dumps({"version": _VERSION, **words, "marks": marks, "checksums": sums}, ensure_ascii=False)
-        text = header_text({_CHECKSUM: _BLANK, _WORDS: said, **metadata}, entries)
-        return text.replace(_BLANK.encode(), f"{zlib.crc32(text):08x}".encode(), 1)
+    def __init__(self, leaves: Mapping[str, Any], words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
+        names = sorted(kinds, key=lambda name: -kinds[name].itemsize)  # so each array is aligned
+        kinds = {name: kinds[name] for name in names}
+        marks = {name: kind.mark for name, kind in kinds.items() if kind.mark}
+        said = json.dumps({"version": _VERSION, **words, "marks": marks}, ensure_ascii=False)
+        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(kinds), _WORDS: said, **metadata}
+        self._arrays = [leaves[name] for name in names]
+        self._header = bytearray(header_text(metadata, entries_text(kinds)))
+        self.size = len(prefixed(self._header)) + sum(kind.size for kind in kinds.values())
 
-    before = header()
-    with replacing(as_text(path)) as file:
-        file.write(prefixed(before))
-        for name in kinds:
-            value = 0
-            for piece in pieces_of(leaves[name]):
-                value = zlib.crc32(piece, value)
-                file.write(piece)
-            sums[name] = f"{value:08x}"
-        file.seek(0)
-        file.write(prefixed(header()))
+    def to_disk(self, path: FilePath) -> None:
+        """Writes a file, whole or not at all. Each array is read once.
+
+        The header comes first in the file and holds the checksums, which are known only when all arrays are written. So
+        it is written twice: with blanks of the same length, and in the end with the checksums.
+        """
+        with replacing(as_text(path)) as file:
+            file.write(prefixed(self._header))
+            sums = list[int]()
+            for array in self._arrays:
+                value = 0
+                for piece in pieces_of(array):
+                    value = zlib.crc32(piece, value)
+                    file.write(piece)
+                sums.append(value)
+            file.seek(0)
+            file.write(self._head(sums))
+
+    def to_memory(self) -> bytes:
+        """The bytes of such a file. If an array of NumPy changes meanwhile, its checksum is another one."""
+        parts = [bytes_of(array).data for array in self._arrays]
+        return b"".join([self._head(list(map(zlib.crc32, parts))), *parts])
+
+    def _head(self, sums: Sequence[int]) -> bytes:
+        """The header with the checksums of the arrays, and its own, which is of a text with blanks in its place."""
+        header, text = self._header.copy(), "".join([f"{value:08x}" for value in sums]).encode()
+        header[_SUMS_AT : _SUMS_AT + len(text)] = text
+        header[len(_START) : len(_START) + len(_BLANK)] = b"%08x" % zlib.crc32(header)
+        return prefixed(header)

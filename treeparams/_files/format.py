@@ -8,6 +8,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from json.encoder import encode_basestring
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -113,7 +114,7 @@ def _parsed(text: str) -> tuple[Mapping[str, Stored], dict[str, str]]:
     if not rest.startswith(',"'):
         arrays, metadata = _entries(text)
         return arrays, {} if metadata is _MISSING else _as_metadata(metadata)
-    rest = "{" + rest[1:]
+    rest = "{" + rest[1:].rstrip(" ")
     arrays, again = _remembered(rest) if len(rest) < _SHORT else _entries(rest)
     if again is not _MISSING:
         raise ValueError("a name stands twice in one object of its header")
@@ -232,9 +233,13 @@ def entries_text(kinds: Mapping[str, Any]) -> str:
     entries, end = list[str](), 0
     for name, kind in kinds.items():
         start, end = end, end + kind.size
-        shape = ",".join(map(str, kind.shape))
-        entries.append(f',{_encode(name)}:{{"dtype":"{kind.dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}}')
+        entries.append(f',{encode_basestring(name)}:{{{_kind_text(*kind[:2])},"data_offsets":[{start},{end}]}}')
     return "".join(entries)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_text(dtype: str, shape: tuple[int, ...]) -> str:
+    return f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]'
 
 
 def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
@@ -248,6 +253,6 @@ def header_text(metadata: Mapping[str, str], entries: str) -> bytes:
     return text
 
 
-def prefixed(text: bytes) -> bytes:
+def prefixed(text: bytes | bytearray) -> bytes:
     """A header as it stands in the file, behind its length."""
     return len(text).to_bytes(_PREFIX, "little") + text

@@ -11,15 +11,19 @@ from .values import from_words, in_words
 
 def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether these words are of the kinds that `save` writes, and of these arrays."""
-    ties, marks, sums, states = (words[each] for each in ("ties", "marks", "checksums", "states"))
+    ties, marks, states = (words[each] for each in ("ties", "marks", "states"))
+    message = words.get("message")
+    if message is not None:
+        if not _is_message(message):
+            return False
+        names = {*names, *(message["since"] or {"same": ()})["same"]}  # a change has not the arrays that stay
     return (
-        _are(_is_text, words["frozen"])
+        _is_text(words["layout"])
+        and _are(_is_text, words["frozen"])
         and all(alias not in names and _is_tie(tie) and tie[0] in names for alias, tie in ties.items())
         and all(name in names and _is_mark(mark) for name, mark in marks.items())
         and all(map(_is_state, states.values()))
         and all(all(map(_is_location, located.values())) for located in words["restructures"].values())
-        and sums.keys() == set(names)
-        and all(map(_is_text, sums.values()))
         and all(_is_value(said) and name not in names and name not in ties for name, said in values_in(words).items())
     )
 
@@ -27,6 +31,26 @@ def are_right(words: Mapping[str, Any], names: Collection[str]) -> bool:
 def _is_text(said: object) -> bool:
     """Whether a value of a file is text."""
     return type(said) is str
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    """Whether this says a message: its version, and of a change what it changes."""
+    since = message["since"]
+    return (
+        type(message["is_tree"]) is bool
+        and _is_version(message["version"])
+        and (since is None or (_is_version(since["version"]) and _is_text(since["checksum"])))
+        and (since is None or (_are(_is_text, since["same"]) and all(map(_is_text, since["changed"].values()))))
+    )
+
+
+def _is_version(said: object) -> bool:
+    """Whether this is a number, a run and a number, or nothing."""
+    return said is None or _is_number(said) or (_are(_is_number, said) and len(said) == 2)  # type: ignore[arg-type]
+
+
+def _is_number(said: object) -> bool:
+    return type(said) is int
 
 
 def _is_tie(tie: Sequence[Any]) -> bool:

@@ -14,6 +14,7 @@ from .._files.values import in_words, kind_in_words
 from .._forms.owners import Division, Entries, Owners
 from .._forms.restructure import Restructure, known_leaves
 from .._forms.states import entries_of
+from .._slots.digest import digest_of
 from .._slots.layout import Trainable, index_of
 from .._slots.said import declared_frozen
 from .._slots.ties import Alias, find_ties
@@ -134,6 +135,15 @@ class Contents:
     def frozen(self) -> frozenset[int]:
         """The parameters that classes declare frozen."""
         return declared_frozen(self.structure)
+
+    def digest(self, aliases: Mapping[int, Alias]) -> str:
+        """That of the layout of the tree, `tp.layout(tree).digest`, where these are the aliases."""
+        structure, frozen = self.structure, self.frozen
+        ties = [alias for i, alias in aliases.items() if structure.is_parameter(i)]
+        trained = [structure.is_parameter(i) and i not in frozen for i in range(len(self.leaves))]
+        for alias in ties:
+            trained[alias.leaf] = trained[alias.source]
+        return digest_of(structure, trained, ties)
 
 
 # -- In the words of a file --------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
 from .._files.arrays import placed
-from .._files.file import PREFIX, File, write
+from .._files.file import PREFIX, Draft, File
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words
@@ -75,7 +75,20 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         if name.startswith(PREFIX):
             raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
     as_text(path)
-    _check_tree(model, "saving.save(path, model)")
+    leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
+    _check_unicode([*said, *said.values()], "in a file")
+    with named_if_deleted(model):
+        Draft(leaves, words, said).to_disk(path)
+
+
+def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a tree that are stored, by name, and all that is said of the tree.
+
+    Args:
+        model: the tree.
+        instead: the call to write where it is none.
+    """
+    _check_tree(model, instead)
     if isinstance(model, (type, ModelTransformation)):
         raise TypeError(f"expected a model or a state, tx.init(model), got {function_name(model)}, which has no arrays")
     contents = Contents(model)
@@ -84,29 +97,38 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
         raise TypeError(first_lines(lost))
     paths = contents.structure.paths
     values = {name_of(paths[i]): value for i, value in contents.values.items()}
-    _check_unicode([*contents.names.values(), *values, *said, *said.values()], "in a file")
+    _check_unicode([*contents.names.values(), *values], "in a file")
     for name, (_, text) in values.items():
         _check_unicode([text], f"saved, at {name!r}")
-    try:
+    layout = contents.digest(contents.aliases)
+    with named_if_deleted(model):
         contents.store_what_differs()
-        frozen = contents.frozen
-        words = {
-            "ties": contents.ties,
-            "states": {path: state_in_words(state) for path, state in contents.states.items()},
-            "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
-            "frozen": [name for name, i in contents.stored.items() if i in frozen],
-            "values": values,
-        }
-        write(path, {name: contents.leaves[i] for name, i in contents.stored.items()}, words, said)
+    frozen = contents.frozen
+    words = {
+        "layout": layout,
+        "ties": contents.ties,
+        "states": {path: state_in_words(state) for path, state in contents.states.items()},
+        "restructures": {path: places_in_words(each) for path, each in contents.ways_back.items()},
+        "frozen": [name for name, i in contents.stored.items() if i in frozen],
+        "values": values,
+    }
+    return {name: contents.leaves[i] for name, i in contents.stored.items()}, words
+
+
+@contextlib.contextmanager
+def named_if_deleted(model: PyTree) -> Iterator[None]:
+    """Says of a donated array that is read which one of the model it is."""
+    try:
+        yield
     except RuntimeError as error:
         name_deleted(error, model)
         raise
 
 
-def _check_tree(tree: object, call: str) -> None:
+def _check_tree(tree: object, instead: str) -> None:
     """Refuses a text or a path where a tree is expected: the two arguments may stand in PyTorch's order."""
     if isinstance(tree, (str, bytes, os.PathLike)):
-        raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; the path comes first: {call}")
+        raise TypeError(f"expected a tree of arrays, got the text or path {tree!r}; {instead}")
 
 
 def _check_unicode(texts: Collection[str], where: str) -> None:
@@ -183,15 +205,23 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
         TypeError: the path does not come first.
     """
     as_text(path)
-    _check_tree(like, "saving.load(path, like)")
+    _check_tree(like, "the path comes first: saving.load(path, like)")
     file = File(OnDisk(path))
     if not file.is_ours:
         raise ValueError(
             f"{file.source.name} was not written by saving.save, so it does not say what is tied; write "
             "saving.plan(path, model)(path), which says what goes where"
         )
+    if file.is_change:
+        raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
     contents = Contents(like)
-    leaves = _leaves_in(contents, file)
+    leaves = fitted(contents, file)
+    return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))
+
+
+def fitted(contents: Contents, file: File) -> dict[str, int]:
+    """The leaves by their names in a file that fits the tree, which gets its ties; where it does not, an error."""
+    leaves = leaves_in(contents, file)
     wrong = list(unlike_states(contents, file))
     wrong = wrong or [*unlike_leaves(contents, leaves, file), *unlike_ties(contents, leaves, file)]
     wrong = wrong or list(unlike_joined(contents, file))
@@ -202,18 +232,25 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     for alias, (source, transforms) in file.words["ties"].items():
         its = known[leaves[alias]].transforms if transforms else ()
         contents.aliases[leaves[alias]] = Alias(leaves[alias], leaves[source], its)
+    return leaves
+
+
+def filled(
+    contents: Contents, leaves: Mapping[str, int], words: Mapping[str, Any], arrays: Iterator[tuple[str, Any]]
+) -> PyTree:
+    """The tree with the arrays, numbers and texts of a file that fits."""
 
     def put(name_and_array: tuple[str, Array]) -> tuple[int, Array]:
         """An array in its place; `map` lets go of it before the next one is read."""
         name, array = name_and_array
         return leaves[name], placed(name, array, contents.leaves[leaves[name]])
 
-    values = dict(map(put, file.arrays(file.specs, checksum)))
-    values |= {leaves[name]: from_words(said) for name, said in values_in(file.words).items()}
+    values = dict(map(put, arrays))
+    values |= {leaves[name]: from_words(said) for name, said in values_in(words).items()}
     return jtu.tree_unflatten(contents.treedef, contents.leaves_with(values))
 
 
-def _leaves_in(contents: Contents, file: File) -> dict[str, int]:
+def leaves_in(contents: Contents, file: File) -> dict[str, int]:
     """The leaves by their names in the file, where the histories of a state may stand in another order."""
     theirs: dict[str, str] = {}  # by the path of each history in the tree
     for path, state in contents.states.items():

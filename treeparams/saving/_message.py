@@ -1,0 +1,210 @@
+"""dumps, loads: parameters as a message to another process, and back."""
+
+from typing import Any, TypeVar
+
+from .._files.arrays import own
+from .._files.file import Draft
+from .._files.message import Change, Message, Version, as_version, change_of
+from .._forms.makers import tree_of
+from .._forms.restructure import Restructure
+from .._tree.text import first_lines
+from ._contents import Contents
+from ._parameters import form_of, parameters_in, put_into
+from ._save import filled, fitted, leaves_in, named_if_deleted, stored_in
+from ._unlike import unlike_leaves
+
+M = TypeVar("M")
+
+
+def dumps(
+    model: Any,
+    restructure: Restructure[Any] | None = None,
+    *,
+    version: Version | None = None,
+    since: tuple[Version, Any] | None = None,
+) -> bytes:
+    """Parameters as one message, for processes that share no memory and no job with this one.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import saving
+    >>> model = {"w": jnp.ones((2, 3)), "b": jnp.zeros(2), "scale": jnp.array(2)}
+    >>> vector, restructure = tp.ravel(model)
+    >>> message = saving.dumps(vector, restructure, version=3)
+    >>> vector, version = saving.loads(message, jnp.zeros(8), restructure)
+    >>> version, restructure(vector)["w"].sum()
+    (3, Array(6., dtype=float32))
+    >>> change = saving.dumps(vector.at[0].set(5), restructure, version=4, since=(3, vector))
+    >>> vector, version = saving.loads(change, vector, restructure, version=version)
+    >>> version, restructure(vector)["b"]
+    (4, Array([5., 0.], dtype=float32))
+
+    A message is what `saving.save` writes to a file, and so in the safetensors format: paths, dtypes, the digest of the
+    layout, checksums, the version of the format, and the arrays. The checksums (CRC-32) find accidents. They do not
+    keep out somebody who changes a message on purpose: encrypt or sign what goes over a network that you do not trust.
+
+    Args:
+        model: a tree - a model, a state of an optimiser, an average, a dictionary of these - of which all arrays,
+            numbers and texts are sent, ties once. With `restructure` the vector or the stacks that it opens.
+        restructure: what `tp.ravel` or `tp.stack` gave. The message then has the trained parameters alone, ties once,
+            each in its own shape and dtype, whatever form they lie in. Its digest is `restructure.layout.digest`.
+        version: a number, or `(run, number)`, that grows from message to message. A receiver refuses what is not newer
+            than what it has. Count the runs of a sender that is restarted: `(2, 0)` is newer than `(1, 500)`.
+        since: `(version, before)`: a version that the receivers have, and what was sent for it. Where it takes fewer
+            bytes the message has the elements alone whose bits have changed, else all of them. So it is never larger
+            than the whole. Of weights in bfloat16, a step of Adam changes few elements at small rates.
+
+    Returns:
+        The message.
+
+    Raises:
+        ValueError: as `saving.save`; `before` has other arrays than the model; `since` is not older than `version`.
+        TypeError: as `saving.save`; `model` is not the vector or the stacks of `restructure`; a version is something
+            else; `since` is given without `version`.
+    """
+    version = as_version(version)
+    with named_if_deleted(model):
+        arrays, words = _sent(model, restructure)
+        said = {"is_tree": restructure is None, "version": version, "since": None}
+        draft = Draft(arrays, words | {"message": said}, {})
+        if since is not None:
+            last, before = _as_since(since, version)
+            changed, what = change_of(_sent(before, restructure)[0], arrays)
+            said["since"] = {"version": last, **what}
+            draft = min(Draft(changed, words | {"message": said}, {}), draft, key=lambda draft: draft.size)
+        return draft.to_memory()
+
+
+def loads(
+    message: Any, have: M, restructure: Restructure[Any] | None = None, *, version: Version | None = None
+) -> tuple[M, Version | None]:
+    """What a message of `saving.dumps` makes of what you have.
+
+    All of the message is checked before you get anything. Where it is refused, you keep what you have, which is never
+    written into. What you get lies in buffers of its own, so the message can go.
+
+    >>> import jax.numpy as jnp, treeparams as tp
+    >>> from treeparams import saving
+    >>> have = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
+    >>> message = saving.dumps({"w": jnp.ones(2), "b": jnp.ones(1)}, version=(1, 7))
+    >>> have, version = saving.loads(message, have)
+    >>> have["w"], version
+    (Array([1., 1.], dtype=float32), (1, 7))
+    >>> saving.loads(message, have, version=version)
+    Traceback (most recent call last):
+        ...
+    ValueError: the message is of version (1, 7), and you have (1, 7): it is old, or came twice. Keep what you have
+
+    Args:
+        message: bytes, or what lies in memory like bytes: a `memoryview`, a NumPy array of `uint8`.
+        have: a tree, a vector or stacks like what was sent. Of it are structure, functions and static fields, and where
+            the arrays are to lie: on which devices, in NumPy or in JAX, as for `saving.load`. A message of all arrays
+            needs no values of it: `jax.ShapeDtypeStruct`s do.
+        restructure: that of the vector or of the stacks in `have`. The sender may have the same parameters in another
+            form.
+        version: of `have`, as the call before returned it. `None` takes whatever comes.
+
+    Returns:
+        The tree, the vector or the stacks, and the version that the message says, if any. Nothing has a weak type, so a
+        compiled function that takes them is traced once.
+
+    Raises:
+        ValueError: the message is torn or damaged; it is of another layout; it is not newer than `version`, or changes
+            another version than that, or other numbers than `have`.
+        TypeError: it is no message; `have` is not the vector or the stacks of `restructure`.
+    """
+    received = Message(message)
+    if not received.is_ours:
+        raise ValueError("the message was not made by saving.dumps: it says no digest and no checksums")
+    if received.is_tree != (restructure is None):
+        sent, call = ("a tree", "message, tree") if received.is_tree else ("parameters", "message, vector, restructure")
+        raise ValueError(f"the message is of {sent}; write saving.loads({call})")
+    _check_version(received, as_version(version))
+    got = _tree_of(received, have) if restructure is None else _form_of(received, have, restructure)
+    return got, received.version
+
+
+# -- What is sent ------------------------------------------------------------------------------------------------------
+
+
+def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of a message by name, and what it says beside its version."""
+    if restructure is None:
+        return stored_in(model, "write saving.dumps(model)")
+    arrays = parameters_in(model, form_of(restructure))
+    nothing = {"ties": {}, "states": {}, "restructures": {}, "frozen": [], "values": {}}
+    return arrays, {"layout": restructure.layout.digest, **nothing}
+
+
+def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
+    """The version that a change is a change of, and what it was, once that is older than the new one."""
+    if not isinstance(since, tuple) or len(since) != 2:
+        raise TypeError(f"expected since=(version, before), a version and what was sent for it, got {since!r}")
+    last = as_version(since[0])
+    if version is None or last is None:
+        raise TypeError("a change says two versions: saving.dumps(model, version=4, since=(3, before))")
+    if not _is_newer(version, last):
+        raise ValueError(f"since={last} is not older than version={version}; versions of one sender grow")
+    return last, since[1]
+
+
+# -- What is received --------------------------------------------------------------------------------------------------
+
+
+def _is_newer(one: Version, other: Version) -> bool:
+    """Whether a version is newer than another one."""
+    if isinstance(one, tuple) != isinstance(other, tuple):
+        raise ValueError(f"versions are numbers, or (run, number), of one kind: {one} and {other} cannot be compared")
+    return one > other  # type: ignore[operator]
+
+
+def _check_version(received: Message, have: Version | None) -> None:
+    """Refuses a message that is not newer than what the receiver has, or a change of another version than that."""
+    if have is None:
+        return
+    if received.version is None:
+        raise ValueError(f"the message says no version, and you have {have}; write saving.dumps(model, version=...)")
+    if not _is_newer(received.version, have):
+        raise ValueError(
+            f"the message is of version {received.version}, and you have {have}: it is old, or came twice. Keep what "
+            "you have"
+        )
+    if received.since is not None and received.since["version"] != have:
+        raise ValueError(
+            f"the message says what changed from version {received.since['version']} to {received.version}, and you "
+            f"have {have}: one between is missing. Ask for all arrays, saving.dumps without `since`"
+        )
+
+
+def _tree_of(received: Message, have: Any) -> Any:
+    """The tree that a message makes of one."""
+    contents = Contents(have)
+    if received.since is not None:
+        if contents.abstract:
+            raise ValueError("the message changes what you have, and that has no values: expected arrays in `have`")
+        names = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
+        received = Change(received.bytes, names)
+    known = contents.aliases
+    leaves = fitted(contents, received)
+    digest = contents.digest(contents.aliases | known)  # of shapes alone no tie is known by identity
+    if digest != received.words["layout"]:
+        raise _of_another_layout(received, digest, [])
+    return filled(contents, leaves, received.words, ((name, own(array)) for name, array in received.views()))
+
+
+def _form_of(received: Message, have: Any, restructure: Restructure[Any]) -> Any:
+    """The vector or the stacks that a message makes of one."""
+    form, layout = form_of(restructure), restructure.layout
+    if received.words["layout"] != layout.digest:
+        slots = Contents(tree_of(layout).shapes())
+        leaves = {name: i for i, name in slots.names.items()}
+        raise _of_another_layout(received, layout.digest, list(unlike_leaves(slots, leaves, received)))
+    if received.since is not None:
+        received = Change(received.bytes, parameters_in(have, form))
+    return put_into(form, received, have)
+
+
+def _of_another_layout(received: Message, digest: str, differ: list[str]) -> ValueError:
+    """The error of a message of another layout; `differ`: how, line by line, where its arrays show it."""
+    why = differ or ["its arrays fit; trained parameters or ties differ, which tp.layout(model) of both shows"]
+    said = received.words["layout"]
+    return ValueError(f"the message is of the layout {said}, and you have {digest}:\n{first_lines(why, 20)}")
