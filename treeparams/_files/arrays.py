@@ -11,12 +11,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
-from .._tree.copying import copy_leaf
 from .._tree.dtypes import Array, is_inexact
 from .._tree.structure import Spec
 from .._tree.text import describe
-from .format import DTYPES, PACKED, WRITTEN, Packed, Stored
-from .source import PIECE, aligned
+from .format import DTYPES, PACKED, WRITTEN, Packed, Stored, entries_text
+from .source import PIECE
 
 _NAMES = {name: text for text, name in WRITTEN.items()}
 
@@ -56,6 +55,19 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
     raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
 
+class Inventory(NamedTuple):
+    """How arrays are stored, by name, in the order of the file: each is aligned."""
+
+    kinds: dict[str, Kind]
+    entries: str  # of the header
+
+
+def inventory_of(kinds: Mapping[str, Kind]) -> Inventory:
+    """Arrays of these kinds as they will be stored."""
+    ordered = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
+    return Inventory(ordered, entries_text(ordered))
+
+
 @functools.lru_cache(maxsize=4096)
 def _stored_as(dtype: Any, shape: tuple[int, ...]) -> Kind | None:
     """How an array is stored; `None`: as nothing that its dtype tells."""
@@ -91,20 +103,11 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
             yield view[start : start + PIECE]
 
 
-def bytes_of(leaf: Array) -> np.ndarray:
-    """The bytes of an array as they are stored, shape `(n,)`; where it can be the very ones, not a copy."""
+def bytes_of(leaf: Array) -> memoryview:
+    """The bytes of an array as they are stored; where it can be the very ones, not a copy."""
     if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-
-
-def own(array: Any) -> Any:
-    """An array of NumPy, or typed keys, in a buffer of its own, which JAX takes as it is."""
-    if not isinstance(array, np.ndarray):
-        return copy_leaf(array)
-    data = aligned(array.nbytes)
-    data[:] = bytes_of(array)
-    return data.view(array.dtype).reshape(array.shape)
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
 
 def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> Any:

@@ -1,5 +1,6 @@
 """A file of arrays by name: written whole or not at all, and read one array at a time."""
 
+import functools
 import json
 import zipfile
 import zlib
@@ -8,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from .._tree.structure import Spec
 from .._tree.text import in_short
-from .arrays import bytes_of, decode, decoded_kind, kind_of, pieces_of, specs_of
-from .format import SMALL, Header, Stored, entries_text, header_text, in_order, prefixed, read_header
+from .arrays import Inventory, decode, decoded_kind, pieces_of, specs_of
+from .format import SMALL, Header, Stored, header_text, in_order, prefixed, read_header
 from .replacement import replacing
 from .source import PIECE, FilePath, OnDisk, Source, as_text
 from .words import are_right
@@ -32,7 +34,6 @@ class File:
     Several threads, and forked processes, may read from one `File`.
 
     Attributes:
-        specs: the shape and dtype in JAX of each array, by name.
         is_ours: whether `save` wrote it.
         words: all that `save` has said of the tree.
         metadata: all else that the file says, text by text.
@@ -49,16 +50,25 @@ class File:
         self.metadata = {name: text for name, text in header.metadata.items() if not name.startswith(PREFIX)}
         self.is_ours = len(self.metadata) < len(header.metadata)
         self.words: dict[str, Any] = {"ties": {}, "states": {}, "marks": {}}
-        self._sums: Mapping[str, str] = {}
+        self._said = ""  # the checksums of all arrays
         if self.is_ours:
             self.words = _words(source, header)
-            sums, names = header.metadata[_CHECKSUMS], in_order(header.arrays, header.arrays)
-            self._sums = {name: sums[8 * i : 8 * i + 8] for i, name in enumerate(names)}
+            self._said = header.metadata[_CHECKSUMS]
         self._arrays, self._first, self._marks = header.arrays, header.first, self.words["marks"]
+
+    @functools.cached_property
+    def specs(self) -> Mapping[str, Spec]:
+        """The shape and dtype in JAX of each array, by name."""
         try:
-            self.specs = specs_of(self._arrays, self._marks)
+            return specs_of(self._arrays, self._marks)
         except Exception as error:
-            raise source.wrong(f"an array is marked as what it cannot be: {error}") from None
+            raise self.source.wrong(f"an array is marked as what it cannot be: {error}") from None
+
+    @functools.cached_property
+    def _sums(self) -> Mapping[str, str]:
+        """The checksum of each array, if the file says any."""
+        said = [self._said[i : i + len(_BLANK)] for i in range(0, len(self._said), len(_BLANK))]
+        return dict(zip(self._arrays, said, strict=True)) if self.is_ours else {}
 
     @property
     def is_change(self) -> bool:
@@ -191,24 +201,21 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
 
 
 class Draft:
-    """Arrays by name and what is said of them, as they will be written to a file or to memory.
+    """What will be written to a file or to memory: how arrays are stored, and what is said of them.
 
     Attributes:
         size: of the file, in bytes.
     """
 
-    def __init__(self, leaves: Mapping[str, Any], words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
-        names = sorted(kinds, key=lambda name: -kinds[name].itemsize)  # so each array is aligned
-        kinds = {name: kinds[name] for name in names}
-        marks = {name: kind.mark for name, kind in kinds.items() if kind.mark}
+    def __init__(self, inventory: Inventory, words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+        self._kinds = inventory.kinds
+        marks = {name: kind.mark for name, kind in self._kinds.items() if kind.mark}
         said = json.dumps({"version": _VERSION, **words, "marks": marks}, ensure_ascii=False)
-        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(kinds), _WORDS: said, **metadata}
-        self._arrays = [leaves[name] for name in names]
-        self._header = bytearray(header_text(metadata, entries_text(kinds)))
-        self.size = len(prefixed(self._header)) + sum(kind.size for kind in kinds.values())
+        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self._kinds), _WORDS: said, **metadata}
+        self._header = bytearray(header_text(metadata, inventory.entries))
+        self.size = len(prefixed(self._header)) + sum(kind.size for kind in self._kinds.values())
 
-    def to_disk(self, path: FilePath) -> None:
+    def to_disk(self, path: FilePath, leaves: Mapping[str, Any]) -> None:
         """Writes a file, whole or not at all. Each array is read once.
 
         The header comes first in the file and holds the checksums, which are known only when all arrays are written. So
@@ -217,23 +224,28 @@ class Draft:
         with replacing(as_text(path)) as file:
             file.write(prefixed(self._header))
             sums = list[int]()
-            for array in self._arrays:
+            for name in self._kinds:
                 value = 0
-                for piece in pieces_of(array):
+                for piece in pieces_of(leaves[name]):
                     value = zlib.crc32(piece, value)
                     file.write(piece)
                 sums.append(value)
             file.seek(0)
             file.write(self._head(sums))
 
-    def to_memory(self) -> bytes:
-        """The bytes of such a file. If an array of NumPy changes meanwhile, its checksum is another one."""
-        parts = [bytes_of(array).data for array in self._arrays]
-        return b"".join([self._head(list(map(zlib.crc32, parts))), *parts])
+    def to_memory(self, parts: Mapping[str, memoryview]) -> bytes:
+        """The bytes of such a file, from those of the arrays. If these change meanwhile, the checksums tell."""
+        ordered = [parts[name] for name in self._kinds]
+        return b"".join([self._head(list(map(zlib.crc32, ordered))), *ordered])
 
     def _head(self, sums: Sequence[int]) -> bytes:
         """The header with the checksums of the arrays, and its own, which is of a text with blanks in its place."""
-        header, text = self._header.copy(), "".join([f"{value:08x}" for value in sums]).encode()
+        header, text = self._header.copy(), hexadecimal(sums).encode()
         header[_SUMS_AT : _SUMS_AT + len(text)] = text
         header[len(_START) : len(_START) + len(_BLANK)] = b"%08x" % zlib.crc32(header)
         return prefixed(header)
+
+
+def hexadecimal(sums: Iterable[int]) -> str:
+    """Checksums as text."""
+    return "".join([f"{value:08x}" for value in sums])

@@ -80,7 +80,7 @@ A file may have 100,000 of these. As plain tuples, unlike objects of a class, Py
 class Header(NamedTuple):
     """The header of a file."""
 
-    arrays: Mapping[str, Stored]
+    arrays: Mapping[str, Stored]  # in the order of the file
     metadata: dict[str, str]
     text: bytes  # as it stands in the file
     first: int  # where the arrays begin, in bytes
@@ -133,8 +133,8 @@ def _entries(text: str) -> tuple[dict[str, Stored], Any]:
             _stored(name, stored.pairs if type(stored) is _Object else [])  # the error, with the name
     # Arrays follow one another without gaps or overlaps: so no byte is of two of them, and none goes unread.
     end = 0
-    for name in in_order(arrays, arrays):
-        _, _, start, stop = arrays[name]
+    arrays = {name: arrays[name] for name in in_order(arrays, arrays)}
+    for name, (_, _, start, stop) in arrays.items():
         if start != end:
             raise ValueError(f"the array {name!r} begins at byte {start:,}, and the bytes before it end at {end:,}")
         end = stop

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from .._tree.paths import nearest
-from .._tree.text import describe, first_few
+from .._tree.text import first_few
 from . import change
-from .arrays import array_spec, bytes_of, decode, kind_of, own
-from .file import File
-from .source import InMemory
+from .arrays import Inventory, Kind, decode, inventory_of
+from .file import File, hexadecimal
+from .source import InMemory, aligned
 
 Version = int | tuple[int, int]
 """A number, or a run and a number; versions of one sender grow."""
@@ -49,84 +49,93 @@ class Message(File):
         self.since: dict[str, Any] | None = said["since"]
         self.bytes = source.bytes
 
-    def views(self) -> Iterator[tuple[str, Any]]:
-        """All arrays with their names: of NumPy as they lie in the message, or typed keys."""
-        for name, (_, _, start, stop) in self._arrays.items():
-            part = self.bytes[self._first + start : self._first + stop]
-            data = np.frombuffer(part, np.uint8)
-            # Keys are arrays of JAX, which could lie in the message for as long as they live.
-            data = data.copy() if "key" in self._marks.get(name, ()) else data
-            yield name, self._array(name, data, zlib.crc32(part), self._sums)
+    def parts(self) -> dict[str, memoryview]:
+        """The bytes of all arrays by name, where they lie in the message; their checksums are right."""
+        first = self._first
+        parts = [self.bytes[first + start : first + stop] for _, _, start, stop in self._arrays.values()]
+        found = hexadecimal(map(zlib.crc32, parts))
+        if found != self._said:
+            wrong = next(name for i, name in enumerate(self._arrays) if found[8 * i : 8 * i + 8] != self._sums[name])
+            raise self.source.wrong(f"{wrong!r} has another checksum than when it was sent")
+        return dict(zip(self._arrays, parts, strict=True))
+
+    def owned(self) -> Iterator[tuple[str, Any]]:
+        """All arrays with their names, of NumPy, each in a buffer of its own, or typed keys."""
+        for name, part in self.parts().items():
+            yield name, decode(self._arrays[name], self._marks.get(name), _copied(part))
 
 
 class Change(Message):
-    """The message of all arrays that a change makes of those that you have, by name."""
+    """The message of all arrays that a change makes of those that you have.
 
-    def __init__(self, message: object, have: Mapping[str, Any]) -> None:
+    Args:
+        message: the change.
+        kinds: how the arrays that you have are stored, by name.
+        have: their bytes.
+    """
+
+    def __init__(self, message: object, kinds: Mapping[str, Kind], have: Mapping[str, memoryview]) -> None:
         super().__init__(message)
         since = self.since or {}
-        self._same, self._changed, self._checksum = since["same"], since["changed"], since["checksum"]
-        names = [*self._same, *self.specs]
+        same, changed = since["same"], since["changed"]
+        names = [*same, *self._arrays]
         lacking = [name for name in names if name not in have]
         if lacking:
             raise ValueError(
                 f"the message changes {first_few(lacking)}, of which there is none in what you have"
                 f"{nearest(lacking[0], have)}"
             )
-        self._have = {name: have[name] for name in names}
-        self.specs = self.specs | {name: array_spec(have[name]) for name in (*self._same, *self._changed)}
-
-    def dtype(self, name: str) -> Any:
-        """The dtype of an array as the sender has it."""
-        return self._have[name].dtype if name in {*self._same, *self._changed} else super().dtype(name)
-
-    def views(self) -> Iterator[tuple[str, Any]]:
-        """All arrays with their names; some lie in the message, some are those that you have."""
-        if checksum_of(self._have) != self._checksum:
+        self._parts = super().parts() | {name: have[name] for name in same}
+        if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
                 "the message is a change of other numbers than you have: of another sender, or of one that was started "
                 "anew and counts its versions from the same number. Ask for all arrays, saving.dumps without `since`"
             )
-        yield from ((name, self._have[name]) for name in self._same)
-        for name, sent in super().views():
-            yield name, self._made(name, sent) if name in self._changed else sent
+        for name in changed:
+            data = _copied(have[name])
+            try:
+                change.decode(np.asarray(self._parts[name]), data, kinds[name].itemsize)
+            except ValueError as error:
+                raise self.source.wrong(f"{name!r}: {error}") from None
+            self._parts[name] = data.data
+        # From here on it is as if the sender had sent all of them.
+        kept = {name: kinds[name] for name in (*same, *changed)}
+        self._arrays = {**self._arrays, **{name: (kind.dtype, kind.shape, 0, kind.size) for name, kind in kept.items()}}
+        self._marks = self._marks | {name: kind.mark for name, kind in kept.items() if kind.mark}
 
-    def _made(self, name: str, rows: np.ndarray) -> Any:
-        have = self._have[name]
-        kind, data = kind_of(name, have), own(bytes_of(have))
-        try:
-            change.decode(rows, data, kind.itemsize)
-        except ValueError as error:
-            raise self.source.wrong(f"{name!r}: {error}") from None
-        return decode((kind.dtype, kind.shape, 0, kind.size), kind.mark, data)
+    def parts(self) -> dict[str, memoryview]:
+        """The bytes of all arrays by name: in the message, where you have them, or new."""
+        return self._parts
 
 
-def change_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a message from one version to the next, and what it says of them.
+def _copied(part: memoryview) -> np.ndarray:
+    data = aligned(len(part))
+    data.data[:] = part
+    return data
+
+
+def change_of(
+    kinds: Mapping[str, Kind], before: Mapping[str, memoryview], after: Mapping[str, memoryview]
+) -> tuple[Inventory, dict[str, memoryview], dict[str, Any]]:
+    """How the arrays of a change are stored, their bytes, and what the message says of them.
 
     An array is left out where no bit has changed. It is sent as rows (`change.encode`), or as it is where these take
     more bytes.
     """
-    arrays, same, changed = dict[str, Any](), list[str](), dict[str, str]()
-    for name, array in after.items():
-        kind = kind_of(name, array)
-        if name not in before or kind_of(name, before[name]) != kind:
-            got = describe(before[name]) if name in before else "nothing"
-            raise ValueError(f"expected {describe(array)} at {name!r} of `before`, as in the model, got {got}")
-        rows = change.encode(bytes_of(before[name]), bytes_of(array), kind.itemsize)
+    sent, parts, same, changed = dict[str, Kind](), dict[str, memoryview](), list[str](), list[str]()
+    for name, part in after.items():
+        rows = change.encode(np.asarray(before[name]), np.asarray(part), kinds[name].itemsize)
         if rows is None:
-            arrays[name] = array
+            sent[name], parts[name] = kinds[name], part
         elif len(rows):
-            arrays[name], changed[name] = rows, kind.dtype
+            sent[name], parts[name] = Kind("U8", rows.shape, 1, {}), rows.reshape(-1).data
+            changed.append(name)
         else:
             same.append(name)
-    return arrays, {"checksum": checksum_of(before), "same": same, "changed": changed}
+    return inventory_of(sent), parts, {"checksum": checksum_of(kinds, before), "same": same, "changed": changed}
 
 
-def checksum_of(arrays: Mapping[str, Any]) -> str:
-    """A checksum of arrays with their names and stored dtypes, in whatever order they come."""
-    lines = [
-        f"{name} {kind_of(name, array).dtype} {zlib.crc32(bytes_of(array).data)}\n"
-        for name, array in sorted(arrays.items())
-    ]
-    return f"{zlib.crc32(''.join(lines).encode()):08x}"
+def checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, memoryview]) -> str:
+    """A checksum of arrays with their names and dtypes, in whatever order they come."""
+    lines = [f"{name} {kinds[name].dtype} {zlib.crc32(parts[name])}\n" for name in sorted(parts)]
+    return hexadecimal([zlib.crc32("".join(lines).encode())])

@@ -178,7 +178,7 @@ def names_in(source: object) -> Names | None:
 def _of_file(file: File) -> Names:
     ties = file.words["ties"]
     aliases = {alias: source for alias, (source, transforms) in ties.items() if not transforms}
-    specs = file.specs | {alias: file.specs[source] for alias, source in aliases.items()}
+    specs = {**file.specs, **{alias: file.specs[source] for alias, source in aliases.items()}}
     stored = {name: aliases.get(name, name) for name in specs}
     numbers = {path: from_words(said) for path, said in values_in(file.words).items()}
     said = numbers if "values" in file.words else None

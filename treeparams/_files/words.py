@@ -40,7 +40,7 @@ def _is_message(message: Mapping[str, Any]) -> bool:
         type(message["is_tree"]) is bool
         and _is_version(message["version"])
         and (since is None or (_is_version(since["version"]) and _is_text(since["checksum"])))
-        and (since is None or (_are(_is_text, since["same"]) and all(map(_is_text, since["changed"].values()))))
+        and (since is None or (_are(_is_text, since["same"]) and _are(_is_text, since["changed"])))
     )
 
 

@@ -1,15 +1,16 @@
 """dumps, loads: parameters as a message to another process, and back."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from .._files.arrays import own
+from .._files.arrays import Inventory, Kind, bytes_of, inventory_of, kind_of
 from .._files.file import Draft
 from .._files.message import Change, Message, Version, as_version, change_of
 from .._forms.makers import tree_of
 from .._forms.restructure import Restructure
-from .._tree.text import first_lines
+from .._tree.text import first_few, first_lines
 from ._contents import Contents
-from ._parameters import form_of, parameters_in, put_into
+from ._parameters import form_from, form_of, inventory, parts_of
 from ._save import filled, fitted, leaves_in, named_if_deleted, stored_in
 from ._unlike import unlike_leaves
 
@@ -63,15 +64,15 @@ def dumps(
     """
     version = as_version(version)
     with named_if_deleted(model):
-        arrays, words = _sent(model, restructure)
+        inventory, parts, words = _sent(model, restructure)
         said = {"is_tree": restructure is None, "version": version, "since": None}
-        draft = Draft(arrays, words | {"message": said}, {})
-        if since is not None:
-            last, before = _as_since(since, version)
-            changed, what = change_of(_sent(before, restructure)[0], arrays)
-            said["since"] = {"version": last, **what}
-            draft = min(Draft(changed, words | {"message": said}, {}), draft, key=lambda draft: draft.size)
-        return draft.to_memory()
+        whole = Draft(inventory, words | {"message": said}, {})
+        if since is None:
+            return whole.to_memory(parts)
+        last, before = _as_since(since, version)
+        changed, rows, how = change_of(inventory.kinds, _before(before, restructure, inventory.kinds, words), parts)
+        change = Draft(changed, words | {"message": said | {"since": {"version": last, **how}}}, {})
+        return change.to_memory(rows) if change.size < whole.size else whole.to_memory(parts)
 
 
 def loads(
@@ -126,13 +127,37 @@ def loads(
 # -- What is sent ------------------------------------------------------------------------------------------------------
 
 
-def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a message by name, and what it says beside its version."""
+def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[Inventory, dict[str, memoryview], dict[str, Any]]:
+    """How the arrays of a message are stored, their bytes by name, and what it says beside its version."""
     if restructure is None:
-        return stored_in(model, "write saving.dumps(model)")
-    arrays = parameters_in(model, form_of(restructure))
-    nothing = {"ties": {}, "states": {}, "restructures": {}, "frozen": [], "values": {}}
-    return arrays, {"layout": restructure.layout.digest, **nothing}
+        leaves, words = stored_in(model, "write saving.dumps(model)")
+        kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
+        return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
+    form = form_of(restructure)
+    words = {
+        "layout": restructure.layout.digest,
+        "ties": {},
+        "states": {},
+        "restructures": {},
+        "frozen": [],
+        "values": {},
+    }
+    return inventory(form, form.paths), parts_of(form, model), words
+
+
+def _before(
+    before: Any, restructure: Restructure[Any] | None, kinds: Mapping[str, Kind], words: Mapping[str, Any]
+) -> dict[str, memoryview]:
+    """The bytes of what receivers have, once it is like what they will have."""
+    its, parts, said = _sent(before, restructure)
+    differ = [name for name in kinds.keys() | its.kinds.keys() if kinds.get(name) != its.kinds.get(name)]
+    if differ or said["layout"] != words["layout"]:
+        where = f"; {first_few(sorted(differ))} differ" if differ else ""
+        raise ValueError(
+            f"since=(version, before): expected `before` to be of the layout {words['layout']}, as the model is, got "
+            f"{said['layout']}{where}"
+        )
+    return parts
 
 
 def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
@@ -178,33 +203,35 @@ def _check_version(received: Message, have: Version | None) -> None:
 def _tree_of(received: Message, have: Any) -> Any:
     """The tree that a message makes of one."""
     contents = Contents(have)
+    known, said = contents.aliases, received.words["layout"]
     if received.since is not None:
         if contents.abstract:
             raise ValueError("the message changes what you have, and that has no values: expected arrays in `have`")
-        names = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
-        received = Change(received.bytes, names)
-    known = contents.aliases
+        if contents.digest(known) != said:
+            raise _of_another_layout(said, contents.digest(known), [])
+        stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
+        kinds = {name: kind_of(name, leaf) for name, leaf in stored.items()}
+        received = Change(received.bytes, kinds, {name: bytes_of(leaf) for name, leaf in stored.items()})
     leaves = fitted(contents, received)
     digest = contents.digest(contents.aliases | known)  # of shapes alone no tie is known by identity
-    if digest != received.words["layout"]:
-        raise _of_another_layout(received, digest, [])
-    return filled(contents, leaves, received.words, ((name, own(array)) for name, array in received.views()))
+    if digest != said:
+        raise _of_another_layout(said, digest, [])
+    return filled(contents, leaves, received.words, received.owned())
 
 
 def _form_of(received: Message, have: Any, restructure: Restructure[Any]) -> Any:
     """The vector or the stacks that a message makes of one."""
-    form, layout = form_of(restructure), restructure.layout
-    if received.words["layout"] != layout.digest:
+    form, layout, said = form_of(restructure), restructure.layout, received.words["layout"]
+    if said != layout.digest:
         slots = Contents(tree_of(layout).shapes())
         leaves = {name: i for i, name in slots.names.items()}
-        raise _of_another_layout(received, layout.digest, list(unlike_leaves(slots, leaves, received)))
+        raise _of_another_layout(said, layout.digest, list(unlike_leaves(slots, leaves, received)))
     if received.since is not None:
-        received = Change(received.bytes, parameters_in(have, form))
-    return put_into(form, received, have)
+        received = Change(received.bytes, inventory(form, form.paths).kinds, parts_of(form, have))
+    return form_from(form, received, have)
 
 
-def _of_another_layout(received: Message, digest: str, differ: list[str]) -> ValueError:
+def _of_another_layout(sent: str, have: str, differ: list[str]) -> ValueError:
     """The error of a message of another layout; `differ`: how, line by line, where its arrays show it."""
     why = differ or ["its arrays fit; trained parameters or ties differ, which tp.layout(model) of both shows"]
-    said = received.words["layout"]
-    return ValueError(f"the message is of the layout {said}, and you have {digest}:\n{first_lines(why, 20)}")
+    return ValueError(f"the message is of the layout {sent}, and you have {have}:\n{first_lines(why, 20)}")

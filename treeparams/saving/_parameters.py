@@ -1,12 +1,14 @@
 """The parameters in a vector or in stacks, by name, on the host: read from the form, and put into a new one."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.tree_util as jtu
 import numpy as np
 
-from .._files.arrays import kind_of, placed
+from .._files.arrays import Inventory, Kind, bytes_of, inventory_of, kind_of, placed
 from .._files.message import Message
 from .._files.names import name_of
 from .._files.source import aligned
@@ -27,43 +29,70 @@ def form_of(restructure: object) -> Form:
     return halves_of(restructure)[2]
 
 
-def parameters_in(given: Any, form: Form) -> dict[str, np.ndarray]:
-    """The parameters in a vector or in stacks, each in its own shape and dtype; views where they lie so."""
-    leaves = form.leaves(given)
-    for leaf in leaves:
-        kind_of(form.noun, leaf)  # refuses arrays without values
-    found: dict[int, np.ndarray] = {}
+@functools.lru_cache(maxsize=64)
+def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
+    """How the parameters in a form are stored, by name: each in its own dtype. A sender asks for each message."""
+    kinds = dict[str, Kind]()
+    for slot, path in enumerate(paths):
+        block, number = form.locations[slot]
+        zero = np.zeros((), form.blocks[block].dtypes[number])
+        kinds[name_of(path)] = kind_of(path, np.broadcast_to(zero, form.blocks[block].shapes[number]))
+    return inventory_of(kinds)
+
+
+def parts_of(form: Form, given: Any) -> dict[str, memoryview]:
+    """The bytes of the parameters in a vector or in stacks, each in its own dtype; where they lie, if they lie so."""
+    leaves, found = form.leaves(given), dict[str, memoryview]()
     for block, slots, leaf in zip(form.blocks, form.members, leaves, strict=True):
-        parts = _parts(block, np.asarray(leaf))
-        found |= zip(slots, map(_as_dtype, parts, block.dtypes), strict=True)
-    return {name_of(path): found[slot] for slot, path in enumerate(form.paths)}
+        kind_of(form.noun, leaf)  # refuses arrays without values
+        array, names = np.asarray(leaf), [name_of(form.paths[slot]) for slot in slots]
+        if _is_as_stored(block, array.dtype):
+            found |= zip(names, _cut(block, bytes_of(array)), strict=True)
+        else:
+            arrays = map(_as_dtype, _views(block, array), block.dtypes)
+            found |= zip(names, map(bytes_of, arrays), strict=True)
+    return found
 
 
-def put_into(form: Form, received: Message, like: Any) -> Any:
+def form_from(form: Form, received: Message, like: Any) -> Any:
     """A new vector, or new stacks, of the parameters in a message. It lies where another one lies."""
-    leaves, parts, wholes = form.leaves(like), dict[str, np.ndarray](), list[np.ndarray]()
+    leaves, parts, wholes = form.leaves(like), received.parts(), list[np.ndarray]()
     for block, slots in zip(form.blocks, form.members, strict=True):
+        its = [parts[name_of(form.paths[slot])] for slot in slots]
         dtype = np.dtype(block.dtype)
-        whole = aligned(block.size * dtype.itemsize).view(dtype).reshape(block.shape)
+        data = aligned(block.size * dtype.itemsize)
+        whole = data.view(dtype).reshape(block.shape)
         if block.length is not None:
             whole[block.starts[-1] :] = 0  # the padding
-        parts |= zip([name_of(form.paths[slot]) for slot in slots], _parts(block, whole), strict=True)
+        if _is_as_stored(block, dtype):
+            for part, into in zip(its, _cut(block, data.data), strict=True):
+                into[:] = part
+        else:
+            for part, into, own in zip(its, _views(block, whole), block.dtypes, strict=True):
+                into[...] = np.asarray(part).view(own).reshape(into.shape)
         wholes.append(whole)
-    if received.specs.keys() != parts.keys():
-        raise received.source.wrong("its parameters are not those of its layout")
-    for name, array in received.views():
-        if array.shape != parts[name].shape:
-            raise received.source.wrong(f"{name!r} is {describe(array)}, which is not as in its layout")
-        parts[name][...] = array
     return jtu.tree_unflatten(form.treedef, list(map(placed, [form.noun] * len(leaves), wholes, leaves)))
 
 
-def _parts(block: Block, whole: np.ndarray) -> Sequence[np.ndarray]:
+def _is_as_stored(block: Block, dtype: Any) -> bool:
+    """Whether the bytes of a block in a dtype are those of its arrays, each in its own dtype."""
+    return set(block.dtypes) <= {dtype}
+
+
+def _cut(block: Block, data: memoryview) -> list[memoryview]:
+    """The bytes of each array in a block."""
+    if block.length is None:
+        return [data]
+    row = len(data) // block.length if block.length else 0
+    return [data[row * a : row * b] for a, b in itertools.pairwise(block.starts)]
+
+
+def _views(block: Block, whole: np.ndarray) -> Sequence[np.ndarray]:
     """The arrays in a block, as views."""
     if block.length is None:
         return [whole]
-    starts = block.starts
-    return [whole[a:b].reshape(shape) for a, b, shape in zip(starts, starts[1:], block.shapes, strict=False)]
+    spans = zip(itertools.pairwise(block.starts), block.shapes, strict=True)
+    return [whole[start:stop].reshape(shape) for (start, stop), shape in spans]
 
 
 def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:

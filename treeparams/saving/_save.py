@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax.tree_util as jtu
 
-from .._files.arrays import placed
+from .._files.arrays import inventory_of, kind_of, placed
 from .._files.file import PREFIX, Draft, File
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
@@ -78,7 +78,8 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     _check_unicode([*said, *said.values()], "in a file")
     with named_if_deleted(model):
-        Draft(leaves, words, said).to_disk(path)
+        inventory = inventory_of({name: kind_of(name, leaf) for name, leaf in leaves.items()})
+        Draft(inventory, words, said).to_disk(path, leaves)
 
 
 def stored_in(model: PyTree, instead: str) -> tuple[dict[str, Any], dict[str, Any]]:
