@@ -59,13 +59,16 @@ class Inventory(NamedTuple):
     """How arrays are stored, by name, in the order of the file: each is aligned."""
 
     kinds: dict[str, Kind]
+    marks: dict[str, dict[str, str]]
     entries: str  # of the header
+    size: int  # in bytes
 
 
 def inventory_of(kinds: Mapping[str, Kind]) -> Inventory:
     """Arrays of these kinds as they will be stored."""
     ordered = {name: kinds[name] for name in sorted(kinds, key=lambda name: -kinds[name].itemsize)}
-    return Inventory(ordered, entries_text(ordered))
+    marks = {name: kind.mark for name, kind in ordered.items() if kind.mark}
+    return Inventory(ordered, marks, entries_text(ordered), sum(kind.size for kind in ordered.values()))
 
 
 @functools.lru_cache(maxsize=4096)

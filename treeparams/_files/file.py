@@ -208,12 +208,11 @@ class Draft:
     """
 
     def __init__(self, inventory: Inventory, words: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        self._kinds = inventory.kinds
-        marks = {name: kind.mark for name, kind in self._kinds.items() if kind.mark}
-        said = json.dumps({"version": _VERSION, **words, "marks": marks}, ensure_ascii=False)
-        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self._kinds), _WORDS: said, **metadata}
+        self._names = list(inventory.kinds)
+        said = json.dumps({"version": _VERSION, **words, "marks": inventory.marks}, ensure_ascii=False)
+        metadata = {_CHECKSUM: _BLANK, _CHECKSUMS: _BLANK * len(self._names), _WORDS: said, **metadata}
         self._header = bytearray(header_text(metadata, inventory.entries))
-        self.size = len(prefixed(self._header)) + sum(kind.size for kind in self._kinds.values())
+        self.size = len(prefixed(self._header)) + inventory.size
 
     def to_disk(self, path: FilePath, leaves: Mapping[str, Any]) -> None:
         """Writes a file, whole or not at all. Each array is read once.
@@ -224,7 +223,7 @@ class Draft:
         with replacing(as_text(path)) as file:
             file.write(prefixed(self._header))
             sums = list[int]()
-            for name in self._kinds:
+            for name in self._names:
                 value = 0
                 for piece in pieces_of(leaves[name]):
                     value = zlib.crc32(piece, value)
@@ -235,7 +234,7 @@ class Draft:
 
     def to_memory(self, parts: Mapping[str, memoryview]) -> bytes:
         """The bytes of such a file, from those of the arrays. If these change meanwhile, the checksums tell."""
-        ordered = [parts[name] for name in self._kinds]
+        ordered = [parts[name] for name in self._names]
         return b"".join([self._head(list(map(zlib.crc32, ordered))), *ordered])
 
     def _head(self, sums: Sequence[int]) -> bytes:
@@ -246,6 +245,6 @@ class Draft:
         return prefixed(header)
 
 
-def hexadecimal(sums: Iterable[int]) -> str:
-    """Checksums as text."""
-    return "".join([f"{value:08x}" for value in sums])
+def hexadecimal(sums: Sequence[int]) -> str:
+    """Checksums as text, of 8 characters each."""
+    return np.array(sums, ">u4").tobytes().hex()

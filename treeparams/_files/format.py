@@ -80,7 +80,7 @@ A file may have 100,000 of these. As plain tuples, unlike objects of a class, Py
 class Header(NamedTuple):
     """The header of a file."""
 
-    arrays: Mapping[str, Stored]  # in the order of the file
+    arrays: dict[str, Stored]  # in the order of the file
     metadata: dict[str, str]
     text: bytes  # as it stands in the file
     first: int  # where the arrays begin, in bytes
@@ -100,13 +100,13 @@ def read_header(source: Source) -> Header:
         raise source.wrong(f"its header is no JSON ({error})") from None
     except ValueError as error:
         raise source.wrong(str(error)) from None
-    end = first + sum(stop - start for _, _, start, stop in arrays.values())
+    end = first + (next(reversed(arrays.values()))[3] if arrays else 0)
     if end != size:
         raise source.wrong(f"its arrays end at byte {end:,}, and the {source.noun} has {size:,}")
     return Header(arrays, metadata, text, first)
 
 
-def _parsed(text: str) -> tuple[Mapping[str, Stored], dict[str, str]]:
+def _parsed(text: str) -> tuple[dict[str, Stored], dict[str, str]]:
     """The arrays and the metadata that a header says."""
     # The messages of a sender differ in their metadata. The entries behind them are the same text each time.
     said, end = _read_json(_DECODER.raw_decode, text, len(_METADATA)) if text.startswith(_METADATA + "{") else (None, 0)

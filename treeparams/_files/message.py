@@ -2,7 +2,7 @@
 
 import operator
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,20 +49,31 @@ class Message(File):
         self.since: dict[str, Any] | None = said["since"]
         self.bytes = source.bytes
 
-    def parts(self) -> dict[str, memoryview]:
-        """The bytes of all arrays by name, where they lie in the message; their checksums are right."""
-        first = self._first
-        parts = [self.bytes[first + start : first + stop] for _, _, start, stop in self._arrays.values()]
-        found = hexadecimal(map(zlib.crc32, parts))
-        if found != self._said:
-            wrong = next(name for i, name in enumerate(self._arrays) if found[8 * i : 8 * i + 8] != self._sums[name])
-            raise self.source.wrong(f"{wrong!r} has another checksum than when it was sent")
-        return dict(zip(self._arrays, parts, strict=True))
+    def fill(self, buffers: Mapping[str, memoryview]) -> None:
+        """Copies the bytes of all arrays, each into its buffer; a `ValueError` where one differs from what was sent."""
+        sums = []
+        for name, part in self._sent().items():
+            sums.append(zlib.crc32(part))  # just before it is copied, so that it is read from memory once
+            buffers[name][:] = part
+        self._compare(sums)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
         """All arrays with their names, of NumPy, each in a buffer of its own, or typed keys."""
-        for name, part in self.parts().items():
-            yield name, decode(self._arrays[name], self._marks.get(name), _copied(part))
+        data = {name: aligned(stop - start) for name, (_, _, start, stop) in self._arrays.items()}
+        self.fill({name: each.data for name, each in data.items()})
+        for name in list(data):
+            yield name, decode(self._arrays[name], self._marks.get(name), data.pop(name))
+
+    def _sent(self) -> dict[str, memoryview]:
+        """The bytes of the arrays in the message, by name."""
+        first = self._first
+        return {name: self.bytes[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
+
+    def _compare(self, sums: Sequence[int]) -> None:
+        found = hexadecimal(sums)
+        if found != self._said:
+            at = next(i for i in range(len(sums)) if found[8 * i : 8 * i + 8] != self._said[8 * i : 8 * i + 8])
+            raise self.source.wrong(f"{list(self._arrays)[at]!r} has another checksum than when it was sent")
 
 
 class Change(Message):
@@ -77,41 +88,38 @@ class Change(Message):
     def __init__(self, message: object, kinds: Mapping[str, Kind], have: Mapping[str, memoryview]) -> None:
         super().__init__(message)
         since = self.since or {}
-        same, changed = since["same"], since["changed"]
-        names = [*same, *self._arrays]
+        self._same, self._changed = since["same"], since["changed"]
+        names = [*self._same, *self._arrays]
         lacking = [name for name in names if name not in have]
         if lacking:
             raise ValueError(
                 f"the message changes {first_few(lacking)}, of which there is none in what you have"
                 f"{nearest(lacking[0], have)}"
             )
-        self._parts = super().parts() | {name: have[name] for name in same}
         if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
                 "the message is a change of other numbers than you have: of another sender, or of one that was started "
                 "anew and counts its versions from the same number. Ask for all arrays, saving.dumps without `since`"
             )
-        for name in changed:
-            data = _copied(have[name])
-            try:
-                change.decode(np.asarray(self._parts[name]), data, kinds[name].itemsize)
-            except ValueError as error:
-                raise self.source.wrong(f"{name!r}: {error}") from None
-            self._parts[name] = data.data
+        self._kinds, self._have, self._rows = kinds, have, self._sent()
+        self._compare(list(map(zlib.crc32, self._rows.values())))
         # From here on it is as if the sender had sent all of them.
-        kept = {name: kinds[name] for name in (*same, *changed)}
-        self._arrays = {**self._arrays, **{name: (kind.dtype, kind.shape, 0, kind.size) for name, kind in kept.items()}}
+        kept = {name: kinds[name] for name in (*self._same, *self._changed)}
+        self._arrays = self._arrays | {n: (kind.dtype, kind.shape, 0, kind.size) for n, kind in kept.items()}
         self._marks = self._marks | {name: kind.mark for name, kind in kept.items() if kind.mark}
 
-    def parts(self) -> dict[str, memoryview]:
-        """The bytes of all arrays by name: in the message, where you have them, or new."""
-        return self._parts
-
-
-def _copied(part: memoryview) -> np.ndarray:
-    data = aligned(len(part))
-    data.data[:] = part
-    return data
+    def fill(self, buffers: Mapping[str, memoryview]) -> None:
+        """Copies the bytes of all arrays, each into its buffer: those that you have, with the changes."""
+        for name in (*self._same, *self._changed):
+            buffers[name][:] = self._have[name]
+        for name, part in self._rows.items():
+            if name not in self._changed:
+                buffers[name][:] = part
+                continue
+            try:
+                change.decode(np.asarray(part), np.asarray(buffers[name]), self._kinds[name].itemsize)
+            except ValueError as error:
+                raise self.source.wrong(f"{name!r}: {error}") from None
 
 
 def change_of(

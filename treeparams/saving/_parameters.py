@@ -43,9 +43,9 @@ def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
 def parts_of(form: Form, given: Any) -> dict[str, memoryview]:
     """The bytes of the parameters in a vector or in stacks, each in its own dtype; where they lie, if they lie so."""
     leaves, found = form.leaves(given), dict[str, memoryview]()
-    for block, slots, leaf in zip(form.blocks, form.members, leaves, strict=True):
+    for block, names, leaf in zip(form.blocks, _names(form, form.paths), leaves, strict=True):
         kind_of(form.noun, leaf)  # refuses arrays without values
-        array, names = np.asarray(leaf), [name_of(form.paths[slot]) for slot in slots]
+        array = np.asarray(leaf)
         if _is_as_stored(block, array.dtype):
             found |= zip(names, _cut(block, bytes_of(array)), strict=True)
         else:
@@ -56,22 +56,30 @@ def parts_of(form: Form, given: Any) -> dict[str, memoryview]:
 
 def form_from(form: Form, received: Message, like: Any) -> Any:
     """A new vector, or new stacks, of the parameters in a message. It lies where another one lies."""
-    leaves, parts, wholes = form.leaves(like), received.parts(), list[np.ndarray]()
-    for block, slots in zip(form.blocks, form.members, strict=True):
-        its = [parts[name_of(form.paths[slot])] for slot in slots]
+    leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, memoryview]()
+    others = list[tuple[np.ndarray, np.ndarray]]()  # parameters in another dtype than their block has
+    for block, names in zip(form.blocks, _names(form, form.paths), strict=True):
         dtype = np.dtype(block.dtype)
         data = aligned(block.size * dtype.itemsize)
-        whole = data.view(dtype).reshape(block.shape)
+        wholes.append(data.view(dtype).reshape(block.shape))
         if block.length is not None:
-            whole[block.starts[-1] :] = 0  # the padding
+            wholes[-1][block.starts[-1] :] = 0  # the padding
         if _is_as_stored(block, dtype):
-            for part, into in zip(its, _cut(block, data.data), strict=True):
-                into[:] = part
+            buffers |= zip(names, _cut(block, data.data), strict=True)
         else:
-            for part, into, own in zip(its, _views(block, whole), block.dtypes, strict=True):
-                into[...] = np.asarray(part).view(own).reshape(into.shape)
-        wholes.append(whole)
+            own = list(map(np.empty, block.shapes, block.dtypes))
+            buffers |= zip(names, map(bytes_of, own), strict=True)
+            others += zip(_views(block, wholes[-1]), own, strict=True)
+    received.fill(buffers)
+    for into, array in others:
+        into[...] = array
     return jtu.tree_unflatten(form.treedef, list(map(placed, [form.noun] * len(leaves), wholes, leaves)))
+
+
+@functools.lru_cache(maxsize=64)
+def _names(form: Form, paths: tuple[str, ...]) -> list[list[str]]:
+    """The names of the parameters in each block."""
+    return [[name_of(paths[slot]) for slot in slots] for slots in form.members]
 
 
 def _is_as_stored(block: Block, dtype: Any) -> bool:
