@@ -106,11 +106,11 @@ def pieces_of(leaf: Array) -> Iterator[bytes | memoryview]:
             yield view[start : start + PIECE]
 
 
-def bytes_of(leaf: Array) -> memoryview:
-    """The bytes of an array as they are stored; where it can be the very ones, not a copy."""
+def bytes_of(leaf: Array) -> np.ndarray:
+    """The bytes of an array as they are stored, of dtype uint8; where it can be the very ones, not a copy."""
     if not isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
 
 def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> Any:

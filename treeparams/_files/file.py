@@ -14,7 +14,7 @@ from .._tree.text import in_short
 from .arrays import Inventory, decode, decoded_kind, pieces_of, specs_of
 from .format import SMALL, Header, Stored, header_text, in_order, prefixed, read_header
 from .replacement import replacing
-from .source import PIECE, FilePath, OnDisk, Source, as_text
+from .source import PIECE, FilePath, OnDisk, Source, as_text, crc32
 from .words import are_right
 
 PREFIX = "treeparams."
@@ -232,10 +232,10 @@ class Draft:
             file.seek(0)
             file.write(self._head(sums))
 
-    def to_memory(self, parts: Mapping[str, memoryview]) -> bytes:
+    def to_memory(self, parts: Mapping[str, Any]) -> bytes:
         """The bytes of such a file, from those of the arrays. If these change meanwhile, the checksums tell."""
         ordered = [parts[name] for name in self._names]
-        return b"".join([self._head(list(map(zlib.crc32, ordered))), *ordered])
+        return b"".join([self._head(list(map(crc32, ordered))), *ordered])
 
     def _head(self, sums: Sequence[int]) -> bytes:
         """The header with the checksums of the arrays, and its own, which is of a text with blanks in its place."""

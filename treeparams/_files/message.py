@@ -1,7 +1,6 @@
 """A file in memory, as one process sends it to another: all arrays, or what has changed of arrays that both have."""
 
 import operator
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from .._tree.text import first_few
 from . import change
 from .arrays import Inventory, Kind, decode, inventory_of
 from .file import File, hexadecimal
-from .source import InMemory, aligned
+from .source import InMemory, aligned, crc32
 
 Version = int | tuple[int, int]
 """A number, or a run and a number; versions of one sender grow."""
@@ -49,25 +48,26 @@ class Message(File):
         self.since: dict[str, Any] | None = said["since"]
         self.bytes = source.bytes
 
-    def fill(self, buffers: Mapping[str, memoryview]) -> None:
+    def fill(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Copies the bytes of all arrays, each into its buffer; a `ValueError` where one differs from what was sent."""
         sums = []
         for name, part in self._sent().items():
-            sums.append(zlib.crc32(part))  # just before it is copied, so that it is read from memory once
+            sums.append(crc32(part))  # just before it is copied, so that it is read from memory once
             buffers[name][:] = part
         self._compare(sums)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
         """All arrays with their names, of NumPy, each in a buffer of its own, or typed keys."""
         data = {name: aligned(stop - start) for name, (_, _, start, stop) in self._arrays.items()}
-        self.fill({name: each.data for name, each in data.items()})
+        self.fill(data)
         for name in list(data):
             yield name, decode(self._arrays[name], self._marks.get(name), data.pop(name))
 
-    def _sent(self) -> dict[str, memoryview]:
+    def _sent(self) -> dict[str, np.ndarray]:
         """The bytes of the arrays in the message, by name."""
-        first = self._first
-        return {name: self.bytes[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
+        # Slices of NumPy: Python's search for cycles looks at each view of another kind.
+        first, data = self._first, np.asarray(self.bytes)
+        return {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
 
     def _compare(self, sums: Sequence[int]) -> None:
         found = hexadecimal(sums)
@@ -85,7 +85,7 @@ class Change(Message):
         have: their bytes.
     """
 
-    def __init__(self, message: object, kinds: Mapping[str, Kind], have: Mapping[str, memoryview]) -> None:
+    def __init__(self, message: object, kinds: Mapping[str, Kind], have: Mapping[str, np.ndarray]) -> None:
         super().__init__(message)
         since = self.since or {}
         self._same, self._changed = since["same"], since["changed"]
@@ -102,13 +102,13 @@ class Change(Message):
                 "anew and counts its versions from the same number. Ask for all arrays, saving.dumps without `since`"
             )
         self._kinds, self._have, self._rows = kinds, have, self._sent()
-        self._compare(list(map(zlib.crc32, self._rows.values())))
+        self._compare(list(map(crc32, self._rows.values())))
         # From here on it is as if the sender had sent all of them.
         kept = {name: kinds[name] for name in (*self._same, *self._changed)}
         self._arrays = self._arrays | {n: (kind.dtype, kind.shape, 0, kind.size) for n, kind in kept.items()}
         self._marks = self._marks | {name: kind.mark for name, kind in kept.items() if kind.mark}
 
-    def fill(self, buffers: Mapping[str, memoryview]) -> None:
+    def fill(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Copies the bytes of all arrays, each into its buffer: those that you have, with the changes."""
         for name in (*self._same, *self._changed):
             buffers[name][:] = self._have[name]
@@ -117,33 +117,33 @@ class Change(Message):
                 buffers[name][:] = part
                 continue
             try:
-                change.decode(np.asarray(part), np.asarray(buffers[name]), self._kinds[name].itemsize)
+                change.decode(part, buffers[name], self._kinds[name].itemsize)
             except ValueError as error:
                 raise self.source.wrong(f"{name!r}: {error}") from None
 
 
 def change_of(
-    kinds: Mapping[str, Kind], before: Mapping[str, memoryview], after: Mapping[str, memoryview]
-) -> tuple[Inventory, dict[str, memoryview], dict[str, Any]]:
+    kinds: Mapping[str, Kind], before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
+) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
     """How the arrays of a change are stored, their bytes, and what the message says of them.
 
     An array is left out where no bit has changed. It is sent as rows (`change.encode`), or as it is where these take
     more bytes.
     """
-    sent, parts, same, changed = dict[str, Kind](), dict[str, memoryview](), list[str](), list[str]()
+    sent, parts, same, changed = dict[str, Kind](), dict[str, np.ndarray](), list[str](), list[str]()
     for name, part in after.items():
-        rows = change.encode(np.asarray(before[name]), np.asarray(part), kinds[name].itemsize)
+        rows = change.encode(before[name], part, kinds[name].itemsize)
         if rows is None:
             sent[name], parts[name] = kinds[name], part
         elif len(rows):
-            sent[name], parts[name] = Kind("U8", rows.shape, 1, {}), rows.reshape(-1).data
+            sent[name], parts[name] = Kind("U8", rows.shape, 1, {}), rows.reshape(-1)
             changed.append(name)
         else:
             same.append(name)
     return inventory_of(sent), parts, {"checksum": checksum_of(kinds, before), "same": same, "changed": changed}
 
 
-def checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, memoryview]) -> str:
+def checksum_of(kinds: Mapping[str, Kind], parts: Mapping[str, np.ndarray]) -> str:
     """A checksum of arrays with their names and dtypes, in whatever order they come."""
-    lines = [f"{name} {kinds[name].dtype} {zlib.crc32(parts[name])}\n" for name in sorted(parts)]
-    return hexadecimal([zlib.crc32("".join(lines).encode())])
+    lines = [f"{name} {kinds[name].dtype} {crc32(parts[name])}\n" for name in sorted(parts)]
+    return hexadecimal([crc32("".join(lines).encode())])

@@ -7,6 +7,8 @@ import os
 import threading
 import weakref
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,9 @@ FilePath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 PIECE = 1 << 20
 """Bytes that are still in the cache of a processor when they are used again."""
+
+crc32: Callable[[Any], int] = zlib.crc32
+"""The checksum of bytes, of NumPy too, which type checkers do not take for bytes."""
 
 _ALIGNED = 64  # JAX copies what is not aligned so
 _LONGEST_REASON = 500  # characters; a name may have millions

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .._files.arrays import Inventory, Kind, bytes_of, inventory_of, kind_of
 from .._files.file import Draft
 from .._files.message import Change, Message, Version, as_version, change_of
@@ -127,7 +129,7 @@ def loads(
 # -- What is sent ------------------------------------------------------------------------------------------------------
 
 
-def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[Inventory, dict[str, memoryview], dict[str, Any]]:
+def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
     """How the arrays of a message are stored, their bytes by name, and what it says beside its version."""
     if restructure is None:
         leaves, words = stored_in(model, "write saving.dumps(model)")
@@ -147,7 +149,7 @@ def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[Inventory, 
 
 def _before(
     before: Any, restructure: Restructure[Any] | None, kinds: Mapping[str, Kind], words: Mapping[str, Any]
-) -> dict[str, memoryview]:
+) -> dict[str, np.ndarray]:
     """The bytes of what receivers have, once it is like what they will have."""
     its, parts, said = _sent(before, restructure)
     differ = [name for name in kinds.keys() | its.kinds.keys() if kinds.get(name) != its.kinds.get(name)]

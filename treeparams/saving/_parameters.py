@@ -40,9 +40,9 @@ def inventory(form: Form, paths: tuple[str, ...]) -> Inventory:
     return inventory_of(kinds)
 
 
-def parts_of(form: Form, given: Any) -> dict[str, memoryview]:
+def parts_of(form: Form, given: Any) -> dict[str, np.ndarray]:
     """The bytes of the parameters in a vector or in stacks, each in its own dtype; where they lie, if they lie so."""
-    leaves, found = form.leaves(given), dict[str, memoryview]()
+    leaves, found = form.leaves(given), dict[str, np.ndarray]()
     for block, names, leaf in zip(form.blocks, _names(form, form.paths), leaves, strict=True):
         kind_of(form.noun, leaf)  # refuses arrays without values
         array = np.asarray(leaf)
@@ -56,7 +56,7 @@ def parts_of(form: Form, given: Any) -> dict[str, memoryview]:
 
 def form_from(form: Form, received: Message, like: Any) -> Any:
     """A new vector, or new stacks, of the parameters in a message. It lies where another one lies."""
-    leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, memoryview]()
+    leaves, wholes, buffers = form.leaves(like), list[np.ndarray](), dict[str, np.ndarray]()
     others = list[tuple[np.ndarray, np.ndarray]]()  # parameters in another dtype than their block has
     for block, names in zip(form.blocks, _names(form, form.paths), strict=True):
         dtype = np.dtype(block.dtype)
@@ -65,7 +65,7 @@ def form_from(form: Form, received: Message, like: Any) -> Any:
         if block.length is not None:
             wholes[-1][block.starts[-1] :] = 0  # the padding
         if _is_as_stored(block, dtype):
-            buffers |= zip(names, _cut(block, data.data), strict=True)
+            buffers |= zip(names, _cut(block, data), strict=True)
         else:
             own = list(map(np.empty, block.shapes, block.dtypes))
             buffers |= zip(names, map(bytes_of, own), strict=True)
@@ -87,7 +87,7 @@ def _is_as_stored(block: Block, dtype: Any) -> bool:
     return set(block.dtypes) <= {dtype}
 
 
-def _cut(block: Block, data: memoryview) -> list[memoryview]:
+def _cut(block: Block, data: np.ndarray) -> list[np.ndarray]:
     """The bytes of each array in a block."""
     if block.length is None:
         return [data]
