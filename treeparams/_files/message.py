@@ -50,10 +50,13 @@ class Message(File):
 
     def fill(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Copies the bytes of all arrays, each into its buffer; a `ValueError` where one differs from what was sent."""
-        sums = []
-        for name, part in self._sent().items():
+        if buffers.keys() != self._arrays.keys():
+            raise self.source.wrong("its arrays are not those of its layout")
+        sums, first = [], self._first
+        for name, (_, _, start, stop) in self._arrays.items():
+            part = self.bytes[first + start : first + stop]
             sums.append(crc32(part))  # just before it is copied, so that it is read from memory once
-            buffers[name][:] = part
+            buffers[name].data[:] = part  # a `memoryview`, which takes a third of the time of NumPy's assignment
         self._compare(sums)
 
     def owned(self) -> Iterator[tuple[str, Any]]:
@@ -62,12 +65,6 @@ class Message(File):
         self.fill(data)
         for name in list(data):
             yield name, decode(self._arrays[name], self._marks.get(name), data.pop(name))
-
-    def _sent(self) -> dict[str, np.ndarray]:
-        """The bytes of the arrays in the message, by name."""
-        # Slices of NumPy: Python's search for cycles looks at each view of another kind.
-        first, data = self._first, np.asarray(self.bytes)
-        return {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
 
     def _compare(self, sums: Sequence[int]) -> None:
         found = hexadecimal(sums)
@@ -88,7 +85,7 @@ class Change(Message):
     def __init__(self, message: object, kinds: Mapping[str, Kind], have: Mapping[str, np.ndarray]) -> None:
         super().__init__(message)
         since = self.since or {}
-        self._same, self._changed = since["same"], since["changed"]
+        self._same, self._changed = since["same"], frozenset(since["changed"])
         names = [*self._same, *self._arrays]
         lacking = [name for name in names if name not in have]
         if lacking:
@@ -101,7 +98,8 @@ class Change(Message):
                 "the message is a change of other numbers than you have: of another sender, or of one that was started "
                 "anew and counts its versions from the same number. Ask for all arrays, saving.dumps without `since`"
             )
-        self._kinds, self._have, self._rows = kinds, have, self._sent()
+        self._kinds, self._have, data, first = kinds, have, np.asarray(self.bytes), self._first
+        self._rows = {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
         self._compare(list(map(crc32, self._rows.values())))
         # From here on it is as if the sender had sent all of them.
         kept = {name: kinds[name] for name in (*self._same, *self._changed)}
