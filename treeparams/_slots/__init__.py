@@ -13,6 +13,7 @@ The files, from the ground up:
     accidents  warnings of ties that nobody can have meant, and of ties that were parted
     rules      the one reader of `{where: value}`: the first entry that selects a parameter
     untrained  numbers, and models that train nothing, in words
+    in_words   the table of an index, and how it differs from another one
     layout     Layout
     trainable  layout: from a mask, a `where` or nothing to a layout
     match      other trees matched to a model by path; project

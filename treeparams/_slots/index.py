@@ -87,6 +87,16 @@ class Index:
     def slots(self) -> tuple[Slot, ...]:
         return self.described(self.positions)
 
+    @property
+    def size(self) -> int:
+        """The number of trained elements, ties once."""
+        return sum(slot.size for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the trained leaves, ties once."""
+        return sum(slot.size * slot.dtype.itemsize for slot in self.slots)
+
     @functools.cached_property
     def frozen(self) -> tuple[Slot, ...]:
         """The frozen parameters, ties once, as if they were slots."""

@@ -5,15 +5,14 @@ It is static and holds no array, so that it goes into `jax.jit` as a static argu
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree.difference import Diff, Difference, compare, rows_of, spec_rows, tie_rows
+from .._tree.difference import Diff, Difference, rows_of
 from .._tree.dtypes import common_dtype
 from .._tree.paths import nearest
 from .._tree.static_keys import contents
@@ -22,10 +21,10 @@ from .._tree.tables import Table, as_html, as_text
 from .._tree.text import describe, first_few
 from .._tree.types import PyTree
 from .digest import digest_of
+from .in_words import blocks, count, differences
 from .index import Index, Slot
 from .said import Said, change
 from .ties import Alias, settle
-from .untrained import no_arrays
 from .where import Where, select
 
 
@@ -74,12 +73,12 @@ class Layout:
     @property
     def size(self) -> int:
         """The number of trained elements, ties once."""
-        return sum(slot.size for slot in self.slots)
+        return self._index.size
 
     @property
     def nbytes(self) -> int:
         """The bytes of the trained leaves, ties once."""
-        return sum(slot.size * jnp.dtype(slot.dtype).itemsize for slot in self.slots)
+        return self._index.nbytes
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
@@ -226,18 +225,7 @@ class Layout:
         """
         if not isinstance(other, Layout):
             raise TypeError(f"expected another Layout, tp.layout(model), got {describe(other)}")
-        these, those = self._index, other._index
-        here, there = these.structure, those.structure
-
-        def at_leaves(i: int, j: int) -> Iterator[Difference]:
-            yield from spec_rows(here.paths[i], here.specs[i], there.specs[j])
-            if here.is_parameter(i) and there.is_parameter(j) and these.trained[i] != those.trained[j]:
-                words = ("trained", "frozen") if these.trained[i] else ("frozen", "trained")
-                yield Difference(here.paths[i], "trained", *words)
-
-        shared = here.index.keys() & there.index.keys()
-        ties = tie_rows(_groups(these), _groups(those), shared.__contains__)
-        return Diff([*compare(here, there, at_leaves), *ties])
+        return Diff(differences(self._index, other._index))
 
     # -- As a value
 
@@ -263,7 +251,7 @@ class Layout:
     def __repr__(self) -> str:
         names = f" ({first_few(self.paths)})" if self.slots else ""
         frozen = len(self._index.frozen)
-        counts = f"{_count(len(self.slots), 'slot')}{names}, {_count(self.size, 'element')}"
+        counts = f"{count(len(self.slots), 'slot')}{names}, {count(self.size, 'element')}"
         return f"Layout({counts}, {self.dtype}; {frozen} frozen; digest {self.digest})"
 
     def __str__(self) -> str:
@@ -273,14 +261,7 @@ class Layout:
         return as_html(self._blocks())
 
     def _blocks(self) -> list[Table | str]:
-        frozen, tied_to = self._index.frozen, self._index.tied_to
-        rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in self.slots]
-        rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
-        table = Table(["path", "key", "row", "offset", "size", "tied to"], rows, right=[2, 3, 4])
-        total = f"{_count(len(self.slots), 'slot')}, {_count(self.size, 'element')}, {self.nbytes:,} bytes"
-        held = f"; {_count(sum(slot.size for slot in frozen), 'element')} frozen" if frozen else ""
-        others = no_arrays(self._index.structure)
-        return [table, total + held, *([f"not trained: {others}"] if others else []), *self._notes]
+        return [*blocks(self._index), *self._notes]
 
 
 Layout.__module__ = "treeparams"
@@ -307,25 +288,6 @@ contents[Layout] = _statics_of_nodes
 
 def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> Layout:
     return Layout(Index(structure, trained, ties))
-
-
-def _groups(index: Index) -> dict[str, dict[str, Any]]:
-    """The paths of each tie, and with an alias its transforms."""
-    paths = index.structure.paths
-    # The notes are compared between two models, in which leaves have other numbers: so these are left out.
-    return {
-        paths[source]: {paths[source]: "its source"}
-        | {paths[each.leaf]: each._replace(leaf=0, source=0) for each in its}
-        for source, its in index.aliases.items()
-    }
-
-
-def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[str]:
-    return [slot.path or '""', slot.key, row, offset, f"{slot.size:,}", tied_to.get(slot.path, "")]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def slot_at(layout: Layout, path: str) -> int:
