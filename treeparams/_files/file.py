@@ -40,7 +40,7 @@ class File:
     """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source, self.noun = source, source.noun
         try:
             header = read_header(source)
         except ValueError:

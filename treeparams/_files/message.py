@@ -45,7 +45,10 @@ class Message(File):
         said = self.words.get("message") or {"is_tree": True, "version": None, "since": None}
         self.is_tree: bool = said["is_tree"]
         self.version = as_version(said["version"])
-        self.since: dict[str, Any] | None = said["since"]
+        self.since: dict[str, Any] | None = said["since"] and {
+            **said["since"],
+            "version": as_version(said["since"]["version"]),
+        }
         self.bytes = source.bytes
 
     def fill(self, buffers: Mapping[str, np.ndarray]) -> None:
@@ -125,8 +128,8 @@ def change_of(
 ) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
     """How the arrays of a change are stored, their bytes, and what the message says of them.
 
-    An array is left out where no bit has changed. It is sent as rows (`change.encode`), or as it is where these take
-    more bytes.
+    An array is left out where no bit has changed. It is sent as rows (`change.encode`), or as it is where these are not
+    worth it.
     """
     sent, parts, same, changed = dict[str, Kind](), dict[str, np.ndarray](), list[str](), list[str]()
     for name, part in after.items():

@@ -43,12 +43,13 @@ class Source(abc.ABC):
 
     Attributes:
         name: in errors.
-        noun: what it is, in errors.
+        noun, kind: what it is, in errors, in short and in full.
         size: in bytes.
     """
 
     name: str
     noun: str
+    kind: str
     size: int
 
     @abc.abstractmethod
@@ -58,7 +59,7 @@ class Source(abc.ABC):
     def wrong(self, why: str) -> ValueError:
         """The error of bytes that cannot be read."""
         why = why if len(why) <= _LONGEST_REASON else f"{why[:_LONGEST_REASON]} ..."
-        return ValueError(f"{self.name} is no safetensors file, or damaged: {why}")
+        return ValueError(f"{self.name} is no {self.kind}, or damaged: {why}")
 
     def read(self, start: int, stop: int, is_summed: bool = False) -> tuple[np.ndarray, int]:
         """Some of the bytes, in a buffer of their own that JAX takes as it is, and their checksum, or 0."""
@@ -84,7 +85,7 @@ def aligned(size: int) -> np.ndarray:
 class InMemory(Source):
     """Bytes in memory, as of a message."""
 
-    name, noun = "the message", "message"
+    name, noun, kind = "the message", "message", "message of saving.dumps"
 
     def __init__(self, message: object) -> None:
         try:
@@ -102,7 +103,7 @@ class InMemory(Source):
 class OnDisk(Source):
     """A file that is open for reading. Several threads, and forked processes, may read from it."""
 
-    noun = "file"
+    noun, kind = "file", "safetensors file"
 
     def __init__(self, path: FilePath) -> None:
         self.path = as_text(path)

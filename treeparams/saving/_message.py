@@ -52,9 +52,9 @@ def dumps(
             each in its own shape and dtype, whatever form they lie in. Its digest is `restructure.layout.digest`.
         version: a number, or `(run, number)`, that grows from message to message. A receiver refuses what is not newer
             than what it has. Count the runs of a sender that is restarted: `(2, 0)` is newer than `(1, 500)`.
-        since: `(version, before)`: a version that the receivers have, and what was sent for it. Where it takes fewer
-            bytes the message has the elements alone whose bits have changed, else all of them. So it is never larger
-            than the whole. Of weights in bfloat16, a step of Adam changes few elements at small rates.
+        since: `(version, before)`: a version that the receivers have, and what was sent for it. An array of which no
+            bit has changed is not sent. Of an array of which few elements have changed these are sent. The message is
+            never larger than the whole. Of weights in bfloat16, a step of Adam changes few elements at small rates.
 
     Returns:
         The message.
@@ -72,7 +72,8 @@ def dumps(
         if since is None:
             return whole.to_memory(parts)
         last, before = _as_since(since, version)
-        changed, rows, how = change_of(inventory.kinds, _before(before, restructure, inventory.kinds, words), parts)
+        with named_if_deleted(before):
+            changed, rows, how = change_of(inventory.kinds, _before(before, restructure, inventory.kinds, words), parts)
         change = Draft(changed, words | {"message": said | {"since": {"version": last, **how}}}, {})
         return change.to_memory(rows) if change.size < whole.size else whole.to_memory(parts)
 

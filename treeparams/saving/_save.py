@@ -44,10 +44,10 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
 
     Saved are trained and frozen parameters, integers, bools, keys, of JAX or NumPy, in the dtypes they have, and
     numbers and texts, with their type. All else - functions, other objects, static fields, structure - is not in the
-    file: it comes from the code that builds the model. The file says which paths are one array, what each array's
-    checksum is, and which parameters each array of an optimiser's state is of. Of a `Restructure` in the tree it says
-    which parameter lies where in its vector or stacks. Anything that reads safetensors reads the arrays. Complex
-    numbers are stored as pairs, and dtypes that the format lacks as bytes.
+    file: it comes from the code that builds the model. The file says the digest of the tree's layout, which paths are
+    one array, what each array's checksum is, and which parameters each array of an optimiser's state is of. Of a
+    `Restructure` in the tree it says which parameter lies where in its vector or stacks. Anything that reads
+    safetensors reads the arrays. Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
     The file takes the place of the one before when all of it is on the disk: a process that is killed, or a disk that
     is full, leaves the old one. It keeps the mode and the owner of that one, where the system lets it. Of several

@@ -31,25 +31,25 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
-            f"the file holds such a tree below {quoted(heads)}: load into a dictionary of all that is in the file, or "
+            f"the {file.noun} holds such a tree below {quoted(heads)}: load into a dictionary of all that is in it, or "
             f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in here if name not in there]:
         hint = _ARRAYS_ALONE if here[name] in contents.values else ""
-        yield f"{name!r} is in the tree and not in the file{nearest(name, there)}{hint}"
+        yield f"{name!r} is in the tree and not in the {file.noun}{nearest(name, there)}{hint}"
     rest, others = [name for name in there if name not in leaves], dict[str, None]()
     heads = set(map(head_of, leaves)) if rest else set[str]()
     for name in rest:
         if head_of(name) in heads:
             hint = _ARRAYS_ALONE if name in said else ""
-            yield f"{name!r} is in the file and not in the tree{nearest(name, here)}{hint}"
+            yield f"{name!r} is in the {file.noun} and not in the tree{nearest(name, here)}{hint}"
         else:
             others[head_of(name)] = None
     for other in others:
         yield (
-            f"the file also holds {other!r}, which the tree has not; to take a part of a file, as 'model', write "
-            "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
+            f"the {file.noun} also holds {other!r}, which the tree has not; to take a part of a file, as 'model', "
+            "write names = saving.names(path, 'model'), saving.plan(names, model)(names)"
         )
     yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
 
@@ -61,17 +61,17 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | Non
     if said is not None:
         if i not in contents.values and not _is_scalar_of_numpy(leaf, said):
             hint = "; eqx.filter_eval_shape keeps Python's numbers" if i in contents.abstract else ""
-            return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the file{hint}"
+            return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, {said[0]} in the {file.noun}{hint}"
     elif i not in contents.names:
         there = describe(file.specs[stored])
         hint = "; write jnp.asarray(...) in the tree" if i in contents.values else ""
-        return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the file{hint}"
+        return f"{name!r} is {_leaf_in_words(contents, i)} in the tree, an array {there} in the {file.noun}{hint}"
     elif not transforms:
         here, there = contents.spec(i), file.specs[stored]
         if isinstance(leaf, np.ndarray) and leaf.dtype != file.dtype(stored) and here == there:
-            return f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the file"
+            return f"{name!r} is {leaf.dtype} of NumPy in the tree, {file.dtype(stored)} in the {file.noun}"
         if here != there:
-            return f"{name!r} is {describe(here)} in the tree, {describe(there)} in the file"
+            return f"{name!r} is {describe(here)} in the tree, {describe(there)} in the {file.noun}"
     return None
 
 
@@ -105,11 +105,12 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if transforms:
             if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
-                    f"{alias!r} is {transforms} of {source!r} in the file, and the tree declares no such tie: "
-                    f"declare it, tp.field(tied_to=..., transform={transforms})"
+                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, and the tree declares no such tie:"
+                    f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
         elif roots[here] != roots[there] and not {here, there} & contents.abstract:
-            yield f"{alias!r} and {source!r} are one array in the file only: tp.tie(model, {alias!r}, to={source!r})"
+            call = f"tp.tie(model, {alias!r}, to={source!r})"
+            yield f"{alias!r} and {source!r} are one array in the {file.noun} only: {call}"
     for i, name in names.items():
         same = names[first[i]]
         if contents.structure.is_parameter(i) and same != name and {same, name} <= file.specs.keys():
@@ -127,8 +128,8 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         if form != other:
             names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
             yield (
-                f"the state at {path!r} is of optim.{other} in the file, of optim.{form} in the tree. A plan makes one "
-                f"of the other:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
+                f"the state at {path!r} is of optim.{other} in the {file.noun}, of optim.{form} in the tree. A plan "
+                f"makes one of the other:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
         if _histories_in(here) == _histories_in(there):
@@ -138,7 +139,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
         if not specs_in(there).items() <= known.items():  # the names and shapes of arrays tell, or `unlike_joined`
             continue
         yield (
-            f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the file, "
+            f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the {file.noun}, "
             f"{_counts_in(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
         )
 
@@ -159,8 +160,8 @@ def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[s
     ends = tuple([f".{name}" for name, *_ in words["slots"]])
     if not is_ours and any(name.endswith(ends) for name in names):
         yield (
-            f"the state at {path!r} is one of plain Optax in the file, of optim.{_form_of(words)} in the tree: load it "
-            "into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
+            f"the state at {path!r} is one of plain Optax in the {file.noun}, of optim.{_form_of(words)} in the tree: "
+            "load it into a state of plain Optax, and write state = optim.from_optax(tx, state, model)"
         )
 
 
@@ -171,7 +172,7 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
         for name in here if there is None else here | there:
             ours, theirs = (_location(each, name) for each in (here, there or here))
             if ours != theirs:
-                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the file"
+                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
                 break
     for path, state in contents.states.items():
         here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
@@ -179,7 +180,7 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
             pairs = itertools.zip_longest(pieces, there.get(at, pieces), fillvalue="none")
             ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
             if ours != theirs:
-                yield f"in the state at {path!r}, {at[-1]!r} holds {ours} in the tree, {theirs} in the file"
+                yield f"in the state at {path!r}, {at[-1]!r} holds {ours} in the tree, {theirs} in the {file.noun}"
                 break
 
 
