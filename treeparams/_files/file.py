@@ -70,11 +70,6 @@ class File:
         said = [self._said[i : i + len(_BLANK)] for i in range(0, len(self._said), len(_BLANK))]
         return dict(zip(self._arrays, said, strict=True)) if self.is_ours else {}
 
-    @property
-    def is_change(self) -> bool:
-        """Whether it has only what has changed since another version."""
-        return bool(self.words.get("message") and self.words["message"]["since"])
-
     def dtype(self, name: str) -> Any:
         """The dtype of an array as it was saved, which NumPy may have and JAX without x64 not."""
         return decoded_kind(self._arrays[name], self._marks.get(name))[1]
@@ -121,6 +116,14 @@ class File:
             return decode(self._arrays[name], self._marks.get(name), data)
         except ValueError as error:
             raise ValueError(f"{name!r} of {self.source.name} cannot be read: {error}") from None
+
+
+def file_at(path: FilePath) -> File:
+    """The file at a path, once it is known to have all arrays of a tree."""
+    file = File(OnDisk(path))
+    if (file.words.get("message") or {"since": None})["since"]:
+        raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
+    return file
 
 
 def _neighbours(names: list[str], arrays: Mapping[str, Stored]) -> Iterator[list[str]]:

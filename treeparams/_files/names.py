@@ -8,8 +8,7 @@ from typing import Any
 from .._tree.paths import join_path, nearest, quote, split_path, unquote
 from .._tree.structure import Spec
 from .._tree.text import describe
-from .file import File
-from .source import OnDisk
+from .file import File, file_at
 from .values import Value, from_words
 from .words import values_in
 
@@ -172,7 +171,7 @@ def names_in(source: object) -> Names | None:
     several: Sequence[Any] = source if isinstance(source, (list, tuple)) else [source]
     if not several or not all(isinstance(each, (str, os.PathLike)) for each in several):
         return None
-    return _of_several([_of_file(File(OnDisk(path))) for path in several])
+    return _of_several([_of_file(file_at(path)) for path in several])
 
 
 def _of_file(file: File) -> Names:

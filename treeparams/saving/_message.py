@@ -9,10 +9,9 @@ from .._files.arrays import Inventory, Kind, bytes_of, inventory_of, kind_of
 from .._files.file import Draft
 from .._files.message import Change, Message, Version, as_version, change_of
 from .._forms.makers import tree_of
-from .._forms.restructure import Restructure
 from .._tree.text import first_few, first_lines
 from ._contents import Contents
-from ._parameters import form_from, form_of, inventory, parts_of
+from ._parameters import form_from, inventory, layout_and_form, parts_of
 from ._save import filled, fitted, leaves_in, named_if_deleted, stored_in
 from ._unlike import unlike_leaves
 
@@ -21,10 +20,10 @@ M = TypeVar("M")
 
 def dumps(
     model: Any,
-    restructure: Restructure[Any] | None = None,
+    restructure: object = None,
     *,
-    version: Version | None = None,
-    since: tuple[Version, Any] | None = None,
+    version: object = None,
+    since: object = None,
 ) -> bytes:
     """Parameters as one message, for processes that share no memory and no job with this one.
 
@@ -78,9 +77,7 @@ def dumps(
         return change.to_memory(rows) if change.size < whole.size else whole.to_memory(parts)
 
 
-def loads(
-    message: Any, have: M, restructure: Restructure[Any] | None = None, *, version: Version | None = None
-) -> tuple[M, Version | None]:
+def loads(message: object, have: M, restructure: object = None, *, version: object = None) -> tuple[M, Version | None]:
     """What a message of `saving.dumps` makes of what you have.
 
     All of the message is checked before you get anything. Where it is refused, you keep what you have, which is never
@@ -130,32 +127,25 @@ def loads(
 # -- What is sent ------------------------------------------------------------------------------------------------------
 
 
-def _sent(model: Any, restructure: Restructure[Any] | None) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
+def _sent(model: Any, restructure: object) -> tuple[Inventory, dict[str, np.ndarray], dict[str, Any]]:
     """How the arrays of a message are stored, their bytes by name, and what it says beside its version."""
     if restructure is None:
         leaves, words = stored_in(model, "write saving.dumps(model)")
         kinds = {name: kind_of(name, leaf) for name, leaf in leaves.items()}
         return inventory_of(kinds), {name: bytes_of(leaf) for name, leaf in leaves.items()}, words
-    form = form_of(restructure)
-    words = {
-        "layout": restructure.layout.digest,
-        "ties": {},
-        "states": {},
-        "restructures": {},
-        "frozen": [],
-        "values": {},
-    }
-    return inventory(form, form.paths), parts_of(form, model), words
+    layout, form = layout_and_form(restructure)
+    nothing = {"ties": {}, "states": {}, "restructures": {}, "frozen": [], "values": {}}
+    return inventory(form, form.paths), parts_of(form, model), {"layout": layout.digest, **nothing}
 
 
 def _before(
-    before: Any, restructure: Restructure[Any] | None, kinds: Mapping[str, Kind], words: Mapping[str, Any]
+    before: Any, restructure: object, kinds: Mapping[str, Kind], words: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """The bytes of what receivers have, once it is like what they will have."""
     its, parts, said = _sent(before, restructure)
     differ = [name for name in kinds.keys() | its.kinds.keys() if kinds.get(name) != its.kinds.get(name)]
     if differ or said["layout"] != words["layout"]:
-        where = f"; {first_few(sorted(differ))} differ" if differ else ""
+        where = f"; they differ at {first_few(sorted(differ))}" if differ else ""
         raise ValueError(
             f"since=(version, before): expected `before` to be of the layout {words['layout']}, as the model is, got "
             f"{said['layout']}{where}"
@@ -222,9 +212,9 @@ def _tree_of(received: Message, have: Any) -> Any:
     return filled(contents, leaves, received.words, received.owned())
 
 
-def _form_of(received: Message, have: Any, restructure: Restructure[Any]) -> Any:
+def _form_of(received: Message, have: Any, restructure: object) -> Any:
     """The vector or the stacks that a message makes of one."""
-    form, layout, said = form_of(restructure), restructure.layout, received.words["layout"]
+    (layout, form), said = layout_and_form(restructure), received.words["layout"]
     if said != layout.digest:
         slots = Contents(tree_of(layout).shapes())
         leaves = {name: i for i, name in slots.names.items()}

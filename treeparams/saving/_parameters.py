@@ -15,18 +15,19 @@ from .._files.source import aligned
 from .._forms.block import Block
 from .._forms.form import Form
 from .._forms.restructure import Restructure, halves_of
+from .._slots.layout import Layout
 from .._tree.dtypes import is_complex
 from .._tree.text import describe
 
 
-def form_of(restructure: object) -> Form:
-    """The form that a `Restructure` opens."""
+def layout_and_form(restructure: object) -> tuple[Layout, Form]:
+    """The layout of a `Restructure`, and the form that it opens."""
     if not isinstance(restructure, Restructure):
         raise TypeError(
             f"expected the restructure that tp.ravel or tp.stack gives with the vector or the stacks, got "
             f"{describe(restructure)}"
         )
-    return halves_of(restructure)[2]
+    return restructure.layout, halves_of(restructure)[2]
 
 
 @functools.lru_cache(maxsize=64)

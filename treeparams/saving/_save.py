@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax.tree_util as jtu
 
 from .._files.arrays import inventory_of, kind_of, placed
-from .._files.file import PREFIX, Draft, File
+from .._files.file import PREFIX, Draft, File, file_at
 from .._files.names import is_below, name_of
 from .._files.source import FilePath, OnDisk, as_text
 from .._files.values import from_words
@@ -207,14 +207,12 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     """
     as_text(path)
     _check_tree(like, "the path comes first: saving.load(path, like)")
-    file = File(OnDisk(path))
+    file = file_at(path)
     if not file.is_ours:
         raise ValueError(
             f"{file.source.name} was not written by saving.save, so it does not say what is tied; write "
             "saving.plan(path, model)(path), which says what goes where"
         )
-    if file.is_change:
-        raise ValueError(f"{file.source.name} is a message that changes another one; write saving.loads(message, have)")
     contents = Contents(like)
     leaves = fitted(contents, file)
     return filled(contents, leaves, file.words, file.arrays(file.specs, checksum))

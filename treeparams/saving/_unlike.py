@@ -46,11 +46,10 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
             yield f"{name!r} is in the {file.noun} and not in the tree{nearest(name, here)}{hint}"
         else:
             others[head_of(name)] = None
+    part = "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
+    hint = f"; to take a part of a file, as 'model', write {part}" if file.noun == "file" else ""
     for other in others:
-        yield (
-            f"the {file.noun} also holds {other!r}, which the tree has not; to take a part of a file, as 'model', "
-            "write names = saving.names(path, 'model'), saving.plan(names, model)(names)"
-        )
+        yield f"the {file.noun} also holds {other!r}, which the tree has not{hint}"
     yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
 
 
