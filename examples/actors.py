@@ -42,10 +42,10 @@ try:
 except ImportError as error:
     raise SystemExit("examples/actors.py needs Ray, of the extra `ray`: pip install -e '.[ray]'") from error
 
-ENVS, STEPS, LONGEST = 16, 64, 500  # played at the same time, in a rollout, in an episode
+ENVS, STEPS, LONGEST = 8, 32, 500  # played at the same time, in a rollout, in an episode
 BATCH, AT_ONCE, BEFORE, REPLAY = 256, 50, 5_000, 100_000  # transitions in an update, updates in a call, at first, kept
 DISCOUNT, TAU, EVERY = 0.99, 0.01, 4  # calls from one version to the next
-RULE = optax.chain(optim.clip_by_global_norm(10.0), optax.adam(1e-3))
+RULE = optax.chain(optim.clip_by_global_norm(10.0), optax.adam(5e-4))
 
 
 class Network(eqx.Module):
@@ -129,7 +129,7 @@ class Board:
         self.newest: Any = None
         self.published = dict[Any, int]()  # the checksum of the vector of each version
         self.sizes = list[int]()
-        self.waiting = collections.deque[Any](maxlen=200)
+        self.waiting = collections.deque[Any](maxlen=10)  # what nobody takes in time is gone: actors wait for nobody
         self.reports = list[dict[str, Any]]()
         self.updates = 0
 
