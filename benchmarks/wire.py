@@ -11,6 +11,7 @@ bfloat16 after each step. Other encodings of which elements have changed stand b
 element, and `zlib` (level 1) of the exclusive or.
 """
 
+import math
 import pickle
 import statistics
 import time
@@ -37,7 +38,7 @@ _SLACK = 1.2
 
 def run(scale: Scale) -> Iterator[Table]:
     elements, sizes = (40_000, (10, 20)) if scale.is_smoke else (16_000_000, (10, 1000, 10_000))
-    scale = scale._replace(sizes=sizes, seconds=min(scale.seconds, 2.0))
+    scale = scale._replace(sizes=sizes, patience=math.inf)  # the bytes are the same, however many leaves
     for dtype in (jnp.float32, jnp.bfloat16):
         name = jnp.dtype(dtype).name
         for verb, make in (("Send", _sends), ("Receive", _receives)):
@@ -50,7 +51,7 @@ def run(scale: Scale) -> Iterator[Table]:
 def _targets(found: Sweep, sizes: tuple[int, ...]) -> list[Verdict]:
     return [
         found.ratio_target(_VECTOR, _COPY, _SLACK, sizes=(sizes[1],)),
-        found.ratio_target(_VECTOR, _PICKLE, 1.0),
+        found.ratio_target(_VECTOR, _PICKLE, 0.5, sizes=sizes[-1:]),
     ]
 
 
