@@ -4,8 +4,9 @@ Small rates move few of the bits of narrow weights: some 1 to 3 % of bfloat16 el
 A change is one row for each element that differs: how many equal ones lie before it, in one byte, and the new element.
 Where more than 255 equal ones lie between, some of these are sent as if they had changed. That is one in 256 at most.
 
-Of 2 % of bfloat16 elements that takes 3.0 % of the bytes of all. A bit for each element takes 8.3 %, in half of the time,
-and `zlib` of the exclusive or 3.8 %, in three times the time. At 18 % it is 27, 24 and 17 % (`benchmarks/wire.py`).
+Of 2 % of bfloat16 elements that takes 3.0 % of the bytes of all. A bit for each element takes 8.3 %, in half of the
+time. `zlib` of the exclusive or takes 3.8 %, in three times the time. At 18 % they take 27, 24 and 17 %
+(`benchmarks/wire.py`).
 """
 
 import numpy as np
