@@ -34,6 +34,8 @@ class File:
     Several threads, and forked processes, may read from one `File`.
 
     Attributes:
+        source: where its bytes are.
+        noun: what it is, in errors: a file, or a message.
         is_ours: whether `save` wrote it.
         words: all that `save` has said of the tree.
         metadata: all else that the file says, text by text.
