@@ -101,8 +101,9 @@ class Change(Message):
             )
         if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
-                "the message is a change of other numbers than you have: of another sender, or of one that was started "
-                "anew and counts its versions from the same number. Ask for all arrays, saving.dumps without `since`"
+                "the message is a change of other numbers than you have, or of other dtypes: of another sender, or of "
+                "one that was started anew and counts from the same number. Ask for all arrays, saving.dumps without "
+                "`since`"
             )
         self._kinds, self._have, data, first = kinds, have, np.asarray(self.bytes), self._first
         self._rows = {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}
