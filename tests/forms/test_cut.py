@@ -117,10 +117,11 @@ def test_leaves_of_one_shape_share_their_kernels():
 
 
 def test_operations_are_those_of_the_tree():
-    restructure, vector = net(18)
+    restructure, vector = net(18)  # of 36 leaves
     of_tree = flops(jax.value_and_grad(chain), restructure(vector))
     assert of_tree > 1000
-    assert flops(jax.value_and_grad(lambda v: chain(restructure(v))), vector) <= 1.001 * of_tree
+    # Where a leaf begins is a sum of two numbers.
+    assert flops(jax.value_and_grad(lambda v: chain(restructure(v))), vector) <= of_tree + 36 + 4
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -271,4 +272,4 @@ def test_operations_over_stacks_are_those_of_the_tree():
     stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * 18])
     of_tree = flops(jax.value_and_grad(chain), restructure(stacks))
     assert of_tree > 1000
-    assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) <= 1.001 * of_tree
+    assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) <= of_tree + 36 + 4

@@ -11,6 +11,7 @@ of K slices would be K padded additions, and that of a concatenation K slices.
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +29,8 @@ from .mesh import broadcast_as, laid_as, leading_axis, varying_alike
 Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
-# takes as long as the kernels that it saves, and in a Hessian over 18 leaves it costs a quarter of the run time; from
-# some 30 leaves on it saves up to nine tenths of the build, for about 0.13 us of run time per leaf. One hidden offset
-# for 2, 8 or 16 leaves, and constant distances from it, did not stand out of the noise.
+# saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
+# build, and the run time is that of constant offsets.
 _FEW = 16
 
 
@@ -65,9 +65,12 @@ def _cut_at_run_time(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax
     axis = array.ndim - 1 - rank
     lengths = _lengths(shapes, rank)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    counts = collections.Counter(shapes)
-    often = [i for i, shape in enumerate(shapes) if counts[shape] >= _FEW]
-    hidden = dict(zip(often, _hidden([starts[i] for i in often]), strict=True))
+    alike = collections.defaultdict(list)
+    for i, shape in enumerate(shapes):
+        alike[shape].append(i)
+    often = [same for same in alike.values() if len(same) >= _FEW]
+    offsets = _hidden([[starts[i] for i in same] for same in often])
+    hidden = dict(zip(itertools.chain(*often), itertools.chain(*offsets), strict=True))
     before, after = [np.uint32(0)] * axis, [np.uint32(0)] * rank
     pieces = []
     for i, (shape, length, start) in enumerate(zip(shapes, lengths, starts, strict=True)):
@@ -87,20 +90,44 @@ def _as_piece(piece: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.reshape(piece, piece.shape[:axis] + shape)
 
 
-def _hidden(offsets: Sequence[int]) -> Sequence[jax.Array]:
+def _hidden(offsets: Sequence[Sequence[int]]) -> list[list[jax.Array]]:
     # XLA compiles a kernel once for all operations that are the same up to their operands. Slices differ in their
     # offsets, unless these are operands too: results of another operation that is neither folded into a constant nor
     # fused into the kernel. On CPU a conditional is such an operation, and behind the barrier it is not known which
     # branch is taken until all that would simplify it has run. A barrier around the offsets alone is not enough:
-    # scalar constants are fused.
+    # scalar constants are fused, small arrays of constants too.
+    #
+    # A conditional copies each of its results, which for one offset of each leaf took as long as cutting them out. So
+    # an offset is the sum of two numbers, added within the kernel: where a run of leaves begins, and how far into the
+    # run a leaf lies. Layers repeat themselves, so K leaves of a shape need some 2 sqrt(K) different numbers.
     if not offsets:
         return []
+    terms = list(map(_terms, offsets))
+    numbers = sorted(set(np.concatenate([np.ravel(both) for both in terms]).tolist()))
     always = jax.lax.optimization_barrier(jnp.bool_(True))
     # Unsigned, or JAX would add code for negative offsets. The other branch, never taken, has a number of its own for
     # each too: XLA would make copies of one that comes several times.
-    return jax.lax.cond(
-        always, lambda: [np.uint32(offset) for offset in offsets], lambda: [np.uint32(offset + 1) for offset in offsets]
+    known = jax.lax.cond(
+        always, lambda: [np.uint32(number) for number in numbers], lambda: [np.uint32(number + 1) for number in numbers]
     )
+    at = dict(zip(numbers, known, strict=True))
+    return [[at[start] + at[further] for start, further in both.T.tolist()] for both in terms]
+
+
+def _terms(offsets: Sequence[int]) -> np.ndarray:
+    """Two rows of numbers whose sums are the offsets, of few different ones."""
+    all_of_them = np.asarray(offsets)
+    best = None
+    # The leaves of a shape come in the order of layers, each of which may have several.
+    for in_a_layer in range(1, 9):
+        size = max(round(math.sqrt(len(offsets)) / in_a_layer), 1) * in_a_layer
+        starts = np.repeat(all_of_them[::size], size)[: len(offsets)]
+        both = np.stack([starts, all_of_them - starts])
+        count = len(np.unique(both))
+        if best is None or count < best[0]:
+            best = count, both
+    assert best is not None
+    return best[1]
 
 
 def _join(*arrays: jax.Array, shapes: Shapes, length: int, rank: int) -> jax.Array:
