@@ -292,19 +292,9 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     index = index_in(rest)
     if not same_treedef(treedef, index.canonical_treedef):
         leaves = read_slots(index, params)
-    if not _have_shapes(leaves, index.shapes):
+    if [getattr(leaf, "shape", None) for leaf in leaves] != index.shapes:
         for leaf, slot in zip(leaves, index.slots, strict=True):
             shape = getattr(leaf, "shape", slot.shape)  # labels have none, nor have results of a `jax.tree.map`
             if tuple(shape[max(len(shape) - len(slot.shape), 0) :]) != slot.shape:
                 raise ValueError(f"expected {describe(slot)} at {slot.path!r}, got {describe(leaf)}")
     return put_together(rest, leaves)
-
-
-def _have_shapes(leaves: Sequence[Any], shapes: list[tuple[int, ...]]) -> bool:
-    try:
-        return list(map(_shape, leaves)) == shapes
-    except AttributeError:
-        return False
-
-
-_shape = operator.attrgetter("shape")
