@@ -1,6 +1,7 @@
 """A vector cut into leaves, stacks cut into rows, and both joined again: each the transpose of the other."""
 
 import math
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -117,11 +118,11 @@ def test_leaves_of_one_shape_share_their_kernels():
 
 
 def test_operations_are_those_of_the_tree():
-    restructure, vector = net(18)  # of 36 leaves
+    restructure, vector = net(18)
     of_tree = flops(jax.value_and_grad(chain), restructure(vector))
     assert of_tree > 1000
-    # Where a leaf begins is a sum of two numbers.
-    assert flops(jax.value_and_grad(lambda v: chain(restructure(v))), vector) <= of_tree + 36 + 4
+    additions = len(restructure.layout.slots)  # where a leaf begins is a sum of two numbers
+    assert flops(jax.value_and_grad(lambda v: chain(restructure(v))), vector) - additions <= 1.001 * of_tree
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -272,4 +273,32 @@ def test_operations_over_stacks_are_those_of_the_tree():
     stacks, restructure = tp.stack([np.ones(shape, np.float32) for shape in ((4, 4), (4,)) * 18])
     of_tree = flops(jax.value_and_grad(chain), restructure(stacks))
     assert of_tree > 1000
-    assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) <= of_tree + 36 + 4
+    additions = len(restructure.layout.slots)
+    assert flops(jax.value_and_grad(lambda s: chain(restructure(s))), stacks) - additions <= 1.001 * of_tree
+
+
+# -- Offsets that are hidden from the compiler -------------------------------------------------------------------------
+
+ORDERS = {
+    "layers": ((4, 4), (4,)) * 100,
+    "several in a layer": ((4, 4), (4, 4), (4,), (4, 4)) * 50,
+    "no order": tuple((4,) if i * i % 7 < 4 else (4, 4) for i in range(100)),
+}
+
+
+@pytest.mark.parametrize("shapes", ORDERS.values(), ids=ORDERS)
+def test_leaves_in_any_order_are_cut_where_they_lie(shapes):
+    _, restructure = tp.ravel([np.ones(shape, np.float32) for shape in shapes])
+    sizes = [math.prod(shape) for shape in shapes]
+    vector = np.arange(sum(sizes), dtype=np.float32)
+    lying = np.split(vector, np.cumsum(sizes)[:-1])
+    for leaf, shape, expected in zip(jax.jit(restructure)(vector), shapes, lying, strict=True):
+        np.testing.assert_array_equal(leaf, expected.reshape(shape))
+
+
+@pytest.mark.parametrize("name", ["layers", "several in a layer"])
+def test_layers_that_repeat_share_hidden_numbers(name):
+    vector, restructure = tp.ravel([np.ones(shape, np.float32) for shape in ORDERS[name]])
+    program = jax.jit(restructure).lower(vector).as_text()
+    numbers = re.search(r"stablehlo\.case.*?stablehlo\.return ([^:]*):", program, re.DOTALL).group(1).split(",")
+    assert 2 <= len(numbers) <= 4 * math.ceil(math.sqrt(len(ORDERS[name])))

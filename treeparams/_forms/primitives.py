@@ -10,7 +10,6 @@ Both maps are primitives of JAX, because nothing less keeps them fast under diff
 of K slices would be K padded additions, and that of a concatenation K slices.
 """
 
-import collections
 import itertools
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
-# build, and the run time is that of constant offsets.
+# build, and costs nothing to a fifth of the run time (`benchmarks/RESULTS.md`, `restructure`).
 _FEW = 16
 
 
@@ -65,12 +64,12 @@ def _cut_at_run_time(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax
     axis = array.ndim - 1 - rank
     lengths = _lengths(shapes, rank)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    alike = collections.defaultdict(list)
+    alike: dict[tuple[int, ...], list[int]] = {}
     for i, shape in enumerate(shapes):
-        alike[shape].append(i)
+        alike.setdefault(shape, []).append(i)
     often = [same for same in alike.values() if len(same) >= _FEW]
     offsets = _hidden([[starts[i] for i in same] for same in often])
-    hidden = dict(zip(itertools.chain(*often), itertools.chain(*offsets), strict=True))
+    hidden = dict(zip(itertools.chain(*often), offsets, strict=True))
     before, after = [np.uint32(0)] * axis, [np.uint32(0)] * rank
     pieces = []
     for i, (shape, length, start) in enumerate(zip(shapes, lengths, starts, strict=True)):
@@ -90,20 +89,21 @@ def _as_piece(piece: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.reshape(piece, piece.shape[:axis] + shape)
 
 
-def _hidden(offsets: Sequence[Sequence[int]]) -> list[list[jax.Array]]:
+def _hidden(offsets: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """The offsets of the leaves of several shapes, one shape after another."""
     # XLA compiles a kernel once for all operations that are the same up to their operands. Slices differ in their
     # offsets, unless these are operands too: results of another operation that is neither folded into a constant nor
     # fused into the kernel. On CPU a conditional is such an operation, and behind the barrier it is not known which
     # branch is taken until all that would simplify it has run. A barrier around the offsets alone is not enough:
     # scalar constants are fused, small arrays of constants too.
     #
-    # A conditional copies each of its results, which for one offset of each leaf took as long as cutting them out. So
-    # an offset is the sum of two numbers, added within the kernel: where a run of leaves begins, and how far into the
-    # run a leaf lies. Layers repeat themselves, so K leaves of a shape need some 2 sqrt(K) different numbers.
+    # A conditional copies each of its results: with one for each of 200 leaves a `jvp` took 1.6 times as long. So an
+    # offset is the sum of two numbers, added within the kernel: where a run of leaves begins, and how far into the run
+    # a leaf lies. Layers repeat themselves, so K leaves of a shape need some 2 sqrt(K) different numbers.
     if not offsets:
         return []
-    terms = list(map(_terms, offsets))
-    numbers = sorted(set(np.concatenate([np.ravel(both) for both in terms]).tolist()))
+    terms = np.concatenate(list(map(_terms, offsets)), axis=1)
+    numbers = np.unique(terms).tolist()
     always = jax.lax.optimization_barrier(jnp.bool_(True))
     # Unsigned, or JAX would add code for negative offsets. The other branch, never taken, has a number of its own for
     # each too: XLA would make copies of one that comes several times.
@@ -111,23 +111,20 @@ def _hidden(offsets: Sequence[Sequence[int]]) -> list[list[jax.Array]]:
         always, lambda: [np.uint32(number) for number in numbers], lambda: [np.uint32(number + 1) for number in numbers]
     )
     at = dict(zip(numbers, known, strict=True))
-    return [[at[start] + at[further] for start, further in both.T.tolist()] for both in terms]
+    return [at[start] + at[further] for start, further in terms.T.tolist()]
 
 
 def _terms(offsets: Sequence[int]) -> np.ndarray:
-    """Two rows of numbers whose sums are the offsets, of few different ones."""
-    all_of_them = np.asarray(offsets)
-    best = None
-    # The leaves of a shape come in the order of layers, each of which may have several.
-    for in_a_layer in range(1, 9):
-        size = max(round(math.sqrt(len(offsets)) / in_a_layer), 1) * in_a_layer
-        starts = np.repeat(all_of_them[::size], size)[: len(offsets)]
-        both = np.stack([starts, all_of_them - starts])
-        count = len(np.unique(both))
-        if best is None or count < best[0]:
-            best = count, both
-    assert best is not None
-    return best[1]
+    """Two rows of numbers, few of them different, whose sums are the offsets."""
+    leaves, root = np.asarray(offsets), math.sqrt(len(offsets))
+
+    def in_runs(size: int) -> np.ndarray:
+        starts = np.repeat(leaves[::size], size)[: len(leaves)]
+        return np.stack([starts, leaves - starts])
+
+    # Runs are alike if each is some whole layers, and a layer may have several leaves of the shape.
+    sizes = [max(round(root / several), 1) * several for several in range(1, 9)]
+    return min(map(in_runs, sizes), key=lambda terms: len(np.unique(terms)))
 
 
 def _join(*arrays: jax.Array, shapes: Shapes, length: int, rank: int) -> jax.Array:
