@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times treeparams next to its peers.")
     parser.add_argument("subjects", nargs="*", metavar="NAME", help=f"of {', '.join(_SUBJECTS)}; none: all")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all still runs; writes nothing")
+    parser.add_argument("--to", metavar="FILE", type=pathlib.Path, help="write it there; all subjects: RESULTS.md")
     arguments = parser.parse_args()
     unknown = set(arguments.subjects) - set(_SUBJECTS)
     if unknown:
@@ -62,10 +63,11 @@ def main() -> None:
         jax.clear_caches()
     took = f"All of it took {time.perf_counter() - start:.0f} s."
     print(took)
-    if not arguments.subjects and not arguments.smoke:
+    to = arguments.to or (None if arguments.subjects or arguments.smoke else _FOLDER / "RESULTS.md")
+    if to:
         found = Table("What is claimed", ["", "claim", "found", ""], claims).markdown()
         pieces = [_INTRODUCTION, f"{_machine()} {took}\n", f"{found}\n", _TABLES, *sections]
-        (_FOLDER / "RESULTS.md").write_text("\n".join(pieces), encoding="utf-8")
+        to.write_text("\n".join(pieces), encoding="utf-8")
 
 
 def _machine() -> str:

@@ -1,5 +1,6 @@
 """Steps that are called over and over, and models with which that leads somewhere."""
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from flax import nnx
 import treeparams as tp
 from treeparams import optim
 
+from ._harness import Scale, Timing, there_and_back
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
 
@@ -36,9 +38,9 @@ class Loop:
         self.step, self.state, self.args = step, state, args
         self.lower = lower or getattr(step, "lower", None)
 
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> Any:
         self.state, result = self.step(self.state, *self.args)
-        return result.block_until_ready()
+        return jax.block_until_ready(result)
 
     def build(self) -> float:
         """Seconds for tracing, lowering and compiling, of which the first call finds the result."""
@@ -63,6 +65,25 @@ def check_losses(loops: Mapping[str, Loop], rtol: float = 1e-4) -> None:
     for name, each in losses.items():
         assert np.allclose(each, first, rtol=rtol), f"{name}: {each}, not {first}"
     assert first[-1] < (1 - 1e-3) * first[0], f"the loss stays where it was: {first}"
+
+
+Makers = Mapping[str, Callable[[], Loop]]
+_SECONDS = 2  # what takes longer to build is built once
+
+
+def measured(makers: Makers, scale: Scale, is_checked: bool = True) -> tuple[dict[str, Timing], dict[str, Loop]]:
+    """Seconds to build each step and to take it, and the steps."""
+    builds: dict[str, list[float]] = {name: [] for name in makers}
+    loops: dict[str, Loop] = {}
+    for _ in range(1 if scale.is_smoke else 3):
+        for name, make in makers.items():
+            if max(builds[name], default=0) < _SECONDS:
+                loops[name] = make()
+                builds[name].append(loops[name].build())
+    if is_checked:
+        check_losses(loops)
+    steps = there_and_back(loops, scale, IN_A_ROW)
+    return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
 
 
 def arrays(leaves: int, width: int = WIDTH) -> list[jax.Array]:
@@ -125,7 +146,7 @@ class Task(NamedTuple):
     averages: bool = False
 
 
-def batch() -> tuple[jax.Array, jax.Array]:
+def examples() -> tuple[jax.Array, jax.Array]:
     """What goes into the model, and what is to come out."""
     x = np.random.default_rng(1).normal(size=(_BATCH, WIDTH)).astype(np.float32)
     return jnp.asarray(x), jnp.asarray(np.roll(x, 1, axis=1))
@@ -148,7 +169,9 @@ def averaged(params: Any, average: Any, step: float) -> Any:
     return tp.ema(average, params, decay=1 - step)
 
 
-def by_hand(task: Task, loss: Callable, params: Any, average_of: Callable, *context: Any) -> Loop:
+def by_hand(
+    task: Task, loss: Callable, params: Any, average_of: Callable, *context: Any, batch: tuple[jax.Array, ...] = ()
+) -> Loop:
     """Plain JAX and Optax over parameters of any form; the loss takes them, the context and the batch."""
 
     def step(state: Any, *args: Any) -> tuple[Any, jax.Array]:
@@ -159,7 +182,7 @@ def by_hand(task: Task, loss: Callable, params: Any, average_of: Callable, *cont
         return (params, moments, average_of(params, average, _KEPT) if task.averages else None), value
 
     state = params, task.optimiser.init(params), tp.copy(params) if task.averages else None
-    return Loop(jax.jit(step, donate_argnums=0), state, *context, *batch())
+    return Loop(jax.jit(step, donate_argnums=0), state, *context, *(batch or examples()))
 
 
 def with_tree(task: Task) -> Loop:
@@ -181,7 +204,7 @@ def with_equinox(task: Task) -> Loop:
     start = model(task.leaves)
     average = tp.copy(start) if task.averages else None
     state = start, task.optimiser.init(eqx.filter(start, eqx.is_inexact_array)), average
-    return filtered(eqx.filter_jit, step, state, *batch())
+    return filtered(eqx.filter_jit, step, state, *examples())
 
 
 def filtered(jit: Callable, step: Callable[..., tuple[Any, jax.Array]], state: Any, *args: Any) -> Loop:
@@ -209,4 +232,4 @@ def with_nnx(task: Task) -> Loop:
     state = online, nnx.Optimizer(online, task.optimiser, wrt=nnx.Param), average
     jitted = nnx.jit(step, donate_argnums=(0, 1, 2))
     call = lambda state, *args: (state, jitted(*state, *args))  # it mutates what it is given
-    return Loop(call, state, *batch(), lower=lambda state, *args: jitted.lower(*state, *args))
+    return Loop(call, state, *examples(), lower=lambda state, *args: jitted.lower(*state, *args))

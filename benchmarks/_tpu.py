@@ -1,11 +1,21 @@
 """Programs for TPUs that are not there: what they move and hold, compiled and never run. Needs `pip install libtpu`."""
 
+import functools
 import importlib.util
-from typing import Any
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
 
 from treeparams import sharding
 
+from ._hbm import main_memory_bytes
+from ._programs import unburdened
+from ._steps import Loop
+
 TOPOLOGY = "v5e:2x4"
+ONE = "v5e"
 MISSING = f"Programs for TPU ({TOPOLOGY}) are left out: their compiler is not installed, pip install libtpu."
 
 
@@ -17,3 +27,36 @@ def has_compiler() -> bool:
 def on_tpu(step: Any, params: Any, state: Any, *batch: Any, topology: str = TOPOLOGY) -> sharding.Ahead:
     """What a step takes of each TPU: of `sharding.make_step` or `jax.jit`, of shapes that say how they lie."""
     return sharding.ahead(step, params, state, *batch, topology=topology)
+
+
+class OnTpu(NamedTuple):
+    """What a step takes of one TPU, in bytes; `build` in seconds."""
+
+    parameters: int  # as they are on CPU, not padded
+    moved: int  # between main memory and the rest
+    temporary: int
+    at_rest: int  # all arguments, padded
+    build: float
+
+
+def compiled_for_one(loop: Loop) -> OnTpu:
+    """Compiles a step for one TPU."""
+    arguments = (loop.state, *loop.args)
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_first_device())
+    jax.clear_caches()
+    with unburdened():
+        start = time.perf_counter()
+        traced = loop.step.trace(*jax.tree.map(shape, arguments))
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        build = time.perf_counter() - start
+    memory, moved = compiled.memory_analysis(), main_memory_bytes(compiled.as_text())
+    assert moved is not None, "a loop whose rounds are not known"
+    parameters = loop.args[0] if loop.state is None else loop.state[0]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+    return OnTpu(size, moved, memory.temp_size_in_bytes, memory.argument_size_in_bytes, build)
+
+
+@functools.cache
+def _first_device() -> jax.sharding.Sharding:
+    found = topologies.get_topology_desc(platform="tpu", topology_name=f"{ONE}:2x2")
+    return jax.sharding.SingleDeviceSharding(found.devices[0])

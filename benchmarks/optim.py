@@ -29,8 +29,8 @@ from ._steps import (
     RATE,
     Loop,
     Task,
-    batch,
     check_losses,
+    examples,
     mean_error,
     model,
     with_equinox,
@@ -126,7 +126,7 @@ def _steps_table(sizes: tuple[int, ...], patience: float, scale: Scale) -> Table
 
 def _by_us(make: Callable[..., Any], task: Task) -> Loop:
     net, tx = model(task.leaves), make(task.optimiser)
-    return Loop(jax.jit(_step(tx), donate_argnums=0), (net, tx.init(net)), *batch())
+    return Loop(jax.jit(_step(tx), donate_argnums=0), (net, tx.init(net)), *examples())
 
 
 _MAKERS: dict[str, Callable[[Task], Loop]] = {
@@ -144,6 +144,6 @@ def _thawed(leaves: int, count: int) -> Loop:
     tx = optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(RATE)), last(1))
     step, state = _step(tx), tx.init(net)
     for portion in range(2, count + 1):
-        (net, state), _ = step((net, state), *batch())
+        (net, state), _ = step((net, state), *examples())
         state = optim.set_trainable(tx, state, net, last(portion))
-    return Loop(jax.jit(step, donate_argnums=0), (net, state), *batch())
+    return Loop(jax.jit(step, donate_argnums=0), (net, state), *examples())

@@ -41,12 +41,12 @@ def run(scale: Scale) -> Iterator[Table]:
 
 
 def _gradients(leaves: int) -> dict[str, Function]:
-    return {name: (jax.value_and_grad(loss), (at,)) for name, (loss, at) in _losses(leaves).items()}
+    return {name: (jax.value_and_grad(loss), (at,)) for name, (loss, at) in losses(leaves).items()}
 
 
-def _losses(leaves: int) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
+def losses(leaves: int, width: int = _WIDTH) -> dict[str, tuple[Callable[[Any], jax.Array], Any]]:
     """The loss as a function of the model or of a vector, and at what."""
-    model, x = net(leaves, _WIDTH), jnp.ones((_BATCH, _WIDTH))
+    model, x = net(leaves, width), jnp.ones((_BATCH, width))
     vector, restructure = tp.ravel(model)
     unravel = ravel_pytree(model)[1]
     arrays, treedef = jax.tree.flatten(model)
@@ -121,16 +121,16 @@ def _cost_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
 
 
 def _derivatives(leaves: int, scale: Scale) -> Table:
-    losses = {name: each for name, each in _losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
+    chosen = {name: each for name, each in losses(leaves).items() if name in {_TREE, _TP, _RAVEL}}
     cells, targets = [], []
-    for what, (derivative, arguments) in _DERIVATIVES.items():
-        functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in losses.items()}
+    for what, (derivative, arguments) in DERIVATIVES.items():
+        functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in chosen.items()}
         programs = built(functions, 0 if scale.is_smoke else 1)
         times = timed(programs, functions, scale)
         cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
         ratio = times[_TP] / times[_RAVEL]
         targets.append(Verdict(f"run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
-    return Table(f"Other derivatives at {leaves} leaves", ["", *losses], cells, targets)
+    return Table(f"Other derivatives at {leaves} leaves", ["", *chosen], cells, targets)
 
 
 def _square(tree: Any) -> jax.Array:
@@ -141,7 +141,7 @@ def _stack(tree: Any) -> Any:
     return jax.tree.map(lambda array: jnp.stack([array] * 4), tree)
 
 
-_DERIVATIVES = {  # of a loss, and at what it is taken
+DERIVATIVES = {  # of a loss, and at what it is taken
     "jvp": (lambda f: lambda at, along: jax.jvp(f, (at,), (along,)), lambda at: (at, at)),
     "jvp of grad": (lambda f: lambda at, along: jax.jvp(jax.grad(f), (at,), (along,))[1], lambda at: (at, at)),
     "grad of grad": (lambda f: jax.grad(lambda at: _square(jax.grad(f)(at))), lambda at: (at,)),

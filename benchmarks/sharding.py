@@ -11,7 +11,7 @@ parameters stays split.
 "Losses" are of a tied transformer and a masked mean, the same number whichever way it is said: a loss of the whole
 batch, `(sum, weight)`, `loss_is="mean"`, `outputs=`, and pieces. FSDP is as above. In bfloat16 it casts within its
 loss; its collectives, as the others', are counted in the program as XLA divides it, since XLA for CPU widens them
-later. The last table is of programs that are compiled for TPUs and not run.
+later.
 
 Nets of layers of one width learn on a batch of 64, and that all of a table come to the same losses is asserted. The
 batch is so small that the update and what is moved count; with it XLA moves activations in place of some weights.
@@ -41,7 +41,7 @@ import treeparams as tp
 from treeparams import optim, sharding
 
 from ._harness import Scale, Table, Verdict
-from ._losses import of_losses, of_narrow_losses, of_tpus
+from ._losses import of_losses, of_narrow_losses
 from ._sharded import SLACK, Makers, Step, at_most, has, measured, moves, table
 from ._steps import RATE, mean_error, model, updated
 
@@ -58,7 +58,7 @@ def run(scale: Scale) -> Iterator[Table]:
     # A smoke test leaves out what takes the same steps as another table.
     makers = [_of_large_leaves, _of_matrices, _of_what_is_split, of_losses]
     if not scale.is_smoke:
-        makers += [_of_small_leaves, of_narrow_losses, of_tpus]
+        makers += [_of_small_leaves, of_narrow_losses]
     with ProcessPoolExecutor(1, context, initializer=_begin, initargs=(devices, scale.is_smoke)) as other:
         for make in makers:
             yield other.submit(make, scale).result()

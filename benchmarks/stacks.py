@@ -19,7 +19,6 @@ built three times, in turn, and the median counts.
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,20 +32,20 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Sweep, Table, Timing, Verdict, in_time, sweep, there_and_back
+from ._harness import Scale, Sweep, Table, Timing, Verdict, in_time, sweep
 from ._models import net
 from ._programs import Program, built, rows, timed
 from ._steps import (
-    IN_A_ROW,
     RATE,
     Loop,
+    Makers,
     Task,
     arrays,
     averaged,
     by_hand,
-    check_losses,
     filtered,
     mean_error,
+    measured,
     model,
     update_of,
     with_equinox,
@@ -55,9 +54,7 @@ from ._steps import (
 _JAX, _EQX, _TREE, _VECTOR, _STACKS = "jax.jit", "eqx.filter_jit", "tree", "vector", "stacks"
 _ROW_BY_ROW, _STACKED = "stacks, row by row", "optim.stacked"
 _EACH_STEP, _APART, _SCANNED = "stacked in each step", "large ones apart", "stacks, scanned"
-_SECONDS = 2  # what takes longer to build is built once
 _SLACK = 1.1  # a form that takes so much is still as good
-Makers = Mapping[str, Callable[[], Loop]]
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -70,21 +67,6 @@ def run(scale: Scale) -> Iterator[Table]:
     yield found.table("Made outside of `jit`", [found.ratio_target("tp.stack", "ravel_pytree", 1 / 5, sizes=(1000,))])
 
 
-def _measured(makers: Makers, scale: Scale, is_checked: bool = True) -> tuple[dict[str, Timing], dict[str, Loop]]:
-    """Seconds to build each step and to take it, and the steps."""
-    builds: dict[str, list[float]] = {name: [] for name in makers}
-    loops: dict[str, Loop] = {}
-    for _ in range(1 if scale.is_smoke else 3):
-        for name, make in makers.items():
-            if max(builds[name], default=0) < _SECONDS:
-                loops[name] = make()
-                builds[name].append(loops[name].build())
-    if is_checked:
-        check_losses(loops)
-    steps = there_and_back(loops, scale, IN_A_ROW)
-    return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
-
-
 def _sweep(
     makers: Callable[[int], Makers], sizes: Sequence[int], largest: Mapping[str, int], scale: Scale, **options: Any
 ) -> Sweep:
@@ -92,7 +74,7 @@ def _sweep(
     timings = {}
     for size in sizes:
         chosen = {name: make for name, make in makers(size).items() if size <= largest.get(name, size)}
-        timings[size], _ = _measured(chosen, scale, **options)
+        timings[size], _ = measured(chosen, scale, **options)
     left = ", ".join(f"{name} above {most} leaves" for name, most in largest.items() if most < max(sizes))
     return Sweep(timings, [f"Not run: {left}."] if left else [])
 
@@ -249,7 +231,7 @@ def _chain(sizes: Iterable[int]) -> list[jax.Array]:
 
 
 def _large_table(title: str, chains: dict[str, list[jax.Array]], scale: Scale) -> Table:
-    timings, loops = _measured(_large_steps(chains), scale)
+    timings, loops = measured(_large_steps(chains), scale)
     builds, steps = _builds_and_steps(timings)
     memory = {name: loop.compiled.memory_analysis().temp_size_in_bytes for name, loop in loops.items()}
     programs = [Program(loop, builds[name], loop.cost()["flops"], memory[name]) for name, loop in loops.items()]

@@ -28,9 +28,9 @@ from ._steps import (
     Task,
     arrays,
     averaged,
-    batch,
     by_hand,
     check_losses,
+    examples,
     mean_error,
     model,
     through,
@@ -116,7 +116,7 @@ def _gradient_alone(task: Task) -> Loop:
         return (state[0], gradient), value
 
     vector, restructure = tp.ravel(model(task.leaves))
-    return Loop(jax.jit(step, donate_argnums=0), (vector, jnp.zeros_like(vector)), restructure, *batch())
+    return Loop(jax.jit(step, donate_argnums=0), (vector, jnp.zeros_like(vector)), restructure, *examples())
 
 
 _MAKERS = {

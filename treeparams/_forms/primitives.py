@@ -19,7 +19,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import jet
+from jax.experimental import jet, layout
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,7 +29,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 # A shape that stands at fewer places than this is cut at constant offsets. For a net of 10 leaves the conditional below
 # saves a third of the build and costs a tenth of the run time; from some 30 leaves on it saves up to nine tenths of the
-# build, and costs nothing to a fifth of the run time (`benchmarks/RESULTS.md`, `restructure`).
+# build. There a gradient takes as long as with constant offsets, and a derivative of higher order, which has a
+# conditional for each cut, 1.1 to 1.7 times as long (`benchmarks/RESULTS.md`, `restructure`).
 _FEW = 16
 
 
@@ -58,6 +59,21 @@ def _split(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
     lengths = _lengths(shapes, rank)
     pieces = jax.lax.split(array, [*lengths, array.shape[axis] - sum(lengths)], axis=axis)
     return [_as_piece(piece, axis, shape) for piece, shape in zip(pieces, shapes, strict=False)]
+
+
+def _cut_on_tpu(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
+    # Where rows are shorter than a tile, XLA for TPU lays a stack out with its first axis innermost, so that a loop
+    # over the rows reads all of the stack for each. One copy before the loop, with the rows outermost, is less by the
+    # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 16 times the parameters.
+    pieces = _split(array, shapes=shapes, rank=rank)
+    is_of_rows = [rank and len(shape) == rank + 2 for shape in shapes]
+    return [_rows_outermost(piece) if many else piece for piece, many in zip(pieces, is_of_rows, strict=True)]
+
+
+def _rows_outermost(stack: jax.Array) -> jax.Array:
+    if not hasattr(layout, "Format"):  # before JAX 0.7 layouts were said otherwise
+        return stack
+    return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
 
 
 def _cut_at_run_time(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
@@ -240,4 +256,5 @@ batching.primitive_batchers[join_p] = _batch_join
 mlir.register_lowering(cut_p, mlir.lower_fun(_split, multiple_results=True))
 # Run-time offsets are for CPUs, where they were measured. On a GPU the conditional would wait for the host.
 mlir.register_lowering(cut_p, mlir.lower_fun(_cut_at_run_time, multiple_results=True), platform="cpu")
+mlir.register_lowering(cut_p, mlir.lower_fun(_cut_on_tpu, multiple_results=True), platform="tpu")
 mlir.register_lowering(join_p, mlir.lower_fun(_join, multiple_results=False))
