@@ -2,7 +2,7 @@
 
 A subject is a module of this folder whose name has no underscore in front: its docstring heads its section, and its
 `run(scale)` yields tables. A whole run is also written to `RESULTS.md`; what is run of a few subjects is only printed,
-so that the file is always of one run on one machine.
+so that the file is always of one run on one machine. `GPU.md` is `accelerator --to benchmarks/GPU.md` where a GPU is.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     to = arguments.to or (None if arguments.subjects or arguments.smoke else _FOLDER / "RESULTS.md")
     if to:
         found = Table("What is claimed", ["", "claim", "found", ""], claims).markdown()
-        pieces = [_INTRODUCTION, f"{_machine()} {took}\n", f"{found}\n", _TABLES, *sections]
+        pieces = [_INTRODUCTION, f"{_machine()} {took}\n", *([f"{found}\n"] if claims else []), _TABLES, *sections]
         to.write_text("\n".join(pieces), encoding="utf-8")
 
 

@@ -57,7 +57,10 @@ def run(scale: Scale) -> Iterator[Table]:
             yield _for_tpu(title, group)
         if is_gpu or scale.is_smoke:
             yield _as_run(title, group, scale)
-    yield of_tpus(scale) if has_compiler() else Table(f"For a TPU ({ONE})", ["", _TREE], [], [MISSING])
+    if has_compiler():
+        yield of_tpus(scale)
+    elif not is_gpu:
+        yield Table(f"For a TPU ({ONE})", ["", _TREE], [], [MISSING])
 
 
 # -- Two kinds of tables -----------------------------------------------------------------------------------------------
