@@ -43,8 +43,8 @@ between the two largest sizes, stands below it. A dash was not run; a line below
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times treeparams next to its peers.")
     parser.add_argument("subjects", nargs="*", metavar="NAME", help=f"of {', '.join(_SUBJECTS)}; none: all")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all still runs; writes nothing")
-    parser.add_argument("--to", metavar="FILE", type=pathlib.Path, help="write it there; all subjects: RESULTS.md")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all still runs")
+    parser.add_argument("--to", metavar="FILE", type=pathlib.Path, help="written there; a full run: RESULTS.md")
     arguments = parser.parse_args()
     unknown = set(arguments.subjects) - set(_SUBJECTS)
     if unknown:

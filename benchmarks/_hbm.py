@@ -1,14 +1,13 @@
 """How many bytes a program for an accelerator reads from its main memory and writes to it, read from its text.
 
-XLA's own count, `bytes accessed`, is no measure of that for a TPU. It counts a copy into the fast memory of the core
-(128 MB of a v5e) three times, and what is read there as if it came from the main memory. It leaves out that short axes
-are padded to tiles, and counts the body of a loop once. Here each array in main memory counts as it is padded, a slice
-as what is read of it, an update in place as what is written, and a loop with its rounds.
+XLA's own count, `bytes accessed`, is no measure of that for a TPU. Reads and writes of the fast memory of the core
+(128 MB of a v5e) are in it as those of the main memory are, and the body of a loop is counted once. Here each array in
+main memory counts as it is padded to tiles, a slice as what is read of it, an update in place as what is written, and a
+loop with its rounds. Arrays in fast memory count nothing.
 """
 
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from treeparams.sharding._compiled.hlo import CALLED, Computation, Operation, Text, names
@@ -29,26 +28,28 @@ class _Array(NamedTuple):
 def main_memory_bytes(text: str) -> int | None:
     """Bytes that one run reads from main memory and writes to it; `None` if a loop's rounds depend on values."""
     parsed = Text.of(text)
-    count = lambda _, operation, beside: {"bytes": _moved(parsed, operation, beside)} if _is_done(operation) else {}
+    count = lambda _, operation, beside: {"bytes": _moved(parsed, operation, beside)} if _counts(operation) else {}
     return summed(parsed, count, lambda counts: counts.get("bytes") or 0).counts.get("bytes", 0)
 
 
-def _is_done(operation: Operation) -> bool:
+def _counts(operation: Operation) -> bool:
     return operation.kind not in (*_FREE, *_INNER) and not operation.kind.endswith(("-done", "-update"))
 
 
 def _arrays(types: str) -> list[_Array]:
-    return list(_each_array(types))
-
-
-def _each_array(types: str) -> Iterator[_Array]:
+    found = []
     for letters, bits, dimensions, order, layout in _ARRAY.findall(types):
         sizes = [int(size) for size in dimensions.split(",") if size]
         tile = [int(size) for found in _TILE.findall(layout)[:1] for size in found.split(",")]
         for axis, size in zip([int(axis) for axis in order.split(",") if axis], reversed(tile), strict=False):
             sizes[axis] = -(-sizes[axis] // size) * size  # padded to whole tiles
         width = 8 if letters == "pred" else int(bits or 0)
-        yield _Array(math.prod(sizes) * width // 8, "S(" not in layout)
+        found.append(_Array(math.prod(sizes) * width // 8, "S(" not in layout))
+    return found
+
+
+def _within(text: Text, fusion: Operation) -> Computation:
+    return text.computations[names(CALLED, fusion.attributes)[0]]
 
 
 def _moved(text: Text, operation: Operation, beside: Computation) -> int:
@@ -58,7 +59,7 @@ def _moved(text: Text, operation: Operation, beside: Computation) -> int:
         return size * sum(each.is_in_main for each in results[:2])
     operands = [_arrays(beside[name].result) for name in operation.operands if name in beside]
     if operation.kind == "fusion":
-        inner = text.computations[names(CALLED, operation.attributes)[0]]
+        inner = _within(text, operation)
         written = [found if it.is_in_main else 0 for found, it in zip(_written(text, inner), results, strict=True)]
         reads = [
             min(_read(text, inner, i), arrays[0].bytes)
@@ -75,10 +76,8 @@ def _moved(text: Text, operation: Operation, beside: Computation) -> int:
 
 def _read(text: Text, computation: Computation, number: int) -> int:
     """How much a fusion reads of one of its operands."""
-    name = next(
-        name for name, each in computation.items() if each.kind == "parameter" and int(each.operands[0]) == number
-    )
-    return _read_of(text, computation, name)
+    is_it = lambda each: each.kind == "parameter" and int(each.operands[0]) == number
+    return _read_of(text, computation, next(name for name, each in computation.items() if is_it(each)))
 
 
 def _read_of(text: Text, computation: Computation, name: str) -> int:
@@ -90,7 +89,7 @@ def _read_of(text: Text, computation: Computation, name: str) -> int:
             if operation.kind == "bitcast":
                 total += _read_of(text, computation, user)
             elif operation.kind == "fusion":
-                total += _read(text, text.computations[names(CALLED, operation.attributes)[0]], i)
+                total += _read(text, _within(text, operation), i)
             elif operation.kind in _SLICES:
                 total += _arrays(operation.result)[0].bytes if i == 0 else 0
             elif operation.kind != "dynamic-update-slice" or i == 1:
@@ -111,7 +110,7 @@ def _written_of(text: Text, computation: Computation, name: str) -> list[int]:
     if operation.kind == "bitcast":
         return _written_of(text, computation, operation.operands[0])
     if operation.kind == "fusion":
-        return _written(text, text.computations[names(CALLED, operation.attributes)[0]])
+        return _written(text, _within(text, operation))
     if operation.kind == "dynamic-update-slice":
         return [_arrays(computation[operation.operands[1]].result)[0].bytes]
     return [each.bytes for each in _arrays(operation.result)]

@@ -31,12 +31,14 @@ def unburdened() -> Iterator[None]:
     gc.unfreeze()
 
 
-def build(f: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Program:
+def build(
+    f: Callable[..., Any], *args: Any, donate: Sequence[int] = (), platforms: tuple[str, ...] | None = None
+) -> Program:
     """Compiles a function from nothing: what JAX remembers of earlier traces is forgotten."""
     jax.clear_caches()
     with unburdened():
         start = time.perf_counter()
-        compiled = jax.jit(f, donate_argnums=tuple(donate)).trace(*args).lower().compile()
+        compiled = jax.jit(f, donate_argnums=tuple(donate)).trace(*args).lower(lowering_platforms=platforms).compile()
         seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return Program(compiled, seconds, compiled.cost_analysis()["flops"], memory.temp_size_in_bytes)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ from jax.experimental import topologies
 from treeparams import sharding
 
 from ._hbm import main_memory_bytes
-from ._programs import unburdened
+from ._programs import build
 from ._steps import Loop
 
 TOPOLOGY = "v5e:2x4"
@@ -43,17 +42,12 @@ def compiled_for_one(loop: Loop) -> OnTpu:
     """Compiles a step for one TPU."""
     arguments = (loop.state, *loop.args)
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_first_device())
-    jax.clear_caches()
-    with unburdened():
-        start = time.perf_counter()
-        traced = loop.step.trace(*jax.tree.map(shape, arguments))
-        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-        build = time.perf_counter() - start
-    memory, moved = compiled.memory_analysis(), main_memory_bytes(compiled.as_text())
+    program = build(loop.step, *jax.tree.map(shape, arguments), donate=(0,), platforms=("tpu",))
+    moved, held = main_memory_bytes(program.call.as_text()), program.call.memory_analysis().argument_size_in_bytes
     assert moved is not None, "a loop whose rounds are not known"
     parameters = loop.args[0] if loop.state is None else loop.state[0]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
-    return OnTpu(size, moved, memory.temp_size_in_bytes, memory.argument_size_in_bytes, build)
+    return OnTpu(size, moved, program.temporary, held, program.build)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ def _layers():
     return {"layers": [{"w": jnp.full((4, 4), i / 10)} for i in range(20)]}
 
 
-@pytest.mark.skipif(not hasattr(layout, "Format"), reason="before JAX 0.7 layouts were said otherwise")
+@pytest.mark.skipif(not hasattr(layout, "Format"), reason="this JAX has other names for layouts")
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "cuda"])
 def test_rows_are_outermost_before_a_loop_on_tpu_alone(platform):
     stacks, restructure = tp.stack(_layers())

@@ -64,14 +64,13 @@ def _split(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
 def _cut_on_tpu(array: jax.Array, *, shapes: Shapes, rank: int) -> list[jax.Array]:
     # Where rows are shorter than a tile, XLA for TPU lays a stack out with its first axis innermost, so that a loop
     # over the rows reads all of the stack for each. One copy before the loop, with the rows outermost, is less by the
-    # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 16 times the parameters.
-    pieces = _split(array, shapes=shapes, rank=rank)
-    is_of_rows = [rank and len(shape) == rank + 2 for shape in shapes]
-    return [_rows_outermost(piece) if many else piece for piece, many in zip(pieces, is_of_rows, strict=True)]
+    # number of rows: for a step over 50 layers of 32x32, bytes moved went from 140 to 18 times the parameters.
+    pieces = zip(_split(array, shapes=shapes, rank=rank), shapes, strict=True)
+    return [_rows_outermost(piece) if rank and len(shape) == rank + 2 else piece for piece, shape in pieces]
 
 
 def _rows_outermost(stack: jax.Array) -> jax.Array:
-    if not hasattr(layout, "Format"):  # before JAX 0.7 layouts were said otherwise
+    if not hasattr(layout, "Format"):  # older versions of JAX have other names for layouts
         return stack
     return layout.with_layout_constraint(stack, layout.Layout(tuple(range(stack.ndim))))
 
