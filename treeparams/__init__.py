@@ -7,7 +7,7 @@ A *layout* says, statically, which leaves of a model train and which of them are
     differentiate  grad, value_and_grad, accumulate, project, reached, moved
     walk           maptrainable, biwalk, mapreduce, trainables, replace, global_norm
     one vector     ravel, Restructure, View
-    stacks         stack
+    stacks         stack, rolled
     tree           partition, combine, Rest, jit
     tie            tie, untie
     average        copy, ema, Ema
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ._average import Ema as Ema, ema as ema
 from ._diff import diff as diff
 from ._forms.restructure import Restructure as Restructure
+from ._forms.rolled import rolled as rolled
 from ._forms.view import View as View
 from ._grad import accumulate as accumulate, grad as grad, value_and_grad as value_and_grad
 from ._jit import jit as jit

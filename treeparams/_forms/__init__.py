@@ -12,4 +12,6 @@ The files, from the ground up:
     view         View: names over a form
     layers       equal nodes as one, single nodes by themselves: from a form
     restructure  Restructure
+    repeats      equal parts of a program that follow one another
+    rolled       rolled: such parts as a scan
 """

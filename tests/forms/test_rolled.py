@@ -1,0 +1,247 @@
+"""`tp.rolled`: a loop over equal layers is compiled as one of them, and is the function that it was."""
+
+import warnings
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import treeparams as tp
+
+WIDTH = 4
+
+
+class Layer(eqx.Module):
+    """A residual layer with a function, a number, and dropout."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    scale: float
+    activation: Callable = jax.nn.relu  # which has a rule of its own for its derivative
+
+    def __call__(self, x, key):
+        return x + self.scale * self.dropout(self.activation(self.linear(self.norm(x))), key=key)
+
+
+class Other(eqx.Module):
+    """A layer of another kind, of the same shapes."""
+
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x, key):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+class Net(eqx.Module):
+    """A stem and a head that are one array, a frozen mean, and layers between."""
+
+    embedding: jax.Array
+    layers: list
+    mean: jax.Array = tp.field(trainable=False)
+
+    def __call__(self, x, key):
+        x = self.embedding[x] - self.mean
+        for layer, each in zip(self.layers, jax.random.split(key, len(self.layers)), strict=True):
+            x = layer(x, each)
+        return self.embedding @ x
+
+
+def layer(key, scale=0.3):
+    linear, norm = eqx.nn.Linear(WIDTH, WIDTH, key=key), eqx.nn.LayerNorm(WIDTH)
+    return Layer(linear, norm, eqx.nn.Dropout(0.2), scale)
+
+
+def other(key):
+    return Other(*[eqx.nn.Linear(WIDTH, WIDTH, key=each) for each in jax.random.split(key)])
+
+
+def net(kinds):
+    keys = jax.random.split(jax.random.key(0), len(kinds))
+    layers = [kind(key) for kind, key in zip(kinds, keys, strict=True)]
+    return Net(jax.random.normal(jax.random.key(1), (3, WIDTH)), layers, jnp.full(WIDTH, 0.1))
+
+
+NETS = {
+    "one kind": net([layer] * 6),
+    "one kind after another": net([layer] * 5 + [other] * 5),
+    "in turn": net([layer, other] * 4),
+    "numbers that differ": net([lambda key, i=i: layer(key, 1 / (2 + i)) for i in range(6)]),
+    "frozen layers": net([layer] * 8),
+}
+XS, KEYS = jnp.array([0, 2, 1, 0]), jax.random.split(jax.random.key(2), 4)
+
+
+def losses(model, trainable=None):
+    stacks, restructure = tp.stack(model, trainable)
+
+    def loss(stacks, xs, keys):
+        return jnp.mean(jnp.cos(jax.vmap(restructure(stacks))(xs, keys)))
+
+    return stacks, loss
+
+
+def products(function, *args):
+    """How many products of matrices the program of a gradient has, those within loops once."""
+    return str(jax.make_jaxpr(jax.grad(function))(*args)).count("dot_general[")
+
+
+def close(found, expected):
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_it_is_the_function_and_its_gradient(name):
+    stacks, loss = losses(NETS[name], "!layers.[0-2]" if name == "frozen layers" else None)
+    args = stacks, XS, KEYS
+    gradient = jax.jit(jax.value_and_grad(loss))
+    close(jax.jit(jax.value_and_grad(tp.rolled(loss)))(*args), gradient(*args))
+    assert products(tp.rolled(loss), *args) < products(loss, *args) / 1.5
+
+
+def test_under_other_transformations():
+    stacks, loss = losses(NETS["one kind"])
+    rolled = tp.rolled(loss)
+    tangent = jax.tree.map(jnp.cos, stacks)
+    along = lambda f: jax.jit(lambda stacks: jax.jvp(jax.grad(f), (stacks, XS, KEYS), (tangent, *_zeros(XS, KEYS)))[1])
+    close(along(rolled)(stacks), along(loss)(stacks))
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), stacks)
+    each = lambda f: jax.jit(jax.vmap(jax.grad(f), (0, None, None)))(several, XS, KEYS)
+    close(each(rolled), each(loss))
+    again = lambda f: jax.jit(jax.grad(jax.checkpoint(f)))(stacks, XS, KEYS)
+    close(again(rolled), again(loss))
+    close(rolled(stacks, XS, KEYS), loss(stacks, XS, KEYS))  # without `jit`
+
+
+def _zeros(*arrays):
+    return [np.zeros(array.shape, jax.dtypes.float0) for array in arrays]
+
+
+def test_so_many_layers_take_as_many_operations_as_few():
+    few, many = [losses(net([layer] * number)) for number in (4, 12)]
+    count = lambda stacks, loss: str(jax.make_jaxpr(jax.grad(tp.rolled(loss)))(stacks, XS, KEYS)).count(" = ")
+    assert count(*few) == count(*many)
+
+
+def test_what_each_layer_gives_can_be_kept():
+    weights = jnp.linspace(-1, 1, 45).reshape(5, 3, 3)
+
+    def hidden(weights, x, scale):
+        found = []
+        for weight in weights:
+            x = jnp.tanh(weight @ x) + jnp.sin(x) * jnp.cos(x) + scale
+            found.append(x)
+        return {"all": jnp.stack(found), "third": found[2], "name": "tanh"}, x
+
+    args = weights, jnp.ones(3), 2
+    found, expected = tp.rolled(hidden)(*args), hidden(*args)
+    assert found[0].pop("name") == expected[0].pop("name")
+    close(found, expected)
+    gradient = lambda f: jax.grad(lambda weights: jnp.sum(f(weights, jnp.ones(3), 2)[0]["all"] ** 2))(weights)
+    close(gradient(tp.rolled(hidden)), gradient(hidden))
+
+
+@pytest.mark.parametrize("rows", [(0, 2, 4), (1, 2, 3, 4), (0, 3, 6, 9)], ids=str)
+def test_rows_at_any_even_distance(rows):
+    weights = jnp.linspace(-1, 1, 90).reshape(10, 3, 3)[: rows[-1] + 1]
+
+    def chain(weights, x):
+        for row in rows:
+            x = jnp.sin(weights[row] @ x) + jnp.cos(weights[row] @ x) * jnp.exp(-x) + 0.5 * x
+        return jnp.sum(x) + weights[0, 0, 0]
+
+    args = weights, jnp.ones(3)
+    close(jax.value_and_grad(tp.rolled(chain))(*args), jax.value_and_grad(chain)(*args))
+    assert products(tp.rolled(chain), *args) < products(chain, *args)
+
+
+# -- What is left as it is ---------------------------------------------------------------------------------------------
+
+
+def clipped(limit):
+    @jax.custom_jvp
+    def identity(x):
+        return 1.0 * x
+
+    @identity.defjvp
+    def rule(primals, tangents):
+        return identity(*primals), limit * tangents[0]
+
+    return identity
+
+
+def with_rules(limits):
+    rules = list(map(clipped, limits))
+
+    def chain(weights, x):
+        for weight, rule in zip(weights, rules, strict=True):
+            x = rule(jnp.sin(weight @ x)) * 2 + jnp.cos(x) - jnp.exp(-x) + x * x
+        return jnp.sum(x)
+
+    return chain
+
+
+def test_rules_of_derivatives_are_compared():
+    args = jnp.linspace(-1, 1, 36).reshape(4, 3, 3), jnp.ones(3)
+    same, different = with_rules([0.5] * 4), with_rules([0.1, 0.2, 0.3, 0.4])
+    assert products(tp.rolled(same), *args) < products(same, *args)
+    with pytest.warns(UserWarning, match="no equal layers follow one another"):
+        found = jax.grad(tp.rolled(different))(*args)
+    assert_allclose(found, jax.grad(different)(*args))
+
+
+def printing(weights, x):
+    for weight in weights:
+        x = jnp.sin(weight @ x) * 2 + jnp.cos(x) - jnp.exp(-x) + x * x
+        jax.debug.print("{}", x[0])
+    return jnp.sum(x)
+
+
+def two_before(weights, x):
+    before = x
+    for weight in weights:
+        x, before = jnp.sin(weight @ before) + 2 * jnp.cos(x) - jnp.exp(-x), x
+    return jnp.sum(x)
+
+
+def convolved(weights, x):
+    for weight in weights:
+        x = jnp.sin(jnp.convolve(x, weight[0], mode="same")) + 2 * jnp.cos(x) - jnp.exp(-x)
+    return jnp.sum(x)
+
+
+LEFT = {
+    "side effects": (printing, "side effects, such as those of jax.debug.print"),
+    "convolutions": (convolved, "convolutions, which are slow in loops on a CPU"),
+    "no stack": (lambda weights, x: jnp.sum(weights @ x), "no parameter comes from a stack; write `stacks"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_it_says_why_nothing_is_rolled(name, capfd):
+    function, words = LEFT[name]
+    weights, x = jnp.linspace(-1, 1, 36).reshape(4, 3, 3), jnp.ones(3)
+    with pytest.warns(UserWarning, match="nothing was rolled up.*" + words):
+        found = tp.rolled(function)(weights, x)
+    assert_allclose(found, function(weights, x), rtol=1e-6)
+
+
+def test_a_carry_of_several_arrays():
+    args = jnp.linspace(-1, 1, 54).reshape(6, 3, 3), jnp.ones(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jax.grad(tp.rolled(two_before))(*args)
+    close(found, jax.grad(two_before)(*args))
+
+
+def test_parameters_in_a_vector_stay_in_their_loop():
+    vector, restructure = tp.ravel(list(jnp.linspace(-1, 1, 36).reshape(4, 3, 3)))
+    loss = lambda vector: with_rules([0.5] * 4)(restructure(vector), jnp.ones(3))
+    with pytest.warns(UserWarning, match="no parameter comes from a stack"):
+        found = tp.rolled(loss)(vector)
+    assert_allclose(found, loss(vector))
