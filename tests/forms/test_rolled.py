@@ -175,8 +175,17 @@ def clipped(limit):
     return identity
 
 
-def with_rules(limits):
-    rules = list(map(clipped, limits))
+def scaled_back(limit):
+    @jax.custom_vjp
+    def identity(x):
+        return 1.0 * x
+
+    identity.defvjp(lambda x: (1.0 * x, None), lambda _, cotangent: (limit * cotangent,))
+    return identity
+
+
+def with_rules(limits, rule=clipped):
+    rules = list(map(rule, limits))
 
     def chain(weights, x):
         for weight, rule in zip(weights, rules, strict=True):
@@ -186,9 +195,10 @@ def with_rules(limits):
     return chain
 
 
-def test_rules_of_derivatives_are_compared():
+@pytest.mark.parametrize("rule", [clipped, scaled_back])
+def test_rules_of_derivatives_are_compared(rule):
     args = jnp.linspace(-1, 1, 36).reshape(4, 3, 3), jnp.ones(3)
-    same, different = with_rules([0.5] * 4), with_rules([0.1, 0.2, 0.3, 0.4])
+    same, different = with_rules([0.5] * 4, rule), with_rules([0.1, 0.2, 0.3, 0.4], rule)
     assert products(tp.rolled(same), *args) < products(same, *args)
     with pytest.warns(UserWarning, match="no equal layers follow one another"):
         found = jax.grad(tp.rolled(different))(*args)

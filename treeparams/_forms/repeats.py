@@ -3,14 +3,16 @@
 import functools
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from .._programs import bind, derivative
 from .primitives import cut_p
 
 Var = Any  # of a program: `jax.extend.core.Var`, or `Literal`
@@ -313,25 +315,19 @@ def _of_program(program: jex.Jaxpr, orders: int) -> Any:
 
 def _rule(equation: Equation, orders: int) -> Any:
     """The program of a derivative of an equation; of one that has none, what equals nothing else."""
-    alone = program_of([equation], list(dict.fromkeys(variables(equation))), equation.outvars)
-    apply = jex.jaxpr_as_fun(jex.ClosedJaxpr(alone, []))
-    types: list[Any] = [var.aval for var in alone.invars]
-    structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types]
-    moving = [struct for struct in structs if jnp.issubdtype(struct.dtype, jnp.inexact)]
-    others = [struct for struct in structs if not jnp.issubdtype(struct.dtype, jnp.inexact)]
-
-    def of_moving(moving: Sequence[Any], others: Sequence[Any]) -> Any:
-        left, right = iter(moving), iter(others)
-        outs = apply(*[next(left if jnp.issubdtype(each.dtype, jnp.inexact) else right) for each in types])
-        return [out for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
-
-    def derivative(moving: Sequence[Any], others: Sequence[Any]) -> Any:
+    moves = [jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars]
+    try:
         if "jvp" in equation.primitive.name:
-            return jax.jvp(lambda *moving: of_moving(moving, others), moving, moving)
-        outs, back = jax.vjp(lambda *moving: of_moving(moving, others), *moving)
+            return _param(derivative(equation, moves), orders)
+        return _param(jax.make_jaxpr(_pull_back(equation, moves))([var.aval for var in equation.invars]), orders)
+    except Exception:  # whatever a user's rule raises: its layers stay as they are, and raise where they are used
+        return object()
+
+
+def _pull_back(equation: Equation, moves: Sequence[bool]) -> Callable[[list[Any]], Any]:
+    def of(values: list[Any]) -> Any:
+        moving, still = eqx.partition(values, list(moves))
+        outs, back = jax.vjp(lambda moving: bind(equation, eqx.combine(moving, still)), moving)
         return outs, back(outs)
 
-    try:
-        return _param(jax.make_jaxpr(derivative)(moving, others), orders)
-    except Exception:  # whatever a user's rule raises, its layers stay as they are, and raise where they are used
-        return object()
+    return of
