@@ -65,9 +65,9 @@ def _pages(folder: Path) -> None:
     (folder / "notebooks").mkdir()
     for notebook in _notebooks():
         (folder / "notebooks" / f"{notebook.stem}.md").write_text(write(notebook, folder / "notebooks"))
-    readme = (ROOT / "README.md").read_text()
     for page in folder.rglob("*.md"):
-        text = page.read_text().replace("{README}", at_a_glance(readme))
+        text = page.read_text()
+        text = at_a_glance(text) if page.match("api/index.md") else text
         text = re.sub(r"\{FIGURE (\w+)\}", lambda found: _first_figure(folder / "notebooks" / f"{found[1]}.md"), text)
         page.write_text(linked(re.sub(r"(?<=\w)\.ipynb\)", ".md)", text)))
 

@@ -32,11 +32,9 @@ def linked(text: str) -> str:
     return "".join(part if i % 2 else _NAME.sub(link, part) for i, part in enumerate(_AS_IS.split(text)))
 
 
-def at_a_glance(readme: str) -> str:
-    """The table of the API in the README; its names have no prefix, since each row says whose they are."""
-    rows = re.search(r"^## API\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
-    assert rows, "no section API"
-    return "\n".join(map(_row, rows[1].strip().splitlines()))
+def at_a_glance(text: str) -> str:
+    """The text with links in its table; names there have no prefix, since each row says whose they are."""
+    return re.sub(r"^\|.*\|$", lambda row: _row(row[0]), text, flags=re.MULTILINE)
 
 
 def _row(row: str) -> str:

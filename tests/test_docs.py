@@ -183,7 +183,7 @@ def test_links_stand_at_names_and_not_in_code():
 
 
 def test_the_table_of_the_api_has_links_only():
-    table = names.at_a_glance((SITE.parent / "README.md").read_text())
+    table = names.at_a_glance(PAGES["api/index.md"].read_text())
     rows = re.findall(r"^\| .*\|$", table, re.M)
     assert len(rows) > 8
     assert not re.findall(r"(?<!\[)`[\w.]+`(?!\])", "".join(rows))
