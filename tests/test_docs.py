@@ -20,7 +20,8 @@ from .blocks import run
 SITE = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = {str(path.relative_to(SITE / "pages")): path for path in sorted((SITE / "pages").rglob("*.md"))}
 IDIOMS = "coming-from.md"
-WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name != IDIOMS]
+OVERVIEW = "how-to/index.md"
+WITH_CODE = [name for name in PAGES if not name.startswith("api/") and name not in (IDIOMS, OVERVIEW)]
 
 
 def of_site(name):
@@ -53,6 +54,14 @@ def test_each_line_of_the_tables_of_idioms_runs_after_its_code():
     assert len(lines) == len(rows) > 70
     for line in dict.fromkeys(lines):  # some are the idiom here of several elsewhere
         exec(compile(line, line, "exec"), dict(namespace))
+
+
+def test_the_overview_has_a_line_for_each_page():
+    listed = re.findall(r"^\| \[(.*)\]\((.*)\) \| \S.*\. \|$", PAGES[OVERVIEW].read_text(), re.MULTILINE)
+    pages = {name.removeprefix("how-to/"): page for name, page in PAGES.items() if name.startswith("how-to/")}
+    del pages["index.md"]
+    assert sorted(name for _, name in listed) == sorted(pages)
+    assert [name for title, name in listed if not pages[name].read_text().startswith(f"# {title}\n")] == []
 
 
 def test_every_public_name_is_listed_once():
