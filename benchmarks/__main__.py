@@ -28,15 +28,15 @@ _INTRODUCTION = """\
 
 Written by `python -m benchmarks`: first what is claimed and what was found, then the tables. In each table the first
 column of numbers is the yardstick, in absolute terms, and the others are multiples of it: medians of calls that were
-made in turn (A B C A B C ...) in one process, so that what else the machine does falls on all alike.
+made in rounds, each in another order, in one process, so that other work of the machine falls on all alike.
 """
 _TABLES = """\
 # Tables
 
-Compiled programs and whole steps are called there and back (A B C C B A ...), and the lower of their two medians
-counts. Garbage collection waits until the calls of a row are done. The growth is the exponent of the number of leaves,
-fitted by least squares to the logarithms: 1 is linear. Fixed costs at the small end lower it, so that of the last step,
-between the two largest sizes, stands below it. A dash was not run; a line below the table says why.
+Each timed call comes after one of the same case that is not timed. Garbage collection waits until the calls of a row
+are done. The growth is the exponent of the number of leaves, fitted by least squares to the logarithms: 1 is linear.
+Fixed costs at the small end lower it, so that of the last step, between the two largest sizes, is given below it. A
+dash was not run; a line below the table says why.
 """
 
 

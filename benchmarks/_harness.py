@@ -1,11 +1,15 @@
 """Interleaved timing, and the tables made of it.
 
-A *case* is one thing to call. All cases of a row are called in turn, round after round, and the median over the rounds
-counts: a machine that slows down for a second slows down all of them. A *sweep* is such a row for each of several
-sizes, all relative to one of its cases, the yardstick.
+A *case* is one thing to call. Each round calls all cases of a row, in an order that is drawn anew, and the median over
+the rounds counts: a machine that slows down for a second slows down all of them. Before each timed call comes one of
+the same case off the clock, as in training, where a program follows itself. Both matter: with a fixed order a case is
+timed with the caches that the one before it leaves, and those at the ends of a row that is called there and back follow
+themselves, which showed programs of equal speed as 1.0 and 1.3 to 1.7. A *sweep* is a row for each of several sizes,
+all relative to one of its cases, the yardstick.
 """
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_BATCH = 0.3e-3  # seconds; what is faster is called several times in a row, or other cases' cold caches would count
-
+_BATCH = 0.3e-3  # seconds; faster cases are called several times in a row, or the clock itself would count
 _SLOW = 50e-3
 
 
@@ -51,20 +54,23 @@ class Timing(NamedTuple):
 
 
 def interleave(cases: Mapping[str, Case], scale: Scale) -> dict[str, Timing]:
-    """Times the cases in turn: A B C A B C ..."""
+    """Times the cases, each once in a round."""
     firsts = {name: _clock(case, 1) for name, case in cases.items()}
     warm = {name: _clock(case, 1) for name, case in cases.items()}
     repeats = {name: 1 if case.prepare else _repeats(case, warm[name]) for name, case in cases.items()}
-    per_round = sum(warm[name] * repeats[name] for name in cases)
+    per_round = sum(warm[name] * (repeats[name] + (not case.prepare)) for name, case in cases.items())
     rounds = int(min(max(scale.seconds / per_round, scale.rounds), _MOST_ROUNDS))
     samples: dict[str, list[float]] = {name: [] for name in cases}
+    shuffled = random.Random(0)
     gc.collect()
     gc.disable()
     try:
         for i in range(rounds):
-            for name, case in cases.items():
-                if i < case.rounds:
-                    samples[name].append(_clock(case, repeats[name]))
+            for name in shuffled.sample(list(cases), len(cases)):
+                if i < cases[name].rounds:
+                    if not cases[name].prepare:
+                        _clock(cases[name], 1)
+                    samples[name].append(_clock(cases[name], repeats[name]))
     finally:
         gc.enable()
     return {name: Timing(firsts[name], statistics.median(samples[name])) for name in cases}
@@ -74,25 +80,10 @@ def _repeats(case: Case, seconds: float) -> int:
     return max(1, round(_BATCH / seconds), min(case.in_a_row, round(_SLOW / seconds)))
 
 
-def there_and_back(
-    calls: Mapping[str, Callable[[], Any]],
-    scale: Scale,
-    in_a_row: int = 1,
-    at_turns: Callable[[], Any] | None = None,
-) -> dict[str, float]:
-    """The median time of each call, made in turn and then in the reverse order.
-
-    Of the two medians of a call the lower counts: what was called before it leaves caches and memory in disorder, a
-    tree with its many results more than a vector. The first and the last call come after themselves, unless something
-    else is called at the turns: a step over a tree was seen to gain a fifth by that.
-    """
-    there = {name: Case(call, in_a_row=in_a_row) for name, call in calls.items()}
-    if at_turns is not None:
-        turn = Case(at_turns, in_a_row=in_a_row)
-        there = {"one turn": turn} | there | {"the other turn": turn}
-    back = {f"{name}, back": case for name, case in reversed(there.items())}
-    found = interleave(there | back, scale)
-    return {name: min(found[name].median, found[f"{name}, back"].median) for name in calls}
+def medians(calls: Mapping[str, Callable[[], Any]], scale: Scale, in_a_row: int = 1) -> dict[str, float]:
+    """The median time of each call."""
+    timings = interleave({name: Case(call, in_a_row=in_a_row) for name, call in calls.items()}, scale)
+    return {name: timing.median for name, timing in timings.items()}
 
 
 def _clock(case: Case, repeats: int) -> float:

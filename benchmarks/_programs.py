@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._harness import Scale, as_ratios, in_time, there_and_back
+from ._harness import Scale, as_ratios, in_time, medians
 
 Function = tuple[Callable[..., Any], tuple[Any, ...]]  # and its arguments
 
@@ -59,9 +59,7 @@ def built(functions: Mapping[str, Function], patience: float, donate: Sequence[i
 
 def timed(programs: Mapping[str, Program], functions: Mapping[str, Function], scale: Scale) -> dict[str, float]:
     """The run time of each program, all in turn."""
-    return there_and_back(
-        {name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale
-    )
+    return medians({name: until_done(program.call, functions[name][1]) for name, program in programs.items()}, scale)
 
 
 def rows(programs: Iterable[Program], times: Iterable[float]) -> list[list[str]]:

@@ -10,7 +10,7 @@ import jax
 
 from treeparams import sharding
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, medians
 from ._steps import IN_A_ROW, Loop, check_losses
 
 SLACK = 1.1
@@ -75,7 +75,7 @@ def measured(
             starts[name] = min(time.perf_counter() - start, starts.get(name, math.inf))
             builds[name] = min(loops[name].build(), builds.get(name, math.inf))
     check_losses(loops, rtol)
-    steps = there_and_back(loops, scale, IN_A_ROW)
+    steps = medians(loops, scale, IN_A_ROW)
     found = {}
     for name, loop in loops.items():
         moved = moved_by(loop) if moved_by else sharding.collectives(loop.compiled)

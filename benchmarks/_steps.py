@@ -15,7 +15,7 @@ from flax import nnx
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Timing, there_and_back
+from ._harness import Scale, Timing, medians
 from ._models import Net, net, nnx_net
 from ._programs import unburdened
 
@@ -82,7 +82,7 @@ def measured(makers: Makers, scale: Scale, is_checked: bool = True) -> tuple[dic
                 builds[name].append(loops[name].build())
     if is_checked:
         check_losses(loops)
-    steps = there_and_back(loops, scale, IN_A_ROW)
+    steps = medians(loops, scale, IN_A_ROW)
     return {name: Timing(statistics.median(builds[name]), steps[name]) for name in makers}, loops
 
 

@@ -18,7 +18,7 @@ import optax
 import treeparams as tp
 from treeparams import nested
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, medians
 from ._models import Attention, Recurrent
 from ._programs import Function, build, built, rows, timed
 
@@ -112,7 +112,7 @@ def _many(model: Any, x: jax.Array, where: Any, count: int, scale: Scale) -> tup
         "fresh": lambda: jax.block_until_ready([fresh(restructure, vector, v, x) for v in directions]),
         "operator": by_operator,
     }
-    times = list(there_and_back(calls, scale).values())
+    times = list(medians(calls, scale).values())
     five = lambda restructure, vector, x, vs: [operator(restructure, vector, x)(v) for v in vs]
     arguments = restructure, vector
     flops = build(five, *arguments, x, (directions * 2)[:5]).flops

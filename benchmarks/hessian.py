@@ -19,7 +19,7 @@ from jax.flatten_util import ravel_pytree
 import treeparams as tp
 from treeparams import nested
 
-from ._harness import Scale, Table, Verdict, there_and_back
+from ._harness import Scale, Table, Verdict, medians
 from ._programs import Function, built, rows, until_done
 
 _EQX, _TP, _RAVEL = "eqx.filter_hessian", "restructure", "ravel_pytree"
@@ -37,7 +37,7 @@ def _table(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     programs = built(functions, 0 if scale.is_smoke else 20)
     calls = {name: until_done(jax.jit(f), args) for name, (f, args) in functions.items()}
     calls[_EQX] = until_done(eqx.filter_jit(eqx.filter_hessian(_loss)), (mlp, x))
-    times = there_and_back(calls, scale)
+    times = medians(calls, scale)
     builds = {name: program.build for name, program in programs.items()}
     # Over a batch the products alone take more than a quarter, so there they are the measure.
     of, limit, words = (_EQX, 1 / 4, f"1/4 of {_EQX}") if len(x) == 1 else (_PRODUCTS, 1.3, f"1.3x {_PRODUCTS}")

@@ -15,7 +15,7 @@ import optax
 
 import treeparams as tp
 
-from ._harness import Scale, Table, as_ratios, in_time, there_and_back
+from ._harness import Scale, Table, as_ratios, in_time, medians
 from ._models import Net, net
 from ._programs import Program, built, in_bytes, rows
 
@@ -59,7 +59,7 @@ def _measured(model: list[Net], patience: float, scale: Scale) -> tuple[dict[str
     functions = {name: (_step(form.loss), (form.params, _OPTIMISER.init(form.params))) for name, form in forms.items()}
     programs = built(functions, patience, donate=(0, 1))
     calls = {name: _training(programs[name], *args) for name, (_, args) in functions.items()}
-    return programs, there_and_back(calls, scale)
+    return programs, medians(calls, scale)
 
 
 def _forms(model: list[Net]) -> dict[str, Form]:

@@ -22,7 +22,7 @@ import optax
 import treeparams as tp
 from treeparams import optim
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, medians
 from ._programs import in_bytes, in_millions
 from ._steps import (
     IN_A_ROW,
@@ -78,7 +78,7 @@ def _measured(makers: Mapping[str, Callable[[], Loop]], patience: float, scale: 
     if makers.keys() == _MAKERS.keys():
         check_losses(loops)
     longer = scale._replace(seconds=4 * scale.seconds)
-    steps = there_and_back(loops, longer, IN_A_ROW, at_turns=list(loops.values())[1])
+    steps = medians(loops, longer, IN_A_ROW)
     costs = {name: loop.cost() for name, loop in loops.items()}
     return {
         name: Cost(statistics.median(builds[name]), steps[name], cost["flops"], cost["bytes accessed"])

@@ -3,9 +3,12 @@
 Each layer has a weight of 16x16 and a bias of 16, the batch is 8, the loss is the sum of squares of what comes out. The
 yardstick takes the arrays of the model as they are. The `restructure` of `tp.ravel` cuts the vector with one kernel for
 all leaves of a shape, the unraveling function of `ravel_pytree` with one each: it is `jax.lax.split` and a reshape.
-Every program is built from nothing; those of the tree and of `restructure` three times, in turn, and the median counts.
+Every program is built from nothing. Two builds of one program differ in run time, by where their code and buffers lie
+(`ravel_pytree` and `lax.split` are the same program), so for other derivatives those of both vectors are built twice,
+and the mean of their medians counts.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +18,9 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios
+from ._harness import Scale, Sweep, Table, Timing, Verdict, as_ratios, in_time, medians
 from ._models import net
-from ._programs import Function, Program, built, in_bytes, in_millions, rows, timed
+from ._programs import Function, Program, build, built, in_bytes, in_millions, timed, until_done
 
 _TREE, _TP, _RAVEL, _SPLIT = "tree", "restructure", "ravel_pytree", "lax.split"
 _WIDTH, _BATCH = 16, 8
@@ -32,12 +35,13 @@ def run(scale: Scale) -> Iterator[Table]:
     for size in (4, 16) if scale.is_smoke else _SIZES:
         functions = {name: each for name, each in _gradients(size).items() if size <= _LARGEST.get(name, size)}
         own = {name: functions.pop(name) for name in (_TREE, _TP)}
-        programs[size] = built(own, 0 if scale.is_smoke else 30) | built(functions, 0)
+        programs[size] = built(own, 0 if scale.is_smoke else 10) | built(functions, 0)
         times[size] = timed(programs[size], own | functions, scale)
     yield _build_table(programs)
     yield _run_table(times)
     yield _cost_table(programs)
-    yield _derivatives(4 if scale.is_smoke else 200, scale)
+    for size in (4,) if scale.is_smoke else (10, 100):
+        yield _derivatives(size, scale)
 
 
 def _gradients(leaves: int) -> dict[str, Function]:
@@ -84,16 +88,7 @@ def _build_table(programs: Mapping[int, Mapping[str, Program]]) -> Table:
 
 def _run_table(times: Mapping[int, Mapping[str, float]]) -> Table:
     found = Sweep(_timings(times, lambda seconds: seconds), [])
-    ratios = {
-        size: row[_TP] / min(row[name] for name in row if name not in {_TREE, _TP}) for size, row in times.items()
-    }
-    worst = max(ratios, key=lambda size: ratios[size])
-    explained = f"{ratios[worst]:.2f}x at {worst} leaves"
-    targets = [
-        Verdict(f"{_TP} <= 1.1x the fastest of the other vectors", ratios[worst] <= 1.1, explained),
-        found.ratio_target(_TP, _RAVEL, 1.1),
-    ]
-    return found.table("Value and gradient: run time", targets)
+    return found.table("Value and gradient: run time", [found.ratio_target(_TP, _RAVEL, 1.1)])
 
 
 def _timings(found: Mapping[int, Mapping[str, Any]], seconds: Callable[[Any], float]) -> dict[int, dict[str, Timing]]:
@@ -125,12 +120,20 @@ def _derivatives(leaves: int, scale: Scale) -> Table:
     cells, targets = [], []
     for what, (derivative, arguments) in DERIVATIVES.items():
         functions = {name: (derivative(loss), arguments(at)) for name, (loss, at) in chosen.items()}
-        programs = built(functions, 0 if scale.is_smoke else 1)
-        times = timed(programs, functions, scale)
-        cells += [[f"{what}: {label}", *values] for label, *values in rows(programs.values(), times.values())[:2]]
+        builds = {
+            (name, i): build(f, *args)
+            for i in range(2)
+            for name, (f, args) in functions.items()
+            if name != _TREE or not i
+        }
+        found = medians({key: until_done(each.call, functions[key[0]][1]) for key, each in builds.items()}, scale)
+        times = {name: statistics.mean(found[key] for key in found if key[0] == name) for name in chosen}
+        seconds = [statistics.mean(builds[key].build for key in builds if key[0] == name) for name in chosen]
+        cells.append([f"{what}: trace, lower, compile", *as_ratios(seconds, in_time)])
+        cells.append([f"{what}: run time", *as_ratios(list(times.values()), in_time)])
         ratio = times[_TP] / times[_RAVEL]
-        targets.append(Verdict(f"run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
-    return Table(f"Other derivatives at {leaves} leaves", ["", *chosen], cells, targets)
+        targets.append(Verdict(f"{leaves} leaves: run time of {what} <= 1.1x {_RAVEL}", ratio <= 1.1, f"{ratio:.2f}x"))
+    return Table(f"Other derivatives: {leaves} leaves", ["", *chosen], cells, targets)
 
 
 def _square(tree: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 import treeparams as tp
 
-from ._harness import Scale, Table, Verdict, as_ratios, in_time, there_and_back
+from ._harness import Scale, Table, Verdict, as_ratios, in_time, medians
 from ._steps import (
     IN_A_ROW,
     RATE,
@@ -70,7 +70,7 @@ def _measure(task: Task, names: Sequence[str], scale: Scale) -> tuple[dict[str, 
             builds[name].append(loops[name].build())
     check_losses({name: loop for name, loop in loops.items() if name != _GRADIENT})
     longer = scale._replace(seconds=10 * scale.seconds)  # a round takes long
-    steps = there_and_back(loops, longer, IN_A_ROW)
+    steps = medians(loops, longer, IN_A_ROW)
     return {name: statistics.median(seconds) for name, seconds in builds.items()}, steps
 
 
