@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treeparams as tp
 from treeparams import nested
+from treeparams.nested import _kernel
 
 from ..matrices.zoo import equations
 from ..zoo import assert_close, enable_x64, ramp
@@ -35,11 +36,20 @@ def arrays(f, *args):
 @pytest.mark.parametrize("others", [False, True], ids=["one batch", "two batches"])
 @pytest.mark.parametrize("chunk", [None, 8, 5])
 @pytest.mark.parametrize(("f", "outputs"), [(single, 1), (several, 2)])
-def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others):
+def test_a_kernel_holds_no_jacobian(f, outputs, chunk, others, monkeypatch):
+    monkeypatch.setattr(_kernel, "_ALL", 32 * outputs * 4000 - 1)
     of = lambda model, xs: nested.kernel(f, chunk=chunk)(model, xs, xs if others else None)
     largest = (chunk or 32) * 2000
     assert (35 * outputs) ** 2 < largest  # the result, with what fills up chunks
     assert largest / 2 < max(arrays(of, WIDE, SAMPLES)) <= largest
+
+
+def test_a_kernel_takes_each_sample_forward_once_where_all_rows_may_be_there():
+    primitives = lambda f: [each.primitive.name for each in equations(jax.make_jaxpr(f)(WIDE, SAMPLES).jaxpr)]
+    found = primitives(nested.kernel(several))
+    assert found.count("tanh") == primitives(jax.vmap(several, (None, 0))).count("tanh") == 1
+    assert not {"scan", "cond"} & set(found)
+    assert max(arrays(nested.kernel(several), WIDE, SAMPLES)) == 32 * 2 * 2000
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 5])

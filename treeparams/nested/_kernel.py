@@ -14,7 +14,7 @@ from .._tree.dtypes import widened
 from .._tree.text import count_of
 from .._tree.types import PyTree
 from ._jacobian import Mode, Outputs
-from ._sweeps import length_of
+from ._sweeps import basis, length_of, mapped
 
 
 def kernel(
@@ -36,12 +36,11 @@ def kernel(
            [2., 3.]], dtype=float32)
 
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
-    Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for as many rows at a
-    time as there are samples, so that J is never there: beside the result and the values in f itself, no array is
-    larger than samples x the largest parameter. The price: the backward pass is done anew for each pair of blocks of
-    rows, a block having as many as there are samples, or `chunk`. Beside the products of dense weights that is little,
-    but not where samples or chunks are few, or f is long (convolutions): if J fits into memory, `parameter_jacobian` is
-    faster there.
+    Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter. Up to 2**26 elements of
+    J, all rows are computed at once. A larger J is never in memory: you get as many rows at a time as there are
+    samples, or `chunk`, and beside the result and the values in f itself no array is larger than these rows of the
+    largest parameter. The price: the backward pass is done anew for each pair of blocks of rows. That is little beside
+    the products of dense weights, and much for convolutions.
 
     Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
     and parameters are first brought together on each device; to share the work, take `axis_name`.
@@ -51,7 +50,7 @@ def kernel(
         axis_name: the axis of a mesh along which the samples lie, inside of `jax.shard_map`. Each device passes its own
             samples, xs and ys, and gets the kernel of all.
         chunk: how many rows of J are computed at once, each of one output of one sample, which bounds the memory;
-            `None`: as many as there are samples.
+            `None`: all, if J has at most 2**26 elements, else as many as there are samples.
         mode: as for `parameter_jacobian`; `"holomorphic"` gives `J J^H`.
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
@@ -69,26 +68,33 @@ def kernel(
     """
 
     def matrix(model: PyTree, xs: PyTree, ys: PyTree | None = None) -> jax.Array:
+        samples = length_of(xs)
         of = Outputs(f, model, xs, mode, trainable)
         of.slots = jax.tree.map(replicated, of.slots)  # rows of all samples are multiplied with one another
         size = None if chunk is None else count_of("chunk", chunk, "rows")
-        left = right = _Rows(of, xs, size or length_of(xs))
+        left = right = _Rows(of, xs, size, samples)
         if ys is not None or axis_name is not None:
             ys = xs if ys is None else ys
             every = ys if axis_name is None else jax.lax.all_gather(ys, axis_name, tiled=True)
-            right = _Rows(of, every, size or length_of(ys))  # as many at once as one device has
+            right = _Rows(of, every, size, length_of(ys))  # as many at once as one device has
         product = _product(left, right, widened(of.dtype))
         return product if axis_name is None else _of_all_devices(product, axis_name)
 
     return matrix
 
 
+_ALL = 2**26  # elements of a Jacobian that may be there as a whole, 256 MiB of float32
+
+
 class _Rows:
     """The rows of a Jacobian, sample by sample with the outputs of each: in blocks, of which the last repeats a row."""
 
-    def __init__(self, of: Outputs, samples: PyTree, at_once: int) -> None:
+    def __init__(self, of: Outputs, samples: PyTree, at_once: int | None, unless_all: int) -> None:
         self.outputs = jax.eval_shape(jax.vmap(lambda x: of(of.slots, x)), samples).shape[1]
         self.count = length_of(samples) * self.outputs
+        if at_once is None:
+            is_small = self.count * sum(leaf.size for leaf in jax.tree.leaves(of.slots)) <= _ALL
+            at_once = self.count if is_small else unless_all
         self.blocks = max(1, -(-self.count // max(1, at_once)))
         self.size = -(-self.count // self.blocks)
         self._samples = jax.tree.map(lambda leaf: replicated(jnp.asarray(leaf)), samples)
@@ -96,6 +102,9 @@ class _Rows:
 
     def block(self, number: int | jax.Array) -> list[jax.Array]:
         """The rows of one block, a matrix for each slot."""
+        if self.blocks == 1:  # one forward pass for all outputs of a sample
+            leaves = jax.tree.leaves(jax.vmap(self._all_rows)(self._samples))
+            return [leaf.reshape(self.count, math.prod(leaf.shape[2:])) for leaf in leaves]
         rows = jnp.minimum(number * self.size + jnp.arange(self.size), self.count - 1)
         leaves = jax.tree.leaves(jax.vmap(self._row)(rows))
         return [leaf.reshape(self.size, math.prod(leaf.shape[1:])) for leaf in leaves]
@@ -105,6 +114,10 @@ class _Rows:
         x = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, sample, keepdims=False), self._samples)
         y, pull = jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
         return pull(jax.nn.one_hot(output, self.outputs, dtype=y.dtype) + jnp.zeros_like(y))[0]  # varies as y does
+
+    def _all_rows(self, x: PyTree) -> PyTree:
+        y, pull = jax.vjp(lambda slots: self._of(slots, x), self._of.slots)
+        return mapped(lambda direction: pull(direction)[0], basis(y), None, "rows")
 
 
 def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:

@@ -18,6 +18,9 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
     """`f` of each of the values, a tree of arrays with one leading axis; about `chunk` of them at once, stacked."""
     length = len(jax.tree.leaves(values)[0])
     size = length if chunk is None else count_of("chunk", chunk, noun)
+    if length == 1:  # a batch of one costs up to five times as much: XLA multiplies batches of matrices in a loop
+        first = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, [0]), values)
+        return jax.tree.map(lambda leaf: jax.lax.expand_dims(leaf, [0]), f(first))
     if size >= length:
         return jax.vmap(f)(values)
     # `jax.lax.map(..., batch_size=size)` does this too, but fails where a result has no elements, and copies it where
