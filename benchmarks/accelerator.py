@@ -95,7 +95,8 @@ def _as_run(title: str, group: Groups, scale: Scale) -> Table:
     columns: dict[str, None] = {}
     found, cells = {}, []
     for label, make in group.items():
-        timings, loops = measured(make(), scale, is_checked=False)
+        makers = make()
+        timings, loops = measured(makers, scale, unchecked=makers)
         memory = {name: loop.compiled.memory_analysis().temp_size_in_bytes for name, loop in loops.items()}
         found[label] = timings, memory
         columns |= dict.fromkeys(timings)
