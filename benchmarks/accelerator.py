@@ -36,6 +36,7 @@ _EXAMPLES = 64
 Groups = Mapping[str, Callable[[], Makers]]
 _CLAIMED = (_VECTOR, _SCANNED, "restructure")  # of the others the figures are for you to choose by
 _SLACK = 1.3
+_LIMITS = {"clip": 1.5}  # leaves of some MB wait in fast memory between norm and scaling, a vector does not
 
 
 def run(scale: Scale) -> Iterator[Table]:
@@ -83,7 +84,7 @@ def _for_tpu(title: str, group: Groups) -> Table:
 
 def _targets(label: str, moved: Mapping[str, float]) -> list[Verdict]:
     """What is asked of the forms that are for many leaves, next to the first one."""
-    first, limit = next(iter(moved)), 1 if label.endswith(" 32 wide") else _SLACK
+    first, limit = next(iter(moved)), 1 if label.endswith(" 32 wide") else _LIMITS.get(label, _SLACK)
     ratios = {name: moved[name] / moved[first] for name in moved if name in _CLAIMED}
     return [
         Verdict(f"{label}: bytes moved of {name} <= {limit:g}x {first}", ratio <= limit, f"{ratio:.2f}x")

@@ -4,7 +4,8 @@ The yardstick is `eqx.filter_hessian`, which gives a tree of trees of blocks, he
 the tree. Of a vector the Hessian is one matrix. "products" is the least that any of them does: a Hessian-vector product
 with every row of the identity, which is given, taken in the tree and left as 18 arrays. The run time is that of a call
 as users make it, of `eqx.filter_jit` for the yardstick and of `jax.jit` for the others. Over a batch the arithmetic
-takes most of it.
+takes most of it: there the run time is held against the products, and less is claimed of the build, which compiles
+the same products of batches in all of these ways.
 """
 
 import math
@@ -39,12 +40,13 @@ def _table(mlp: eqx.nn.MLP, x: jax.Array, scale: Scale) -> Table:
     calls[_EQX] = until_done(eqx.filter_jit(eqx.filter_hessian(_loss)), (mlp, x))
     times = medians(calls, scale)
     builds = {name: program.build for name, program in programs.items()}
-    # Over a batch the products alone take more than a quarter, so there they are the measure.
-    of, limit, words = (_EQX, 1 / 4, f"1/4 of {_EQX}") if len(x) == 1 else (_PRODUCTS, 1.3, f"1.3x {_PRODUCTS}")
+    claims = {"build": (_EQX, 1 / 4, f"1/4 of {_EQX}"), "run time": (_EQX, 1 / 4, f"1/4 of {_EQX}")}
+    if len(x) > 1:  # the products alone take more than a quarter of the run time
+        claims = {"build": (_EQX, 1 / 1.5, f"1/1.5 of {_EQX}"), "run time": (_PRODUCTS, 1.3, f"1.3x {_PRODUCTS}")}
     targets = [
         Verdict(
-            f"{what} of {name} <= {words}",
-            found[name] <= limit * found[of],
+            f"{what} of {name} <= {claims[what][2]}",
+            found[name] <= claims[what][1] * found[claims[what][0]],
             f"1/{found[_EQX] / found[name]:.1f} of {_EQX}; {_PRODUCTS} 1/{found[_EQX] / found[_PRODUCTS]:.1f}",
         )
         for what, found in (("build", builds), ("run time", times))

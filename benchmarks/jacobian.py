@@ -173,7 +173,7 @@ def _kernels(subject: _Subject, scale: Scale) -> Table:
         "samples x largest": len(xs) * largest,
         "chunk x largest": subject.chunk * largest,
     }
-    limits = {_KERNEL: (4, "samples x largest"), _CHUNKED: (4, "chunk x largest")}
+    limits = {_KERNEL: (2, "J"), _CHUNKED: (4.5, "chunk x largest")}
     return _side_by_side("Kernel", subject, functions, units, limits, scale)
 
 
