@@ -4,8 +4,8 @@ The yardstick flattens and unflattens the model once. Parameters that have the s
 twice that, whoever makes them: two trees are flattened and two unflattened (the floor). Paramax holds the first layer
 fixed, as its documentation says; the others train everything.
 
-In the first call the structure is one never seen. Paths and static fields are then read node by node; the floor of that is
-to take the tree apart one level at a time, with the keys of each node, and to keep nothing.
+In the first call the structure is one never seen. Paths and static fields are then read node by node. The floor of that
+is to take the tree apart one level at a time, with the keys of each node, and to keep nothing.
 """
 
 import itertools
