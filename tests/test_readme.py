@@ -62,7 +62,7 @@ def test_what_it_says_to_write_can_be_written(tmp_path):
     assert namespace["restructure"].layout.paths == ("embed.weight", "embed.bias", "head.bias")
     assert found["fine-tune the head, then everything"].layout.paths == ("embed.weight", "embed.bias", "head.bias")
     assert found["save all, load by name"].head.bias.tolist() == net.head.bias.tolist()
-    assert found["know what your step trains"].paths == ("embed.weight", "embed.bias", "head.bias")
+    assert found["see which parameters your step trains"].paths == ("embed.weight", "embed.bias", "head.bias")
 
 
 def test_it_is_short():
