@@ -13,6 +13,7 @@ import pytest
 
 import treeparams as tp
 
+from ..nets import LONG
 from ..zoo import cost, flops
 
 SHAPES = ((2,), ()) * 16 + ((3, 1), (0,), (2, 0))  # some stand often enough to share a kernel, some once
@@ -230,7 +231,7 @@ def test_rows_that_are_not_read():
     assert np.count_nonzero(only_some(lambda s: CUT(s)[5:9])) == np.count_nonzero(ROWS[5:9])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=LONG), np.float16])
 def test_many_rows_outside_of_a_trace(dtype):
     counts = {(): 65, (1, 2): 64, (2,): 129, (2, 2): 1, (3, 0): 70}
     leaves = [np.full(shape, n + 100 * i, np.float32) for i, shape in enumerate(counts) for n in range(counts[shape])]

@@ -17,7 +17,7 @@ from treeparams.optim._rule import Rule
 from treeparams.optim._state import ModelTransformation
 from treeparams.sharding import _placement
 
-from ..nets import AUTO, EXPLICIT, mesh_of
+from ..nets import AUTO, EXPLICIT, LONG, mesh_of
 from ..zoo import assert_same, ramp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "without_type_checks")
@@ -111,8 +111,9 @@ def test_what_it_is():
     assert_same(form.cut(joined), [*slots.values()])
 
 
-@pytest.mark.parametrize("rule", [RULES["clip"], RULES["several steps"]], ids=["clip", "several steps"])
-def test_it_trains_freezes_and_thaws(rule):
+@pytest.mark.parametrize("name", [pytest.param("clip", marks=LONG), "several steps"])
+def test_it_trains_freezes_and_thaws(name):
+    rule = RULES[name]
     found = []
     for tx in (dtypes(rule, LAYOUT), optim.stacked(rule, LAYOUT)):  # which equals Optax leaf by leaf, and compiles fast
         model = model_of()
@@ -189,7 +190,12 @@ def on_one_device(rule):
 
 @pytest.mark.parametrize(
     ("name", "kind", "takes"),
-    [("adam", AUTO, "form"), ("clip", EXPLICIT, "model"), ("clip", EXPLICIT, "form"), ("several steps", AUTO, "model")],
+    [
+        ("adam", AUTO, "form"),
+        ("clip", EXPLICIT, "model"),
+        pytest.param("clip", EXPLICIT, "form", marks=LONG),
+        pytest.param("several steps", AUTO, "model", marks=LONG),
+    ],
 )
 def test_it_lies_over_devices(name, kind, takes, in_plans):
     model, rule = model_of(), RULES[name]

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import treeparams as tp
 
+from ..nets import LONG
 from ..zoo import ramp
 from .test_mesh import (
     AUTO,
@@ -143,7 +144,7 @@ def test_views_of_stacks_over_devices(kind, within):
             assert jax.tree.map(spec_of, changed) == jax.tree.map(spec_of, stacks)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [(AUTO, True), (EXPLICIT, False), (EXPLICIT, True)])
+@pytest.mark.parametrize(("kind", "rows"), [(AUTO, True), pytest.param(EXPLICIT, False, marks=LONG), (EXPLICIT, True)])
 def test_gradients_in_stacks_over_devices(kind, rows):
     """Over the axes of each row, and over the rows: layers that lie on different devices."""
     mesh = mesh_of(kind, 2)

@@ -131,7 +131,11 @@ if hasattr(jax, "shard_map"):  # XLA's partitioner of JAX 0.6 moves leaves of on
     CASES["many rules, parameters"] = (BY_SPEC, mesh_of(4), "parameters", {}, {})
 
 
-@pytest.mark.parametrize("name", CASES)
+# What these say, those of more devices, of pieces, and of many rules say too.
+LONG_CASES = ("owned, parameters, 1 device", "whole, parameters")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if name in LONG_CASES else ()) for name in CASES])
 def test_layers_in_a_scan_are_those_of_one_device(name):
     rules, mesh, split, axes, options = CASES[name]
     microbatches = 2 if "pieces" in name else 1

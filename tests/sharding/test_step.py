@@ -88,10 +88,9 @@ class Case(NamedTuple):
 # Each rule in one form that divides it or more, each form with what counts, what clips and what skips.
 CASES = [
     Case("clip by Optax", "tree", SPLIT, mesh_of(4)),
-    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("sgd", "clip", "every second step")],
-    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in ("clip", "if finite", "muon", "lamb")],
+    *[Case(name, "vector", SPLIT, mesh_of(4, EXPLICIT)) for name in ("clip", "every second step")],
+    *[Case(name, "stacks", MIXED, mesh_of(4, EXPLICIT)) for name in ("clip", "if finite", "muon")],
     Case("clip", "tree", SPLIT, mesh_of(2, EXPLICIT), "state"),
-    Case("momentum", "vector", SPLIT, mesh_of(1, EXPLICIT)),
     Case("adafactor", "stacks", MIXED, mesh_of(2), "state"),
     Case("adam", "vector", {"**": "whole"}, mesh_of(2)),
     Case("momentum", "stacks", {"layers.*.b": "whole", **MIXED}, mesh_of(8, EXPLICIT)),
@@ -100,6 +99,9 @@ CASES = [
     Case("sgd", "tree", {"embed": P(("replica", "fsdp")), **SPLIT}, two_axes(("replica", "fsdp")), "gradients", AXES),
 ]
 LONG_CASES = [
+    Case("sgd", "vector", SPLIT, mesh_of(4, EXPLICIT)),
+    Case("lamb", "stacks", MIXED, mesh_of(4, EXPLICIT)),
+    Case("momentum", "vector", SPLIT, mesh_of(1, EXPLICIT)),
     Case("adafactor", "tree", {"**": "whole"}, mesh_of(4)),
     Case("every second step", "tree", SPLIT, mesh_of(4)),
 ]
