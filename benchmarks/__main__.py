@@ -52,6 +52,7 @@ def main() -> None:
     start, claims, sections = time.perf_counter(), [], []
     print(_INTRODUCTION, _machine(), sep="\n")
     for name in arguments.subjects or _SUBJECTS:
+        began = time.perf_counter()
         module = importlib.import_module(f"{__package__}.{name}")
         sections.append(f"## {name}\n\n{inspect.getdoc(module)}\n")
         print(f"\n{sections[-1]}")
@@ -60,6 +61,8 @@ def main() -> None:
             print(sections[-1], flush=True)
             verdicts = [line for line in table.lines if isinstance(line, Verdict)]
             claims += [[name, each.target, each.found, each.word] for each in verdicts]
+        sections.append(f"This took {time.perf_counter() - began:.0f} s.\n")
+        print(sections[-1], flush=True)
         jax.clear_caches()
     took = f"All of it took {time.perf_counter() - start:.0f} s."
     print(took)

@@ -1,4 +1,4 @@
-"""Saving a model of 1 GB to a file and loading it, next to the formats of others; two models that share all arrays.
+"""Saving a model of 250 MB to a file and loading it, next to the formats of others; two models that share all arrays.
 
 The numbers are float32 of random bits, so that nothing can be compressed, in leaves of one size. Files lie where Python
 puts temporary ones (the variable TMPDIR says where), which should be a local disk. Every save ends when the file and
@@ -56,7 +56,7 @@ class Peer(NamedTuple):
 
 
 def run(scale: Scale) -> Iterator[Table]:
-    total, counts = (100_000, (4,)) if scale.is_smoke else (1_000_000_000, (10, 200, 5000))
+    total, counts = (100_000, (4,)) if scale.is_smoke else (250_000_000, (10, 200, 5000))
     fewer = scale._replace(rounds=min(scale.rounds, _MOST))
     saves, loads, memory = {}, {}, {}
     measured = [_TP] if scale.is_smoke else [*_PEERS] if os.path.exists("/proc/self/status") else []
