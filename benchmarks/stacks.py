@@ -113,7 +113,7 @@ def _updates(rule: str, sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     yield found.firsts(f"{rule}: trace, lower, compile", [target], found.names)
     if _PRODUCTS in steps:
         targets = [_at_most(_SLACK, f"{what} run time", steps, _ROW_BY_ROW, _PRODUCTS)]
-        targets.append(_at_most(1, f"{what} run time", steps, _STACKS, _JAX))
+        targets.append(_at_most(_SLACK, f"{what} run time", steps, _STACKS, _JAX))
     else:
         targets = [_at_most(1 / 2, f"{what} run time", steps, name, _JAX) for name in (_STACKS, _ROW_BY_ROW)]
     targets.append(_at_most(1, f"{what} run time", steps, _STACKS, _STACKED))
