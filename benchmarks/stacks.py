@@ -156,7 +156,7 @@ def _whole_steps(sizes: Sequence[int], scale: Scale) -> Iterator[Table]:
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
     task = lambda leaves: Task(leaves, optimiser, averages=True)
     makers = lambda leaves: {name: functools.partial(make, task(leaves)) for name, make in _STEPS.items()}
-    largest = {name: many for name in _STEPS if name not in (_STACKS, _FLOOR)}
+    largest = {name: many for name in _STEPS if name not in (_STACKS, _FLOOR)} | {_EQX: sizes[0]}
     found = _sweep(makers, sizes, largest, scale, unchecked=[_FLOOR])
     builds, steps = _builds_and_steps(found.timings[many])
     longest = found.timings[most][_STACKS].first
@@ -260,7 +260,7 @@ def _cut_out(leaves: int, scale: Scale) -> Table:
 
 
 def _large(scale: Scale) -> Iterator[Table]:
-    longer = scale._replace(seconds=4 * scale.seconds)
+    longer = scale._replace(seconds=2 * scale.seconds)
     n, half, several = (32, 16, 2) if scale.is_smoke else (2048, 1024, 200)
     different = {"large": _chain(range(n, n + 40, 8))}
     yield _large_table(f"4 large leaves, from {n}x{n + 8} on, each of another shape", different, longer)
