@@ -58,7 +58,7 @@ def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
 def test_decay_or_tau_is_given(make):
     model = {"w": ramp(1)}
     for options, got in (({}, "neither"), ({"decay": 0.9, "tau": 0.1}, "both")):
-        with pytest.raises(TypeError, match=rf"give one of decay, .*, and tau = 1 - decay, .*; got {got}$"):
+        with pytest.raises(TypeError, match=rf"pass either decay, .*, or tau = 1 - decay, .*; got {got}$"):
             make(model, **{"model": model} | options) if make is tp.ema else make(model, **options)
     with pytest.raises(ValueError, match=r"^tau must be between 0 and 1, got 1\.5$"):
         make(model, **({"model": model} if make is tp.ema else {}), tau=1.5)

@@ -356,7 +356,7 @@ def test_errors():
         tp.moved(lambda w: (jnp.sum(w), w))(X)
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         tp.moved(lambda m: (m, float(jnp.sum(m["a"]))))(FOUR)
-    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
 
 
 def test_what_is_no_step_is_refused(without_type_checks):

@@ -94,7 +94,7 @@ def _first_row(x: jax.Array) -> jax.Array:
         ({"bais": jnp.ones(2)}, ValueError, r"'bais' selects nothing; nearest: 'bias'"),
         ({"act": jnp.ones(2)}, ValueError, r"'act' selects no parameter"),
         ({"**": jnp.zeros_like, "bias": jnp.ones(2)}, ValueError, r"'bias' comes too late: '\*\*' before it"),
-        (["bias"], TypeError, r"values is a dictionary \{where: value\}, got list"),
+        (["bias"], TypeError, r"values must be a dictionary \{where: value\}, got list"),
     ],
 )
 def test_what_does_not_fit(values: Any, error: type[Exception], message: str):

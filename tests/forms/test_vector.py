@@ -34,7 +34,7 @@ def test_a_fresh_buffer_always(leaf):
 def test_the_dtype_of_the_vector():
     assert tp.ravel(MIXED, "bf16", jnp.float32)[0].dtype == jnp.float32
     assert tp.ravel({"w": ramp(2)}, dtype=float)[0].dtype == jnp.float32  # JAX's dtypes
-    with pytest.warns(UserWarning, match="is float32, not float64 as asked, unless jax_enable_x64 is set"):
+    with pytest.warns(UserWarning, match="is float32 and not float64, because jax_enable_x64 is not set"):
         assert tp.ravel({"w": ramp(2)}, dtype=np.float64)[0].dtype == jnp.float32
     # A gradient in float32 is not rounded to the leaf's dtype on its way.
     _, restructure = tp.ravel({"w": ramp(4, dtype=jnp.bfloat16)}, dtype=jnp.float32)
