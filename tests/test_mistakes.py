@@ -180,8 +180,8 @@ FORMS: list[Row] = [
     ("pad_to=0", lambda t: tp.ravel(t.model, pad_to=0), ValueError, "a whole number of elements, at least 1, got 0"),
     ("view: a typo", lambda t: t.back.view(t.vector)["layers.0.wieght"], KeyError, "nearest: 'layers.0.weight'"),
     ("view: a shape", lambda t: t.back.view(t.vector).at["layers.0"].set(t.x[0]), ValueError, "expected a number|shap"),
-    ("stack: groups", lambda t: tp.stack(t.model, groups=["layers.0"]), TypeError, "groups is a dictionary"),
-    ("stacks of a vector", lambda t: tp.stack(t.model)[1](t.vector), TypeError, "stacks as of tp.stack, a dictionary,"),
+    ("stack: groups", lambda t: tp.stack(t.model, groups=["layers.0"]), TypeError, "groups must be a dict"),
+    ("stacks of a vector", lambda t: tp.stack(t.model)[1](t.vector), TypeError, "the stacks of tp.stack, a dictiona"),
 ]
 
 

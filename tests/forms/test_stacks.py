@@ -136,7 +136,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"'float32\[2,2\]'.*'m'; there is no such stack"),
+        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"rows of 'm' in 'float32\[2,2\]'; there is no such stack"),
         (
             lambda: WAY(ROWS | {"float32[2]": None}),
             ValueError,
@@ -171,9 +171,9 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             r"'float32\[2\]'.*'a.0', .*; got complex64",
         ),
         (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got float"),
-        (lambda: WAY(ROWS["float32[2]"]), TypeError, r"as of tp.stack, a dictionary, got float32\[2,2\]"),
-        (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*View"),
-        (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*mappingproxy"),
+        (lambda: WAY(ROWS["float32[2]"]), TypeError, r"the stacks of tp.stack, a dictionary, got float32\[2,2\]"),
+        (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "the stacks of tp.stack.* got .*View"),
+        (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "stacks of tp.stack.* got .*mappingproxy"),
         (lambda: WAY(GROUPED), ValueError, r"one too many, 'float32\[2(,2)?\]' of group '(vectors|rest)'"),
         (lambda: WITH_GROUPS(ROWS), ValueError, r"one too many, 'float32\[2(,2)?\]'"),
         (
@@ -182,7 +182,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
             r"'float32\[2,2\]' of group 'rest'.*'m'; there",
         ),
         (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
-        (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' lies in a vector, at layout.slice\('m'\)"),
+        (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' is in a vector, at layout.slice\('m'\)"),
         (lambda: WAY.place("a"), KeyError, "'a'.*no path of a leaf|'a' is"),
         (lambda: WAY.place("n"), KeyError, "no parameter"),
         (lambda: WAY.ravel({"a": SMALL["a"]}), ValueError, "found none for 'm'"),
@@ -286,8 +286,8 @@ def test_a_group_left_empty_and_a_tie_by_its_source():
         ({"x": "t", "rest": "**"}, ValueError, "'t' names 't', but 'm' and 't' are one array.* or write 'm'"),
         ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it took all that it selects"),
         ({"x": ["a", "!m.wrong"], "rest": "**"}, ValueError, "'m.wrong' selects nothing"),
-        (["**"], TypeError, r"groups is a dictionary \{name: where\}, got"),
-        ({3: "**"}, TypeError, r"groups is a dictionary \{name: where\}, got"),
+        (["**"], TypeError, r"groups must be a dictionary \{name: where\}, got"),
+        ({3: "**"}, TypeError, r"groups must be a dictionary \{name: where\}, got"),
     ],
 )
 def test_groups_that_are_refused(groups, error, message):

@@ -165,7 +165,7 @@ def test_an_option_means_what_it_says_at_each_call():
 
 @pytest.mark.parametrize("leaves", [1, 16])
 def test_a_vector_that_programs_cannot_address_is_refused_by_name(leaves):
-    message = r"of 4,294,967,296 elements is longer than the 2,147,483,647 .*; take stacks, tp.stack"
+    message = r"of 4,294,967,296 elements is longer than the 2,147,483,647 .*; use stacks, tp.stack"
     model = [jax.ShapeDtypeStruct((2**32 // leaves,), "float32")] * leaves
     edge = [jax.ShapeDtypeStruct((2**31 - 1,), "float32")]
     shape_of = lambda model, pad_to=1: jax.eval_shape(lambda model: tp.ravel(model, pad_to=pad_to)[0], model).shape
