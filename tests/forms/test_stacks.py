@@ -136,7 +136,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"rows of 'm' in 'float32\[2,2\]'; there is no such stack"),
+        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"of 'm' in 'float32\[2,2\]'; there is no such stack"),
         (
             lambda: WAY(ROWS | {"float32[2]": None}),
             ValueError,
