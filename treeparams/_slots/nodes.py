@@ -13,9 +13,9 @@ from .where import Where, found_in, name_of, read
 
 
 def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
-    """The outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
+    """Returns the outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
 
-    Remembered, but for functions, which may find others at the next call.
+    The result is remembered, except for functions, which may find others at the next call.
     """
 
     def find() -> list[Span]:
@@ -50,7 +50,7 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
 
 
 def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
-    """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
+    """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
     if len(spans) == 1 and cls in (list, tuple, dict) and _is_one(structure, where, cls):
@@ -67,9 +67,9 @@ def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[
 
 
 def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
-    """Whether a `where` that found one list, or dictionary, means that and not the nodes in it.
+    """Returns whether a `where` that found one list, or dictionary, means that node and not the nodes in it.
 
-    A glob may stand for the layers of a net of which there is one, a dictionary; hardly for one that is a list.
+    A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
     """
     if isinstance(where, str):
         return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
@@ -102,5 +102,5 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
 
 
 def _entries_within(structure: Structure, span: Span) -> list[tuple[str, ...]]:
-    """The entries of the leaves in a node, from the node on."""
+    """Returns the entries of the leaves in a node, relative to the node."""
     return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]

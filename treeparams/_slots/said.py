@@ -1,4 +1,4 @@
-"""Which parameters are trained: by a mask, a `where`, what classes declare, `freeze` and `thaw`."""
+"""Decides which parameters are trained: by a mask, a `where`, declarations of classes, `freeze` and `thaw`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
 
 
 def change(structure: Structure, follows: Follows, said: Said, where: Where | None, trained: bool) -> None:
-    """Adds the statement of `freeze=` or `thaw=`, which stands above all that was said before."""
+    """Applies `freeze=` or `thaw=`, which overrides everything before it."""
     if where is None:
         return
     selected = select(structure, where, follows)
@@ -63,17 +63,17 @@ def change(structure: Structure, follows: Follows, said: Said, where: Where | No
 
 
 def declared_frozen(structure: Structure) -> frozenset[int]:
-    """The leaves that the classes of the nodes above them declare frozen."""
+    """Returns the leaves that the classes of the nodes above them declare frozen."""
     return frozenset[int]().union(*_declarations(structure))
 
 
 def _declarations(structure: Structure) -> list[frozenset[int]]:
-    """The leaves that each declaration freezes."""
+    """Returns the leaves that each declaration freezes."""
     return [each for node, said in declaring_nodes(structure) for each in _frozen_below(structure, node, said)]
 
 
 def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
-    """The nodes whose classes declare something, with the declarations."""
+    """Returns the nodes whose classes declare something, with the declarations."""
     found = [(node, declared(node.cls, registry.version)) for node in structure.nodes]
     return [(node, said) for node, said in found if any(said)]
 
@@ -109,7 +109,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
 
 
 def as_mask(structure: Structure, value: object) -> list[bool] | None:
-    """The flags per leaf if `value` is a mask; `None` if it is something else."""
+    """Returns the flag of each leaf if `value` is a mask, otherwise `None`."""
     if value is None or isinstance(value, (str, re.Pattern, type, Leaves)):
         return None
     # A mask and a `where` may both be a sequence, a function or a Module. A tree whose leaves are all bools is a mask;
@@ -132,7 +132,7 @@ def as_mask(structure: Structure, value: object) -> list[bool] | None:
 
 
 def _other_structure(structure: Structure, mask: object, flags: Sequence[Any], treedef: TreeDef) -> str:
-    """The message on a mask that has not the structure of the model."""
+    """Returns the error message for a mask that does not have the structure of the model."""
     if jtu.treedef_is_leaf(treedef):
         return (
             f"trainable={mask!r} is no mask, which has a bool at every leaf of the model. Everything that is not "

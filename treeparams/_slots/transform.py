@@ -1,4 +1,4 @@
-"""Linear functions that are recognised again, from the source of a tie to an alias."""
+"""Linear functions from the source of a tie to an alias, which can be recognised again in other processes."""
 
 import functools
 import importlib
@@ -55,9 +55,9 @@ class Transform:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
     def tried(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
-        """The shape and dtype of the result, and whether it is the array itself, as by a transpose of one axis.
+        """Returns the shape and dtype of the result, and whether it is the array itself (a transpose of one axis).
 
-        The array at an alias is then that at its source, and nothing tells such a tie from one without a transform.
+        The array at an alias is then the array at its source, and such a tie is the same as one without a transform.
         """
         source = jax.ShapeDtypeStruct(shape, dtype)
         try:
@@ -74,7 +74,7 @@ class Transform:
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, str]:
-    """The module and the name by which a function is found in another process."""
+    """Returns the module and the name by which another process finds a function."""
     module = getattr(function, "__module__", None)
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:

@@ -1,4 +1,4 @@
-"""The one reader of a `where` (see `tp.layout`): the nodes and leaves that it matches, and the leaves in these."""
+"""Reads a `where` (see `tp.layout`): the nodes and leaves that it matches, and the leaves in these."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtr
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """A `where` that asks each parameter by itself."""
+    """A `where` that applies a predicate to each parameter."""
 
     predicate: Callable[[str, jax.ShapeDtypeStruct], bool]
 
@@ -32,7 +32,7 @@ Where = str | re.Pattern[str] | type | Leaves | Callable[[Any], Any] | Sequence[
 
 
 def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
-    """A `where` that selects the parameters for which a predicate holds.
+    """Returns a `where` that selects the parameters for which a predicate holds.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
@@ -40,14 +40,14 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
     ('layers.0.weight', 'layers.1.weight')
 
     Args:
-        predicate: called as `predicate(path, leaf)` once per path, with a `jax.ShapeDtypeStruct` for the leaf, and
-            returns a bool. A tie is asked at each of its paths and must be selected as a whole.
+        predicate: called as `predicate(path, leaf)` once per path, with a `jax.ShapeDtypeStruct` for the leaf; returns
+            a bool. It is called for each path of a tie, and must select all of them or none.
 
     Returns:
-        The `where`, for any function of this library that takes one.
+        The `where`, which you can pass to any function of this library that accepts one.
 
     Raises:
-        TypeError: the predicate cannot be called; when it is used: it does not return a bool.
+        TypeError: the predicate is not callable; or, when it is used, it does not return a bool.
     """
     if not callable(predicate):
         raise TypeError(f"tp.leaves takes a function of path and leaf, got {describe(predicate)}")
@@ -65,12 +65,12 @@ class Match(NamedTuple):
     is_listed: bool = False  # one of several nodes that a callable returns
 
     def leaves(self) -> frozenset[int]:
-        """The leaves in these nodes."""
+        """Returns the leaves in these nodes."""
         return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[Match], list[Match]]:
-    """What a `where` selects and what it takes away, for each single one in it."""
+    """Returns the matches that a `where` selects and those that it excludes, one for each single `where` in it."""
     chosen: list[Match] = []
     away: list[Match] = []
     for each in _single(where):
@@ -94,7 +94,7 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
 
 
 def no_where(structure: Structure, value: object) -> str:
-    """The message on what says in no way which parameters are meant."""
+    """Returns the error message for a value that is not a `where`."""
     expected = (
         "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
         "model to nodes of it, or a sequence of these)"
@@ -181,7 +181,7 @@ def _by_predicate(structure: Structure, where: Leaves) -> Iterator[Span]:
 
 
 def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Match]:
-    """The nodes that a callable returns, each by itself."""
+    """Returns the nodes that a callable returns, as one match each."""
     # Called with a tree that has an object of its own at each leaf, so that its nodes can be found again: the model's
     # own leaves may be one object at several paths.
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
@@ -209,7 +209,7 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
 
 
 def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) -> Iterator[Span]:
-    """The nodes of the model in a tree that is one, or is made of some."""
+    """Yields the nodes of the model in a tree that is one, or that contains some."""
     node = _node(structure, number, found)
     if node is not None:
         yield node
@@ -219,7 +219,7 @@ def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) ->
 
 
 def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Span | None:
-    """The node of the model that a tree is; `None` if it is none."""
+    """Returns the node of the model that a tree is, or `None`."""
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
@@ -242,9 +242,10 @@ def select(
     kind: str = "parameter",
     may_be_empty: bool = False,
 ) -> frozenset[int]:
-    """The leaves that `where` selects: of the parameters, or among others.
+    """Returns the leaves that `where` selects, among the parameters or among other leaves.
 
-    `follows` says which aliases are selected as their source is, and else only where they are named alone.
+    `follows` holds the aliases that are selected together with their source; otherwise they are selected only if
+    nothing else is.
     """
     among = structure.parameters if among is None else among
     chosen, away = read(structure, where)
@@ -256,10 +257,11 @@ def select(
 
 
 def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
-    """The places of parameters that a single `where` selects, of all leaves that it does.
+    """Returns the leaves of parameters that a single `where` selects, from all leaves that it matches.
 
-    A tie that a class declares, or a layout was given, is selected by its source, or by an alias alone. A `where` that
-    selects an alias beside others, as a node does that holds it, says nothing of the tie.
+    A tie that a class declares, or a layout was given, is selected by its source, or by an alias if nothing else is
+    selected. A `where` that selects an alias together with others, as the node that holds it does, leaves the tie as it
+    is.
     """
     # `freeze="decoder"` is about a weight tied to the encoder's only if the decoder holds nothing else: with a bias of
     # its own beside the weight, it is about the bias alone.
@@ -272,7 +274,7 @@ def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
 def found_in(
     structure: Structure, match: Match, among: Collection[int], kind: str = "parameter", may_be_empty: bool = False
 ) -> frozenset[int]:
-    """The leaves that a single `where` selects; an error if there are none."""
+    """Returns the leaves that a single `where` selects; raises a `ValueError` if there are none."""
     selected = match.leaves()
     found = selected.intersection(among)
     if found or may_be_empty:
@@ -286,13 +288,13 @@ def found_in(
 
 
 def some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
-    """A few of these leaves, in words."""
+    """Describes a few of these leaves."""
     shown = ", ".join(structure.describe(i) for i in sorted(selected)[:count])
     return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
-    """The name of a `where` in messages; of a lambda with its line, which names it until somebody edits the file."""
+    """Returns the name of a `where` for messages; for a lambda its line, which is right until the file changes."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
     if isinstance(where, Leaves):
