@@ -136,8 +136,7 @@ class Index:
 
     @functools.cached_property
     def gathers(self) -> Gathers:
-        """The functions that take a model apart, made when a model is first taken apart; a layout alone does not need
-        them.
+        """The functions that take a model apart, made when a model is first taken apart.
 
         Each leaf is one of four kinds: at a slot, an array that is kept, a value that is not an array, or computed from
         a slot. A leaf that holds the array of an earlier leaf shares the place of that leaf.
