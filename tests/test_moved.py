@@ -348,7 +348,7 @@ def test_the_loss_beside_each_path():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; write def step\(model"):
+    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; return the model"):
         tp.moved(lambda m: jnp.sum(m["a"]))(FOUR)
     with pytest.raises(TypeError, match=r"got float32\[\], dict; write tp.moved\(lambda .* step\(.*\)\[1\]"):
         tp.moved(lambda m: (jnp.sum(m["a"]), m))(FOUR)

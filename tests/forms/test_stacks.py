@@ -284,7 +284,7 @@ def test_a_group_left_empty_and_a_tie_by_its_source():
         ({"x": "a", "rest": "b*"}, ValueError, r"'b\*' selects nothing"),
         ({"x": "n", "rest": "**"}, ValueError, "'n' selects no parameter"),
         ({"x": "t", "rest": "**"}, ValueError, "'t' names 't', but 'm' and 't' are one array.* or write 'm'"),
-        ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it took all that it selects"),
+        ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it selects the same parameters"),
         ({"x": ["a", "!m.wrong"], "rest": "**"}, ValueError, "'m.wrong' selects nothing"),
         (["**"], TypeError, r"groups must be a dictionary \{name: where\}, got"),
         ({3: "**"}, TypeError, r"groups must be a dictionary \{name: where\}, got"),

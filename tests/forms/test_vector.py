@@ -71,7 +71,7 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
         (lambda r: r(np.ones((3, 1), "f")), ValueError, r"got shape \(3, 1\); map over a stack .* with jax.vmap"),
         (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
         (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
-        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; take vector.real"),
+        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; pass vector.real"),
         (lambda r: r([1.0, 2.0, 3.0]), TypeError, "got list"),
         (lambda r: r.ravel({"a": ramp(2)}), ValueError, "2 trained parameters, found none for 'b'"),
         (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),

@@ -107,7 +107,7 @@ def grouped(key: object, words: str, **others: Any) -> Row:
 ADAPTED: list[Row] = [
     grouped("layer.0", NEAREST),
     grouped(("**", "!layer.0"), NEAREST),
-    grouped("!layers.0", r"only takes away; write what it takes from before it: \['\*\*', '!layers.0'\]"),
+    grouped("!layers.0", r"only excludes; write what to select before it: \['\*\*', '!layers.0'\]"),
     grouped(re.compile("wieght"), "'wieght' selects nothing; nearest"),
     grouped(eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear"),
     grouped(tp.leaves(lambda path, leaf: leaf.ndim == 5), r"lambda at test_mistakes.py:\d+\) selects nothing"),

@@ -73,7 +73,7 @@ def test_a_field_is_a_field_of_equinox():
     metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
     assert (metadata["unit"], metadata["trainable"]) == ("m", False)
     assert "trainable" not in tp.field().metadata
-    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
+    with pytest.raises(ValueError, match=r"a static field is not part of the tree.*drop `static=True` or `trainable"):
         tp.field(trainable=True, static=True)
 
 

@@ -121,14 +121,14 @@ def _in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
 
 
 _UNSAID = (
-    "{0}: one array, the same number throughout, so they train as one parameter. Where they only begin alike, write "
-    "model = tp.untie(model), or give each an array of its own. Where they are meant to be one, say so: "
-    "tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
+    "{0} are one array, whose elements are all equal, so they train as one parameter. If they only start with equal "
+    "values, write model = tp.untie(model), or make a separate array for each. If they are meant to be tied, declare "
+    "it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
 )
 _COPIES = (
-    "the model is {0} times one and the same node: {1} hold the same arrays, so they train as one. Where they are to "
-    "train apart (an ensemble, a target network), write model = tp.untie(model), or tp.copy for each. Where they are "
-    "meant to be one, hold it once, or say so: tp.field(tied_to=...) in a class, tp.tie(model, alias, to=path), or "
+    "the model is the same node {0} times: {1} hold the same arrays, so they train as one. To train them separately "
+    "(an ensemble, a target network), write model = tp.untie(model), or use tp.copy for each. If they are meant to be "
+    "tied, hold the node once, or declare it: tp.field(tied_to=...) in a class, tp.tie(model, alias, to=path), or "
     "tp.layout(model, ties={{alias: path}})"
 )
 
@@ -166,9 +166,9 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
 
 
 _PARTED = (
-    "{} were one array in a model of this structure that was met before. In this one they are two, equal bit for bit, "
-    "as jax.jit, jax.tree.map, a cast or a loaded file leaves them, and each trains by itself. Tie them again: model = "
-    "{}; tp.jit and tp.saving keep ties. Where they are to part, write model = tp.untie(model)"
+    "{} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
+    "jax.jit, jax.tree.map, a cast or a loaded file, and each trains separately. Tie them again: model = {}; tp.jit "
+    "and tp.saving keep ties. To train them separately, write model = tp.untie(model)"
 )
 
 

@@ -53,10 +53,12 @@ class Layout:
         vars(self)["_index"] = index  # equal models share one layout, so it must not change
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
+        raise AttributeError(
+            f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
+        )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Layout does not change; {name!r} cannot be deleted")
+        raise AttributeError(f"a Layout is immutable, so {name!r} cannot be deleted")
 
     # -- What it says
 
@@ -293,18 +295,20 @@ def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, .
 def slot_at(layout: Layout, path: str) -> int:
     """Returns the number of the slot at a path."""
     if not isinstance(path, str):
-        raise TypeError(f"a layout is asked by path, got {path!r}; the slots in order are layout.slots")
+        raise TypeError(f"expected a path, got {path!r}; layout.slots are the slots in order")
     index, structure = index_of(layout), index_of(layout).structure
     leaf = structure.index.get(path)
     if leaf in index.by_leaf:
         return index.by_leaf[leaf]
     if leaf is None and any(path == node.path for node in structure.nodes):
-        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
+        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
     if leaf is None:
-        raise KeyError(f"{path!r} is no path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}")
+        raise KeyError(
+            f"{path!r} is not a path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}"
+        )
     if structure.is_parameter(leaf):
         raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
-    raise KeyError(f"{structure.describe(leaf)} is no parameter")
+    raise KeyError(f"{structure.describe(leaf)} is not a parameter")
 
 
 def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
@@ -314,7 +318,7 @@ def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
     found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
     if not found:
         path = index.structure.paths[min(leaves)]
-        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}; layout.thaw({path!r}) trains it")
+        raise ValueError(f"{where!r} selects only frozen parameters, such as {path!r}; layout.thaw({path!r}) trains it")
     return tuple(sorted(found))
 
 

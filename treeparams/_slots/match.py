@@ -81,13 +81,13 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     model, paths = index.structure, structure.paths
     if not structure.nodes and model.nodes:
         raise ValueError(
-            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes one by "
-            "restructure(vector)"
+            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes a "
+            "model by restructure(vector)"
         )
     if type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
         raise ValueError(
             f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
-            "of one call, pass the one that is meant"
+            "of one call, pass only the one that you mean"
         )
     if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
         # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
@@ -98,7 +98,7 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         # Functions are in a model, and not in what is made of one.
         is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
-        remedy = "; the model comes first, then what is made of it" if is_model else nearest(unknown[0], model.paths)
+        remedy = "; the model comes first, then the other tree" if is_model else nearest(unknown[0], model.paths)
         raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
     pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
     return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
@@ -117,12 +117,12 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         paths, source = [index.structure.paths[alias.leaf] for alias, _ in entries], index.structure.paths[position]
         if tied == "first":
             raise ValueError(
-                f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
+                f"the tree has a value only at {paths[0]!r}, which is computed from {source!r}; put it at {source!r}"
             )
         raise ValueError(
-            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
+            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say how to read them: "
             'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; '
-            'of several trees a word for each, tied=("sum", "first")'
+            'for several trees pass one word per tree, tied=("sum", "first")'
         )
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
@@ -207,8 +207,8 @@ def slot_gradients(
             array = jnp.asarray(value)
             if wide and not is_inexact(array.dtype):
                 raise TypeError(
-                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; where it is one, "
-                    "write gradient.astype(float)"
+                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; if it is a "
+                    "gradient, write gradient.astype(float)"
                 )
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
                 if tied == "first":

@@ -42,10 +42,10 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
                 covered.update(leaves)
         elif not taken.issuperset(leaves):
             raise ValueError(
-                f"{name_of(where)} takes away a part of the node {span.path!r}; name the nodes that you mean"
+                f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
             )
     if not found:
-        raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
+        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
@@ -60,8 +60,8 @@ def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[
         difference = next(_differences(structure, first, span), None)
         if difference is not None:
             raise ValueError(
-                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Name those "
-                "that are alike"
+                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
+                "nodes that are alike"
             )
     return spans
 
@@ -82,11 +82,11 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
     ours, theirs = _entries_within(structure, first), _entries_within(structure, other)
     if ours != theirs:
         only = set(ours) ^ set(theirs)
-        yield f"one of them alone has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
+        yield f"only one of them has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
         return
     for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
         if structure.specs[i] != structure.specs[j]:
-            yield f"{structure.describe(i)} is not as {structure.describe(j)}"
+            yield f"{structure.describe(i)} differs from {structure.describe(j)}"
     if first.number is None or other.number is None:
         return
     nodes = [structure.nodes[n : structure.nodes[n].last] for n in (first.number, other.number)]

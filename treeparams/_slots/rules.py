@@ -40,7 +40,7 @@ def first_entries(
             earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
             raise ValueError(
                 f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before it "
-                "took all that it selects; the first that selects a parameter has it"
+                "selects the same parameters; the first entry that selects a parameter decides"
             )
         found |= dict.fromkeys(left, number)
     return found
@@ -53,6 +53,6 @@ def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
         source, paths = index.sources[leaf], index.structure.paths
         raise ValueError(
             f"{name_of(where)} names {paths[leaf]!r}, but {paths[source]!r} and {paths[leaf]!r} are one array. "
-            f"Either give {paths[leaf]!r} a copy of its own (tp.copy, as for a target network; tp.untie), or write "
+            f"Either make {paths[leaf]!r} a separate array (tp.copy, as for a target network; tp.untie), or write "
             f"{paths[source]!r}"
         )

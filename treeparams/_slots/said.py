@@ -37,7 +37,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
         if found <= frozen:
             raise ValueError(
                 f"{name_of(match.where)} selects only leaves that are declared frozen ({some(structure, found)}); "
-                "to train them all the same, write thaw=... in place of trainable=..."
+                "to train them anyway, write thaw=... instead of trainable=..."
             )
         selected |= whole(found, follows)
     for match in away:
@@ -47,7 +47,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
         own = each.intersection(structure.parameters)
         said |= dict.fromkeys(own if own <= follows.keys() else own.difference(follows), False)
     if away and not any(said.values()):
-        raise ValueError(f"{name_of(trainable)} selects nothing: all of it is taken away or declared frozen")
+        raise ValueError(f"{name_of(trainable)} selects nothing: everything is excluded or declared frozen")
     return said
 
 
@@ -91,7 +91,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
         below.setdefault(structure.entries[i][depth : depth + 1][0], []).append(i)
     if any(entry.isdigit() for entry in below):
         raise TypeError(
-            f"{node.cls.__qualname__} says of its fields what is trained but is a pytree without names; register "
+            f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
             "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
         )
     for name, trained in said.fields.items():
@@ -127,7 +127,7 @@ def as_mask(structure: Structure, value: object) -> list[bool] | None:
         if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
             raise TypeError(no_where(structure, value))
         kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
-        raise TypeError(f"a mask holds Python bools, got {kinds}; write jax.tree.map(bool, mask) where these are flags")
+        raise TypeError(f"a mask must hold Python bools, got {kinds}; write jax.tree.map(bool, mask) if they are flags")
     return [] if has_its_structure and not flags else None
 
 
@@ -135,15 +135,15 @@ def _other_structure(structure: Structure, mask: object, flags: Sequence[Any], t
     """Returns the error message for a mask that does not have the structure of the model."""
     if jtu.treedef_is_leaf(treedef):
         return (
-            f"trainable={mask!r} is no mask, which has a bool at every leaf of the model. Everything that is not "
-            "declared frozen trains by itself; write freeze='**' in tp.layout to train nothing"
+            f"trainable={mask!r} is not a mask, which has a bool at every leaf of the model. Everything that is not "
+            "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
         )
     paths = scan(mask, flags, treedef).paths
     missing, extra = set(structure.paths) - set(paths), set(paths) - set(structure.paths)
     differs = (
         f"it has no {min(missing)!r}"
         if missing
-        else f"it has {min(extra)!r}, which the model has not"
+        else f"it has {min(extra)!r}, which the model does not have"
         if extra
         else f"its nodes are of other types: got {treedef}"
     )

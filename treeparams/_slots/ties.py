@@ -125,7 +125,7 @@ def _root(
         at, transform = above[at]
         transforms = transforms if transform is None else (transform, *transforms)
         if at in passed:
-            raise ValueError(f"the ties of {structure.paths[start]!r} run in a circle; name one path as the source")
+            raise ValueError(f"the ties of {structure.paths[start]!r} form a cycle; name one path as the source")
         passed.add(at)
     return at, transforms
 
@@ -167,7 +167,7 @@ def parameter_at(structure: Structure, path: str) -> int:
         has = "a node; name an array in it" if any(node.path == path for node in structure.nodes) else "no leaf"
         raise ValueError(f"a tie names {path!r}, where the model has {has}{nearest(path, known)}")
     if not structure.is_parameter(i):
-        raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
+        raise ValueError(f"a tie names {structure.describe(i)}, which is not a parameter")
     return i
 
 
@@ -209,12 +209,12 @@ def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, o
         how = f"is {alias} of" if alias.transforms else "is tied to"
         return (
             f"{names[1]!r} {how} {names[0]!r}, its source, and is trained or frozen with it, but the source is {is_} "
-            f"and the alias {other}; say it of the source {names[0]!r} (or of both)"
+            f"and the alias {other}; select the source {names[0]!r} (or both)"
         )
     every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.is_said]
     every.insert(0, names[0])
     return (
-        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
-        f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
-        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
+        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either make one of them a "
+        f"separate array (tp.copy, as for a target network; tp.untie), or name all in one call: "
+        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... with all these"
     )

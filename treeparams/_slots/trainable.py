@@ -107,7 +107,7 @@ def layout(
         return made
     if isinstance(trainable, Layout):
         if ties is not None:
-            raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
+            raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     if ties is not None:
@@ -121,7 +121,7 @@ def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
     """Raises a `TypeError` for a class, a path or a layout that is passed instead of a model."""
     if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
         got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
-        remedy = "; make one of it first" if isinstance(leaves[0], type) else ""
+        remedy = "; make an instance of it first" if isinstance(leaves[0], type) else ""
         raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
 
 
@@ -134,9 +134,9 @@ def warn_of_forgotten_ties(index: Index) -> None:
     names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if _is_forgotten(index, tie)]
     if names:
         warn(
-            f"a layout of such a model ties {first_few(names)}; without it they are trained apart. Pass it in (known = "
-            "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or, where they are to "
-            "part, tp.layout(model)",
+            f"a layout of such a model ties {first_few(names)}; without that layout they are trained separately. Pass "
+            "it (known = tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass "
+            "tp.layout(model) to train them separately",
             about=(*likeness(index.structure), *names),
         )
 
@@ -209,8 +209,8 @@ class MisfitError(ValueError):
 
     def __init__(self, differences: str) -> None:
         super().__init__(
-            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
-            f"model, tp.layout(model):\n{differences}"
+            "the model does not fit the layout; make the layout from this model, tp.layout(model). The layout is the "
+            f"first, the model the second:\n{differences}"
         )
         self.differences = differences
 
@@ -234,7 +234,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
         if first != i and index.sources.get(first, first) != index.sources.get(i, i):
             paths = structure.paths
             raise ValueError(
-                f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, which the "
-                f"layout does not know; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
+                f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, but the "
+                f"layout does not tie them; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
             )
     return Index(structure, index.trained, index.ties)

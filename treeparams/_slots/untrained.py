@@ -36,8 +36,8 @@ def warn_of_floats(structure: Structure) -> None:
     paths = [structure.paths[i] for i in its if i not in frozen and structure.entries[i][:-1] in plain]
     if paths:
         warn(
-            f"{quoted(paths)}: a Python number is no parameter, and does not train. To train it, {AS_ARRAY}. If "
-            "it is a constant, hold it in a static field, or outside of the model",
+            f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
+            "it is a constant, hold it in a static field, or outside the model",
             about=("floats", *structure.kinds[:1]),
         )
 
@@ -47,8 +47,11 @@ def warn_of_nothing(index: Index) -> None:
     structure = index.structure
     frozen = [structure.paths[i] for i in structure.parameters]
     if frozen:
-        warn(f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)")
+        warn(
+            f"nothing is trained: all parameters are frozen ({quoted(frozen, 5)}); thaw them with "
+            "tp.layout(model, thaw=...)"
+        )
         return
     its = quoted([structure.paths[i] for i in numbers(structure)])
-    numbers_too = f", and {its}: numbers are no parameters; {AS_ARRAY}" if its else ""
+    numbers_too = f", and {its}: numbers are not parameters; {AS_ARRAY}" if its else ""
     warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")

@@ -50,7 +50,7 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
         TypeError: the predicate is not callable; or, when it is used, it does not return a bool.
     """
     if not callable(predicate):
-        raise TypeError(f"tp.leaves takes a function of path and leaf, got {describe(predicate)}")
+        raise TypeError(f"tp.leaves expects a function of path and leaf, got {describe(predicate)}")
     return Leaves(predicate)
 
 
@@ -89,7 +89,7 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
         else:
             raise TypeError(no_where(structure, each))
     if not (chosen or may_only_take):
-        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
+        raise ValueError(f"{name_of(where)} only excludes; write what to select before it: ['**', {where!r}]")
     return chosen, away
 
 
@@ -113,13 +113,11 @@ def no_where(structure: Structure, value: object) -> str:
         remedy = (
             f"write its path, {' or '.join(places[:3])}"
             if places
-            else (
-                "the model has none like it; write a path. A model goes into what is returned: tp.grad(loss)(model, x)"
-            )
+            else ("the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)")
         )
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
-        return f"{expected}, got a mask where none is taken: pass it as trainable="
+        return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
     return f"{expected}, got {describe(value)}: {value!r:.80}"
 
 
@@ -136,7 +134,7 @@ def _single(where: object) -> Iterator[object]:
 def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
     if any(entry.startswith(("['", '["')) for entry in Glob(text).entries):
         raise ValueError(
-            f"{text!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
+            f"{text!r} is a path in the style of jax.tree_util.keystr; write entries with dots between them, such as "
             "'layers.0.weight'"
         )
     # From the root down, so that a glob is followed only where it can still match.
@@ -187,7 +185,7 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
-    to_ask = "To ask each leaf, write tp.leaves(lambda path, leaf: ...)"
+    to_ask = "To test each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
         found: Any = where(tree)
     except Exception as error:
@@ -252,7 +250,7 @@ def select(
     find = functools.partial(found_in, structure, among=among, kind=kind, may_be_empty=may_be_empty)
     sides = [frozenset[int]().union(*[whole(find(each), follows) for each in side]) for side in (chosen, away)]
     if sides[0] <= sides[1] and not may_be_empty:
-        raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
+        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
     return sides[0] - sides[1]
 
 
@@ -311,13 +309,13 @@ _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "
 def _hint(structure: Structure, where: object) -> str:
     known = [structure.paths[i] for i in structure.parameters]
     if isinstance(where, str) and where in _DTYPES:
-        return f"; a dtype is passed by name, tp.ravel(model, dtype={where!r})"
+        return f"; pass a dtype by keyword, tp.ravel(model, dtype={where!r})"
     if isinstance(where, (str, re.Pattern)):
         text = where if isinstance(where, str) else where.pattern
         return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])
     if isinstance(where, type):
         if isinstance(getattr(where, "dtype", None), np.dtype) or issubclass(where, np.generic):
-            return f"; a dtype is passed by name, tp.ravel(model, dtype={where.__name__})"
+            return f"; pass a dtype by keyword, tp.ravel(model, dtype={where.__name__})"
         classes = {node.cls.__qualname__ for node in structure.nodes}
         return f"; the model has nodes of {', '.join(sorted(classes))}"
     return f"; the model's parameters are {quoted(known, 5)}" if known else ""

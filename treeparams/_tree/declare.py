@@ -104,10 +104,10 @@ else:
             said["tied_to"] = tied_to if transform is None else (tied_to, transform)
             read_source(said["tied_to"], "tp.field")
         elif transform is not None:
-            raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
+            raise ValueError('transform= needs the path of a parameter: tp.field(tied_to="embed", transform=...)')
         if kwargs.get("static") and (trainable or tied_to is not None):
             name = "tied_to=" if tied_to is not None else "trainable=True"
-            raise ValueError(f"a static field is no part of the tree: drop `static=True` or `{name}`")
+            raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
         if said:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
         try:
@@ -124,7 +124,7 @@ def _refuse_unknown(arguments: Mapping[str, object]) -> None:
         if name not in known:
             is_frozen = name in ("frozen", "freeze", "requires_grad", "train")
             meant = "; write trainable=False" if is_frozen else nearest(name, known, 1)
-            raise TypeError(f"tp.field takes no {name!r}{meant}")
+            raise TypeError(f"tp.field has no argument {name!r}{meant}")
 
 
 _FIELD = ("trainable", "tied_to", "transform")
@@ -164,10 +164,10 @@ def declare(
     """
     if not isinstance(cls, type):
         got = repr(cls) if isinstance(cls, str) else describe(cls)
-        raise TypeError(f"tp.declare takes a class, got {got}; for one model write tp.layout(model, freeze=...)")
+        raise TypeError(f"tp.declare expects a class, got {got}; for one model write tp.layout(model, freeze=...)")
     frozen = (frozen,) if isinstance(frozen, str) else frozen
     if not (isinstance(frozen, Sequence) and all(isinstance(glob, str) for glob in frozen)):
-        raise TypeError(f'frozen is a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
+        raise TypeError(f'frozen must be a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
     frozen, ties = tuple(frozen), read_ties(ties or {})
     sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
     names = getattr(cls, "_fields", ())  # of a NamedTuple
@@ -240,10 +240,12 @@ def _check_bool(value: object, where: str) -> None:
 def read_ties(ties: object) -> dict[str, Any]:
     """Returns ties by their aliases."""
     if not isinstance(ties, Mapping):
-        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}")
+        raise TypeError(
+            f"ties must be a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}"
+        )
     for alias in ties:
         if not isinstance(alias, str):
-            raise TypeError(f"ties: an alias is a path such as 'head.weight', got {function_name(alias)}")
+            raise TypeError(f"ties: an alias must be a path such as 'head.weight', got {function_name(alias)}")
     return dict(ties)
 
 
@@ -252,7 +254,7 @@ def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | N
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
         raise TypeError(
-            f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
+            f"{where}: a tie needs a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
         )
     return path, transform
 

@@ -47,8 +47,8 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
         if not _is_of_depth(error):
             raise
         raise ValueError(
-            "the tree is nested too deeply for jax.tree.flatten, as a chain of nodes may be; keep the nodes of a chain "
-            "in one list"
+            "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
+            "chain in one list"
         ) from error
 
 

@@ -82,7 +82,7 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: 
 
 
 def keep_apart(tracers: Iterable[Any]) -> None:
-    """Remembers tracers that are separate as the arrays are: arguments of `tp.jit`, slots of a `Rest`, untied copies."""
+    """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
     if _met_tied:
         for each in tracers:
             if isinstance(each, Tracer):
@@ -133,7 +133,7 @@ def _note_change() -> None:
 
 
 def parted(structure: Structure, sources: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the pairs of leaves that were one array in a model met before and, as far as is known, are two in this one.
+    """Returns the pairs of leaves that were one array in a model met before and are known to be two in this one.
 
     Pairs that the user has untied are left out.
     """
@@ -185,8 +185,8 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
 
 
 _LOST = (
-    "{} were one array in a model of this structure that was met before. In this one, among the arguments of jax.jit, "
-    "vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout outside and pass "
-    "it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, or a Restructure of "
-    "tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this warning is not given"
+    "{} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or the "
+    "like, they are two, each with a separate gradient and step. Make a layout outside and pass it in (known = "
+    "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
+    "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
 )

@@ -40,8 +40,8 @@ def name_deleted(error: Exception, tree: PyTree) -> None:
     for leaf, path in zip(leaves, scan(tree, leaves, treedef).paths, strict=True):
         if is_concrete(type(leaf)) and leaf.is_deleted():
             raise RuntimeError(
-                f"the array at {path!r} has been deleted, as by a step that donates it; keep a copy of what is needed "
-                "after, tp.copy(model)"
+                f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
+                "the step, keep a copy, tp.copy(model)"
             ) from error
 
 

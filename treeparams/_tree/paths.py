@@ -99,8 +99,8 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
         entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
         where = f"the node at {join_path(above)!r}" if above else "the root"
         raise ValueError(
-            f"the keys {one} and {known[entry]} of {where} have one text in a path, {entry!r}; rename one, so that "
-            "each path stands for one leaf"
+            f"the keys {one} and {known[entry]} of {where} have the same text in a path, {entry!r}; rename one, so "
+            "that each path names one leaf"
         )
     return entries
 

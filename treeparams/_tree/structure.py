@@ -149,7 +149,7 @@ class Structure:
         """Returns the shape and dtype of an array leaf."""
         spec = self.specs[i]
         if spec is None:
-            raise TypeError(f"{self.paths[i]!r} is no array")
+            raise TypeError(f"{self.paths[i]!r} is not an array")
         return spec
 
     def describe(self, i: int) -> str:
@@ -168,8 +168,8 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
             spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
         except TypeError as error:
             raise TypeError(
-                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert "
-                "it, or hold it in a static field"
+                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
+                "convert it, or hold it in a static field"
             ) from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
