@@ -246,7 +246,9 @@ class Form:
         given = {tuple([key_text(key) for key in path]): leaf for path, leaf in entries}
         known = [tuple([key_text(key) for key in keys]) for keys in self.keys]
         if any(not isinstance(getattr(key, "key", None), str) for path, _ in entries for key in path):
-            raise TypeError(f"{expected}, {{key: array}}, got another tree; stacks, restructure = tp.stack(model)")
+            raise TypeError(
+                f"{expected}, {{key: array}}, got another tree; write stacks, restructure = tp.stack(model)"
+            )
         for keys in [keys for keys in given if keys not in known]:
             close = nearest(str(keys[-1]), [each[-1] for each in known])
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")

@@ -164,7 +164,9 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     lost = [slot for slot, leaf in enumerate(index.positions) if leaf not in entries]
     if lost:
         paths = [layout.slots[i].path for i in lost]
-        raise ValueError(f"in no group: {quoted(paths)}; add a group for the rest, groups={{..., 'rest': '**'}}")
+        raise ValueError(
+            f"trained, but in no group: {quoted(paths)}; add a group for the rest, groups={{..., 'rest': '**'}}"
+        )
     return found
 
 

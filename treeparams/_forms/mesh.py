@@ -168,7 +168,7 @@ def over_devices(
 
     others = frozenset(mesh.axis_names) - frozenset(axes)
     if any(mesh.shape[name] > 1 for name in others):
-        raise ValueError(f"axes of the mesh beside {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
+        raise ValueError(f"axes of the mesh besides {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
     sharded: Any = shard_map  # in newer versions, whose types are read here, with other arguments
     return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
 

@@ -1,6 +1,6 @@
 """Finds the parameters that each array of an optimiser's state belongs to.
 
-Optax does not record it. This module asks `init`, for shapes only, what state other parameters would have. For a form
+Optax does not record it. This module asks `init`, for shapes only, which state other parameters would have. For a form
 whose joined blocks have one more element, or row, the arrays that belong to the blocks are longer along one axis. For a
 tree without some of its leaves, the arrays of those leaves are missing. An array that does not change is shared: a step
 count, a rate.

@@ -64,8 +64,8 @@ def layout(
         trainable: `None` trains all parameters except those that classes declare frozen (`tp.field`, `tp.declare`). A
             mask is a tree of the model's structure with a bool at every leaf: a parameter is trained where it is
             `True`, whatever is declared; leaves that are not parameters are ignored. A `where` trains only the
-            parameters that it selects and that are not declared frozen. A `Layout` is returned as it is, after a check
-            that the model fits it.
+            parameters that it selects and that are not declared frozen. A `Layout` is used as it is, after a check that
+            the model fits it.
         freeze: a `where` of parameters to freeze.
         thaw: a `where` of parameters to train, applied after `freeze`, even if a class declares them frozen.
         ties: `{alias: path}` or `{alias: (path, transform)}`. The array at the alias is the one at the path, or a
@@ -93,8 +93,8 @@ def layout(
             model of its structure with ties that this one no longer has. The model is not traced, and one array has
             become two that are equal bit for bit. Trained paths hold one array whose elements are all equal, although
             nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. The model
-            is a list, tuple or dictionary of the same node, repeated. A dict, list or tuple holds a Python float beside
-            parameters, which does not train.
+            is a list, tuple or dictionary of the same node, repeated. A Python float, which does not train, is beside
+            parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
