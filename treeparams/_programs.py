@@ -21,9 +21,9 @@ from ._tree.dtypes import is_inexact
 
 Marks = list[int]
 Run = Callable[[ClosedJaxpr | Jaxpr, Sequence[int]], Marks]
-"""From a program within an operation, and the marks of its arguments, to those of its results."""
+"""Maps a program inside an operation, and the marks of its arguments, to the marks of its results."""
 Constant = Callable[[Any], int]
-"""The mark of a constant, from its value; from `None` where that is not at hand."""
+"""Maps the value of a constant, or `None` if it is not available, to its mark."""
 
 # Each result is of the operand at its own position.
 _PAIRED = {"device_put", "optimization_barrier"}
@@ -91,7 +91,7 @@ _LOOPS = {"cond": _through_cond, "scan": _through_scan, "while": _through_while}
 
 
 Step = Callable[[JaxprEqn, Marks, Run], Marks]
-"""From one operation, and the marks of its operands, to those of its results."""
+"""Maps one operation, and the marks of its operands, to the marks of its results."""
 
 
 def carry(

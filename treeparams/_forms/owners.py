@@ -29,7 +29,7 @@ from .form import Form
 Init = Callable[[PyTree], PyTree]
 Entries = tuple[str, ...]
 Place = tuple[Entries, Entries]
-"""The entries before and after a parameter's own in the path of an array: equal for the same thing of others."""
+"""The entries before and after a parameter's own in the path of an array: equal for the same array of others."""
 
 UNDIVIDED = (
     "the state of the transformation is not kept leaf by leaf, so it cannot continue with some of the leaves: pass "

@@ -20,7 +20,7 @@ from .mesh import laid_as, replicated
 from .primitives import cut, join
 
 Values = Mapping[str, Any] | Sequence[Any] | ArrayLike
-"""What a user gives for some parameters: a number, an array, or an array for each path."""
+"""The values that a user passes for some parameters: a number, an array, or an array for each path."""
 
 
 class View(Mapping[str, Any]):

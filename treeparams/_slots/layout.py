@@ -268,9 +268,9 @@ class Layout:
 
 Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
-"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`.
+"""The ways to choose the trained parameters: `None` (as declared), a mask, a `where` or a `Layout`.
 
-Annotate with it what you pass on: `def train(model, trainable: tp.Trainable = None)`.
+Use it to annotate an argument that you pass on: `def train(model, trainable: tp.Trainable = None)`.
 """
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""

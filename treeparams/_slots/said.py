@@ -17,8 +17,8 @@ from .._tree.types import TreeDef
 from .where import Follows, Leaves, Where, found_in, name_of, no_where, read, select, some, whole
 
 Said = dict[int, bool]
-"""Whether each parameter is to be trained. An alias of a declared or given tie has an entry only where a mask or a
-declaration names it; it must agree with the source."""
+"""Whether each parameter is trained. An alias of a declared or given tie has an entry only if a mask or a declaration
+names it; the entry must agree with the source."""
 
 
 def choose(structure: Structure, follows: Follows, trainable: object) -> Said:

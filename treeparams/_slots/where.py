@@ -228,7 +228,7 @@ def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Spa
 # -- Leaves ------------------------------------------------------------------------------------------------------------
 
 Follows = Mapping[int, frozenset[int]]
-"""The places of the parameter that each alias of a declared or given tie follows."""
+"""For each alias of a declared or given tie, the leaves of its source."""
 
 
 def select(

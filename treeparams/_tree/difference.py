@@ -25,7 +25,7 @@ _DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 NOTHING = "nothing"
-"""Stands in a row for the tree that has nothing at the path."""
+"""Shown in a row for the tree that has nothing at the path."""
 
 
 class Difference(NamedTuple):
@@ -135,7 +135,7 @@ AtLeaves = Callable[[int, int], Iterable[Difference]]
 """Compares two leaves at one path, by their numbers in the two trees."""
 
 rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
-"""Classes whose objects, as static values, tell themselves how two of them differ."""
+"""Classes with a function that lists how two of their objects, as static values, differ."""
 
 
 def compare(

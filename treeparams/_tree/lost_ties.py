@@ -30,7 +30,7 @@ _changing = threading.Lock()
 _changes = 0
 
 said = Marks()
-"""Pairs that are one because somebody has said so: a class, a layout's `ties=`, `tp.tie`."""
+"""Pairs that the user has tied: by a class, a layout's `ties=`, or `tp.tie`."""
 _untied = Marks()  # pairs that are two because somebody has parted them
 _told = Marks()  # pairs that a trace has lost, and of which there was a warning
 
