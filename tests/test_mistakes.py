@@ -54,7 +54,7 @@ WHERES: list[Row] = [
     select("a class that is not there", eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear, MLP"),
     select("an empty list", [], "an empty sequence selects nothing; leave the argument out"),
     select("a position", 0, r"tp.leaves\(predicate\), a callable.*got int: 0", TypeError),
-    select("a bool", True, r"trainable=True is no mask.*freeze='\*\*'"),
+    select("a bool", True, r"trainable=True is not a mask.*freeze='\*\*'"),
     select("labels", {"layers": "train"}, "expected a mask or a `where`.*got dict", TypeError),
     select(
         "two arguments", lambda path, leaf: True, rf"^lambda at test_mistakes.py:\d+ must return nodes.*'leaf'. {ASK}"
@@ -70,7 +70,7 @@ WHERES: list[Row] = [
     select("leaves of one", tp.leaves(lambda leaf: True), "called as predicate.path, leaf..*1 positional", TypeError),
     select("leaves with values", tp.leaves(lambda path, leaf: leaf.sum() > 0), "a jax.ShapeDtypeStruct; at", TypeError),
     select("leaves of ints", tp.leaves(lambda path, leaf: leaf.ndim), "must return a bool, got int at 'lay", TypeError),
-    ("leaves by name", lambda t: tp.leaves("w"), TypeError, "takes a function of path and leaf, got str"),
+    ("leaves by name", lambda t: tp.leaves("w"), TypeError, "expects a function of path and leaf, got str"),
     ("a node", lambda t: tp.layout(t.model, freeze=t.model.layers[0]), TypeError, ITSELF.format("Linear", "'lay")),
     ("a node to train", lambda t: tp.layout(t.model, t.model.layers[1]), TypeError, ITSELF.format("Lin.*", "'lay")),
     ("nodes", lambda t: tp.layout(t.model, freeze=t.model.layers), TypeError, ITSELF.format("Linear", "'layers.0'")),
@@ -85,11 +85,11 @@ WHERES: list[Row] = [
     ("a type for where", lambda t: tp.ravel(t.model, jnp.float32), ValueError, r"by keyword, tp.ravel\(model, dtype="),
 ]
 DECLARED: list[Row] = [
-    ("a class", lambda t: tp.layout(eqx.nn.MLP), TypeError, "expected a model.*got the class MLP; make one"),
-    ("a class to train", lambda t: t.tx.init(eqx.nn.MLP), TypeError, "got the class MLP; make one"),
+    ("a class", lambda t: tp.layout(eqx.nn.MLP), TypeError, "expected a model.*got the class MLP; make an"),
+    ("a class to train", lambda t: t.tx.init(eqx.nn.MLP), TypeError, "got the class MLP; make an"),
     ("a path for a model", lambda t: tp.layout("layers.0", "**"), TypeError, "expected a model.*got str"),
     ("a layout for a model", lambda t: tp.ravel(t.layout), TypeError, "expected a model.*got Layout"),
-    ("trainabel=", lambda t: tp.field(trainabel=False), TypeError, "takes no 'trainabel'; nearest: 'trainable'"),
+    ("trainabel=", lambda t: tp.field(trainabel=False), TypeError, "no argument 'trainabel'; nearest: 'trainable'"),
     ("requires_grad=", lambda t: tp.field(requires_grad=False), TypeError, "'requires_grad'; write trainable=Fal"),
     ("trainable='no'", lambda t: tp.field(trainable="no"), TypeError, "got 'no'; trainable=False freezes"),
     ("a static parameter", lambda t: tp.field(static=True, trainable=True), ValueError, "drop `static=True` or"),
@@ -114,7 +114,7 @@ DECLARED: list[Row] = [
     ("layout[0]", lambda t: t.layout[0], TypeError, "expected a path, got 0; layout.slots"),
     ("layout.x = y", lambda t: setattr(t.layout, "size", 3), AttributeError, "layout.freeze and layout.thaw return"),
     ("layout.diff(model)", lambda t: t.layout.diff(t.model), TypeError, r"another Layout, tp.layout\(model\), got MLP"),
-    ("another's layout", lambda t: tp.layout(t.other, t.layout), ValueError, "does not fit the layout .*tp.layout"),
+    ("another's layout", lambda t: tp.layout(t.other, t.layout), ValueError, "does not fit the layout; .*tp.layout"),
 ]
 
 

@@ -100,8 +100,8 @@ MADE_ANEW = r"is made anew each time; use a function at module level"
         (functools.partial(lambda x: x), MADE_ANEW),
         (operator.itemgetter(0), MADE_ANEW),  # an instance has no name
         (functools.partial(jnp.matmul, np.ones((2, 2), "float32")), r"hash"),
-        (jnp.square, r"must be linear, and JAX cannot transpose square"),
-        (add_one, r"must be linear, and add_one of zeros is not an array of zeros"),
+        (jnp.square, r"must be linear, but JAX cannot transpose square"),
+        (add_one, r"must be linear, but add_one of zeros is not an array of zeros"),
     ],
 )
 def test_what_is_no_transform(transform: Any, message: str):

@@ -84,7 +84,7 @@ def test_changes(name, compiled):
         (lambda: VIEW["frozen"], KeyError, "'frozen' is frozen, so it has no slot"),
         (lambda: VIEW["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
         (lambda: VIEW.at["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
-        (lambda: VIEW["n"], KeyError, "no parameter"),
+        (lambda: VIEW["n"], KeyError, "not a parameter"),
         (lambda: VIEW["layers.1"]["layers.0.b"], KeyError, "not in this part of the view"),
         (lambda: VIEW["layers.1"]["layers.0.*"], KeyError, "selects nothing in this part of the view"),
         (lambda: RESTRUCTURE(VIEW), TypeError, r"a vector of shape \(12,\) and floating dtype, got View"),

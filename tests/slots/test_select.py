@@ -149,10 +149,10 @@ def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
             r"expected a mask or .*, got Net itself: write its path, '\*\*'",
         ),
         (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by keyword, tp.ravel\(model, dtype=float32\)"),
-        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is no mask.* write freeze='\*\*'"),
+        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is not a mask.* write freeze='\*\*'"),
         (lambda: tp.layout(net())[0], TypeError, r"expected a path, got 0; layout.slots are the slots in order"),
         (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties must be a dictionary \{alias: path\} .*, got list"),
-        (lambda: tp.leaves("head"), TypeError, r"tp.leaves takes a function of path and leaf, got str"),
+        (lambda: tp.leaves("head"), TypeError, r"tp.leaves expects a function of path and leaf, got str"),
         (lambda: tp.layout(net(), tp.leaves(lambda *_: None)), TypeError, r"must return a bool, got NoneType at 'body"),
     ],
 )

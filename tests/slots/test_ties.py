@@ -143,7 +143,7 @@ def test_ties_that_cannot_be(ties: Any, message: str):
     ("use", "message"),
     [
         (lambda: tp.field(transform=jnp.transpose), r"transform= needs the path of a parameter: tp.field\(tied_to="),
-        (lambda: tp.field(tied_to="a", static=True), r"is no part of the tree: drop `static=True` or `tied_to=`"),
+        (lambda: tp.field(tied_to="a", static=True), r"is not part of the tree: drop `static=True` or `tied_to=`"),
         (lambda: tp.layout(Declares(leaf(2, 3), [leaf(3, 2)])), r"'decoder' tied to 'encoder', but it is a node, not"),
         (lambda: tp.layout(Declares(None, leaf(3, 2))), r"a tie names 'encoder', where the model has no leaf"),
         (lambda: tp.tie([leaf(2), leaf(3)], "1", to="0"), r"'1' is float32\[3\] and cannot be tied to '0', which is"),

@@ -127,7 +127,7 @@ class Wrong(eqx.Module):
 
 
 def test_declarations_that_cannot_be_read():
-    with pytest.raises(TypeError, match=r"Nameless says of its fields what is trained but is a pytree without names"):
+    with pytest.raises(TypeError, match=r"Nameless declares which fields train but is a pytree without field names"):
         tp.layout(Nameless(leaf()))
     with pytest.raises(TypeError, match=r"Wrong.weight: `trainable` must be True or False, got 'no'"):
         tp.layout(Wrong(leaf()))

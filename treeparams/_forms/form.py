@@ -254,7 +254,7 @@ class Form:
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")
         for i, keys in enumerate(known):
             if keys not in given:
-                raise ValueError(f"{self._in_words(i)} there is no such stack")
+                raise ValueError(f"{self._in_words(i)} but there is no such stack")
             self._check_leaf(i, given[keys])
         return [given[keys] for keys in known]
 
@@ -267,7 +267,7 @@ class Form:
         if block.length is None:
             return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
         keys = tuple([key_text(key) for key in self.keys[i]])
-        return f"expected {self.noun} with rows of {quoted(names)} in {_quote(keys)};"
+        return f"expected {self.noun} with rows of {quoted(names)} in {_quote(keys)},"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
         block = self.blocks[i]

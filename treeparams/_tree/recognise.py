@@ -34,7 +34,7 @@ _PER_BUCKET = 64
 
 
 Context = tuple[int, np.dtype]
-"""The rest that a structure depends on, besides its tree: the version of the declarations, and whether x64 is enabled."""
+"""A structure depends on it besides its tree: the version of the declarations, and whether JAX has 64 bits."""
 
 
 class _Known:
