@@ -136,11 +136,11 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"of 'm' in 'float32\[2,2\]'; there is no such stack"),
+        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"of 'm' in 'float32\[2,2\]', but there is no such"),
         (
             lambda: WAY(ROWS | {"float32[2]": None}),
             ValueError,
-            r"'float32\[2\]'.*'a.0', 'a.1'; there is no",
+            r"rows of 'a.0', 'a.1' in 'float32\[2\]', but there is no",
         ),
         (
             lambda: WAY(ROWS | {"float32[3]": ramp(1, 3)}),
@@ -151,9 +151,13 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WAY(ROWS | {"float32[2]": ramp(3, 2)}),
             ValueError,
-            r"'float32\[2\]'.*'a.0', 'a.1'.*; got shape \(3, 2\)",
+            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(3, 2\)",
         ),
-        (lambda: WAY(ROWS | {"float32[2]": ramp(2)}), ValueError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got shape \(2,\)"),
+        (
+            lambda: WAY(ROWS | {"float32[2]": ramp(2)}),
+            ValueError,
+            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(2,\)",
+        ),
         (lambda: jax.eval_shape(WAY, ROWS | {"float32[2]": ramp(1, 2)}), ValueError, r"got shape \(1, 2\)"),
         (
             lambda: WAY(jax.tree.map(lambda x: x[None], ROWS)),
@@ -163,14 +167,14 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), int)}),
             TypeError,
-            r"'float32\[2\]'.*'a.0', .* floating dtype; got int",
+            r"'a.0', .* in 'float32\[2\]'.* floating dtype; got int",
         ),
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), "F")}),
             TypeError,
-            r"'float32\[2\]'.*'a.0', .*; got complex64",
+            r"'a.0', .* in 'float32\[2\]'.*; got complex64",
         ),
-        (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got float"),
+        (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'a.0', 'a.1' in 'float32\[2\]', got float"),
         (lambda: WAY(ROWS["float32[2]"]), TypeError, r"the stacks of tp.stack, a dictionary, got float32\[2,2\]"),
         (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "the stacks of tp.stack.* got .*View"),
         (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "stacks of tp.stack.* got .*mappingproxy"),
@@ -179,7 +183,7 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WITH_GROUPS({"vectors": GROUPED["vectors"]}),
             ValueError,
-            r"'float32\[2,2\]' of group 'rest'.*'m'; there",
+            r"'m' in 'float32\[2,2\]' of group 'rest', but there",
         ),
         (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
         (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' is in a vector, at layout.slice\('m'\)"),
