@@ -58,7 +58,7 @@ def test_an_average_in_half_precision_warns_once_and_names_the_way_out():
 def test_decay_or_tau_is_given(make):
     model = {"w": ramp(1)}
     for options, got in (({}, "neither"), ({"decay": 0.9, "tau": 0.1}, "both")):
-        with pytest.raises(TypeError, match=rf"give one of decay, .*, and tau = 1 - decay, .*; got {got}$"):
+        with pytest.raises(TypeError, match=rf"pass either decay, .*, or tau = 1 - decay, .*; got {got}$"):
             make(model, **{"model": model} | options) if make is tp.ema else make(model, **options)
     with pytest.raises(ValueError, match=r"^tau must be between 0 and 1, got 1\.5$"):
         make(model, **({"model": model} if make is tp.ema else {}), tau=1.5)
@@ -109,7 +109,7 @@ def test_a_number_follows_buffers_in_and_outside_of_jit():
     average = tp.copy({"rate": 0.5, "w": ramp(2)})
     assert float(jax.jit(of)(average, {"rate": 0.75, "w": ramp(2)})["rate"]) == 0.75
     average, model = {"w": ramp(2), "p": 0.5, "n": 5}, {"w": 3 * ramp(2), "p": 0.75, "n": 7}
-    with pytest.raises(ValueError, match=r"has at 'p' \(shape \(\); str\)"):
+    with pytest.raises(ValueError, match=r"average at 'p' \(shape \(\); str\)"):
         tp.ema(average, {**model, "p": "fast"}, decay=0.5)
 
 
@@ -169,7 +169,7 @@ def test_buffers_keep_the_dtypes_of_the_average():
         ({}, {"decay": np.ones(2)}, ValueError, r"decay must be a scalar, got shape \(2,\)"),
         ({"w": np.ones(5, "f")}, {}, ValueError, r"expected float32\[1\] at 'w', got float32\[5\]"),
         ({"w": 1j * np.ones(1, np.complex64)}, {}, TypeError, r"a real float32 at 'w', got complex64\[1\]"),
-        ({"n": None}, {}, ValueError, r"has at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
+        ({"n": None}, {}, ValueError, r"average at 'n' \(shape \(2,\); nothing\); write buffers=\"keep\""),
         ({}, {"buffers": "mean"}, ValueError, 'buffers must be "copy", "keep" or "average"'),
         ({}, {"buffers": {"w": "keep"}}, ValueError, "'w' selects no frozen or integer array, only 'w'"),
     ],

@@ -40,7 +40,7 @@ def test_trainable_at_the_call_and_a_gradient_at_every_slot():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"norm": Norm(ramp(2), ramp(2))}, "frozen are 'norm.scale', 'norm.mean'; thaw them"),
+        ({"norm": Norm(ramp(2), ramp(2))}, r"all parameters are frozen \('norm.scale', 'norm.mean'\); thaw them"),
         ({"n": np.arange(2)}, "the model has no floating or complex arrays"),
     ],
 )

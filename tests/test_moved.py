@@ -348,7 +348,7 @@ def test_the_loss_beside_each_path():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; write def step\(model"):
+    with pytest.raises(TypeError, match=r"whose first item is the new model, got float32\[\]; return the model"):
         tp.moved(lambda m: jnp.sum(m["a"]))(FOUR)
     with pytest.raises(TypeError, match=r"got float32\[\], dict; write tp.moved\(lambda .* step\(.*\)\[1\]"):
         tp.moved(lambda m: (jnp.sum(m["a"]), m))(FOUR)
@@ -356,7 +356,7 @@ def test_errors():
         tp.moved(lambda w: (jnp.sum(w), w))(X)
     with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
         tp.moved(lambda m: (m, float(jnp.sum(m["a"]))))(FOUR)
-    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
 
 
 def test_what_is_no_step_is_refused(without_type_checks):

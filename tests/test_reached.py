@@ -338,7 +338,7 @@ def test_a_state_that_may_be_used_once():
 def test_errors():
     loss = lambda m: jnp.sum(m["a"] * m["c"])
     with pytest.raises(
-        ValueError, match=r"not reached by the loss: 'b', 'd'; freeze what it does not use, tp.layout\("
+        ValueError, match=r"does not depend on these trained parameters: 'b', 'd'; freeze them, tp.layout\("
     ):
         tp.grad(loss, unreached="error")(MODEL)
     np.testing.assert_array_equal(tp.grad(loss, ["a", "c"], unreached="error")(MODEL)["a"], MODEL["c"])
@@ -346,10 +346,10 @@ def test_errors():
         inspect.unwrap(tp.value_and_grad)(loss, unreached="zero")
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         tp.reached(lambda m: m["a"][0] if m["b"][0] > 0 else m["c"][0])(MODEL)
-    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
     with pytest.raises(IndexError) as caught:
         tp.reached(lambda m: m["a"][m["b"] > 1])(MODEL)
-    assert "so what it does must not depend on values" in "".join(caught.value.__notes__)
+    assert "so its control flow must not depend on values" in "".join(caught.value.__notes__)
     with pytest.raises(TypeError, match=r"with has_aux=True f must return a pair, \(value, aux\), got float32\[\]"):
         tp.grad(lambda m: jnp.sum(m["a"]), has_aux=True, unreached="none")(MODEL)
 

@@ -94,7 +94,7 @@ def _first_row(x: jax.Array) -> jax.Array:
         ({"bais": jnp.ones(2)}, ValueError, r"'bais' selects nothing; nearest: 'bias'"),
         ({"act": jnp.ones(2)}, ValueError, r"'act' selects no parameter"),
         ({"**": jnp.zeros_like, "bias": jnp.ones(2)}, ValueError, r"'bias' comes too late: '\*\*' before it"),
-        (["bias"], TypeError, r"values is a dictionary \{where: value\}, got list"),
+        (["bias"], TypeError, r"values must be a dictionary \{where: value\}, got list"),
     ],
 )
 def test_what_does_not_fit(values: Any, error: type[Exception], message: str):
@@ -105,5 +105,5 @@ def test_what_does_not_fit(values: Any, error: type[Exception], message: str):
 def test_a_transform_that_cannot_be_undone():
     model = {"embed": ramp(2, 3), "row": ramp(2, 3)[0]}
     known = tp.layout(model, ties={"row": ("embed", _first_row)})
-    with pytest.raises(ValueError, match=r"'row' is _first_row of 'embed', .* give the value of 'embed'"):
+    with pytest.raises(ValueError, match=r"'row' is _first_row of 'embed', .* pass the value of 'embed'"):
         tp.replace(model, {"row": jnp.ones(3)}, layout=known)

@@ -66,7 +66,7 @@ def test_depth_folds_what_lies_deeper_and_keeps_the_totals():
     assert repr(tp.summary(model(), TRAINED, depth=9)) == TEXT
     with pytest.raises(ValueError, match="depth must be a whole number of entries, at least 1, got 0"):
         tp.summary(model(), depth=0)
-    with pytest.raises(TypeError, match=r"a summary is of a model, got a Layout; write tp.summary\(model, layout\)"):
+    with pytest.raises(TypeError, match=r"expected a model, got a Layout; write tp.summary\(model, layout\)"):
         tp.summary(tp.layout(model()))
 
 
@@ -108,7 +108,7 @@ def test_ties_are_hatched_and_named_and_what_is_frozen_is_set_apart():
     assert {text.get_parse_math() for text in ax.texts} == {False}  # names are no mathematics
     assert sum(patch.get_hatch() is not None for patch in ax.patches) == 1
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["tied: at several paths", "frozen"]
-    with pytest.raises(TypeError, match="the first argument is a Layout, which says what is trained; drop `trainable`"):
+    with pytest.raises(TypeError, match="is a Layout, which fixes the trained parameters; drop `trainable`"):
         plot.layout(tp.layout(model()), "embed")
 
 

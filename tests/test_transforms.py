@@ -64,7 +64,7 @@ def test_transforms_chain():
     layout = tp.layout(model, ties=ties)
     np.testing.assert_array_equal(tp.combine(*tp.partition(model, layout))["c"], -model["a"].T)
     assert layout.freeze("c") == layout.freeze("b") == layout.freeze("a")
-    with pytest.raises(ValueError, match=r"'c' is negative of transpose of 'a', its source.*say it of the source 'a'"):
+    with pytest.raises(ValueError, match=r"'c' is negative of transpose of 'a', its source.*select the source 'a'"):
         tp.layout(model, {"a": True, "b": True, "c": False}, ties=ties)
 
 
@@ -89,7 +89,7 @@ def test_a_transform_that_is_the_identity_at_its_shape_is_a_tie_without_one():
         assert tp.layout(again, ties=ties) == layout  # its own result is no contradiction
 
 
-MADE_ANEW = r"is made anew each time; write a function at module level"
+MADE_ANEW = r"is made anew each time; use a function at module level"
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ MADE_ANEW = r"is made anew each time; write a function at module level"
         (functools.partial(lambda x: x), MADE_ANEW),
         (operator.itemgetter(0), MADE_ANEW),  # an instance has no name
         (functools.partial(jnp.matmul, np.ones((2, 2), "float32")), r"hash"),
-        (jnp.square, r"must be linear, and JAX cannot transpose square"),
-        (add_one, r"must be linear, and add_one of zeros is not an array of zeros"),
+        (jnp.square, r"must be linear, but JAX cannot transpose square"),
+        (add_one, r"must be linear, but add_one of zeros is not an array of zeros"),
     ],
 )
 def test_what_is_no_transform(transform: Any, message: str):

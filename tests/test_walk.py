@@ -139,7 +139,7 @@ biwalk_turned = functools.partial(tp.biwalk, TURNED, trainable=TURNED_LAYOUT)
         ({"kernel.x": 1.0}, r"""entry at '"kernel.x"', where the model has no leaf; nearest: 'kernel'"""),
         ({"kernel": {"deep": 1.0}}, "entry at 'kernel.deep', where the model has no leaf; nearest: 'kernel'"),
         ({"norm.scale": 1.0, "norm": {"scale": 1.0}}, r"""entry at '"norm.scale"', where the model has no leaf"""),
-        (np.ones(3), r"arrays at paths of the model, got float64\[3\]; a vector becomes one by restructure"),
+        (np.ones(3), r"arrays at paths of the model, got float64\[3\]; a vector becomes a model by restructure"),
     ],
 )
 @pytest.mark.parametrize("walk", [tp.biwalk, tp.project, functools.partial(tp.maptrainable, SGD)])
@@ -159,7 +159,7 @@ def test_an_entry_that_the_model_has_not(walk, tree, message):
         (lambda m: tp.maptrainable(SGD, m, m, m, tied=("sum",)), ValueError, "tied has 1 words for 2 trees"),
         (lambda m: tp.maptrainable(SGD, m, m, m, tied=("sum", None)), ValueError, r"tied=\(\"sum\", \"first\"\)"),
         (lambda _: biwalk_turned(ALIAS), ValueError, r"'decoder'.*tied=\"sum\""),
-        (lambda _: biwalk_turned(ALIAS, tied="first"), ValueError, "'decoder' only, which is computed from 'encoder'"),
+        (lambda _: biwalk_turned(ALIAS, tied="first"), ValueError, "only at 'decoder', which is computed from 'enc"),
         (lambda _: biwalk_turned({"decoder": ramp(2, 2)}, tied="sum"), ValueError, r"float32\[3,2\] at 'decoder', got"),
     ],
 )

@@ -1,6 +1,7 @@
-"""treeparams: choose what trains in a JAX model, once; all that follows keeps to it.
+"""treeparams: choose which parameters of a JAX model train, once; gradients, optimisers and averages follow.
 
-A *layout* says, statically, which leaves of a model train and which of them are one. Everything else is a walk over it:
+A *layout* records which parameters of a model are trained and which are tied (one array at several paths). It is
+static, so you can use it inside `jax.jit`. Every other function reads it:
 
     declare        field, declare
     lay out        layout, leaves, Layout, Slot, Trainable

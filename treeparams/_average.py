@@ -35,7 +35,7 @@ def ema(
     buffers: Buffers = "copy",
     trainable: Trainable = None,
 ) -> M:
-    """One step of an exponential moving average: `average + (1 - decay) * (model - average)`.
+    """Takes one step of an exponential moving average: `average + (1 - decay) * (model - average)`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> online = {"w": jnp.ones(2), "steps": jnp.array(5)}
@@ -44,39 +44,40 @@ def ema(
     >>> print(target["w"], target["steps"])
     [0.1 0.1] 5
 
-    Each slot is averaged once, in at least float32, and cast back to its own dtype. There a bfloat16 or float16 average
-    stops moving once a step is below half the spacing between neighbouring numbers: a `UserWarning`, once for each kind
-    of model, says so and points to `tp.Ema`, which keeps float32.
+    A tied parameter is averaged once. Each parameter is averaged in at least float32 and cast back to its own dtype. A
+    bfloat16 or float16 average stops moving once a step is smaller than half the spacing between neighbouring numbers.
+    You get a `UserWarning` about this once for each kind of model; `tp.Ema` keeps the average in float32.
 
-    For the soft update of a target network you may give `tau`, which is `1 - decay`. It is rounded as
-    `optax.incremental_update` rounds it, `tau * model + (1 - tau) * average`: within `jit` to the last bit, so that a
-    program that you port keeps its numbers. With `decay` the average is closer to one in float64, since the two weights
-    of the other formula do not add up to one. After 10^6 float32 steps towards a noisy model the relative errors were
-    2e-7 and 9e-7 at `tau=0.005`, 6e-7 and 1e-5 at 0.001, 2e-6 and 2e-4 at 0.0001; in bfloat16 they are equal. Where
-    `decay` is 0, or `tau` 1, the result is the model, bit for bit.
+    For the soft update of a target network you can pass `tau`, which is `1 - decay`. The result is then rounded as in
+    `optax.incremental_update`, `tau * model + (1 - tau) * average`. Inside `jit` the two agree to the last bit, so a
+    program that you port keeps its numbers. `decay` is more accurate, because the two weights of the other formula do
+    not add up to exactly one. After 10^6 float32 steps towards a noisy model, the errors relative to float64 were 2e-7
+    with `decay` and 9e-7 with `tau` at `tau=0.005`, 6e-7 and 1e-5 at 0.001, 2e-6 and 2e-4 at 0.0001; in bfloat16 they
+    are equal. With `decay=0` or `tau=1` the result equals the model, bit for bit.
 
     Args:
-        average: the model averaged so far; trained parameters, ties and dtypes are its own. Start with
+        average: the average so far. It decides the trained parameters, the ties and the dtypes. Start with
             `tp.copy(model)`.
-        model: the model now, or another tree with its parameters at the same paths.
+        model: the current model, or another tree with its parameters at the same paths.
         decay: the weight of `average`, a number in [0, 1] or a traced scalar, which never promotes a dtype.
-        tau: the weight of `model`. You give one of the two.
-        buffers: the policy for integers, bools, keys and frozen arrays: `"copy"` takes the model's, in a buffer of its
-            own; `"keep"` leaves the average's; `"average"` averages the floating ones and copies the others. Or
-            `{where: policy}`: the first entry that selects an array gives its policy, and the others are copied. A
-            Python number follows the policy of an integer array, also inside of `jax.jit`, which makes an array of it,
-            if such a model was met before outside of a trace (by `tp.copy`, `tx.init`, `tp.layout`, ...).
+        tau: the weight of `model`. Pass either `decay` or `tau`.
+        buffers: the policy for integers, bools, keys and frozen arrays. `"copy"` copies the model's array, `"keep"`
+            keeps the average's, and `"average"` averages floating arrays and copies the others. Or `{where: policy}`:
+            the first entry that selects an array gives its policy, and arrays that no entry selects are copied. A
+            Python number follows the policy for integer arrays. `jax.jit` turns such a number into an array; it keeps
+            this policy if the library has seen such a model outside a trace (in `tp.copy`, `tx.init`, `tp.layout`,
+            ...).
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The new average. Functions and other leaves that are no arrays are those of `average`; so are Python numbers
+        The new average. Functions and other leaves that are not arrays come from `average`, and so do Python numbers
         that the model does not have.
 
     Raises:
-        ValueError: `decay` or `tau` is not in [0, 1]; the model lacks an array of the average, or has another shape
-            there; `buffers` is no policy, or an entry of it selects nothing, or nothing that earlier ones left; as
-            `tp.layout`.
-        TypeError: the model is complex where the average is real; both of `decay` and `tau` are given, or neither.
+        ValueError: `decay` or `tau` is not in [0, 1]; the model lacks an array of the average, or has one of another
+            shape; `buffers` is not a policy; an entry of `buffers` selects nothing, or only arrays that earlier entries
+            selected; see also `tp.layout`.
+        TypeError: the model is complex where the average is real; you passed both `decay` and `tau`, or neither.
     """
     parts, weights = average_apart(average, trainable), weights_of(decay, tau)
     # A bfloat16 number has 8 significant bits. A step of 0.001 of the distance soon falls below half the spacing of
@@ -111,14 +112,14 @@ class Ema(eqx.Module, Generic[M]):
     >>> print(ema.average["w"])  # 1 - 0.999**1000; averaged in bfloat16 it sticks
     [0.632812 0.632812]
 
-    It is a pytree of arrays, with all else static: it goes through `jax.jit`, into `scan` as a carry, and may be
-    donated (it shares no buffer with the model it was made from).
+    An `Ema` is a pytree of arrays with everything else static. You can pass it to `jax.jit`, carry it through `scan`
+    and donate it: it shares no buffer with the model that you made it from.
 
     Attributes:
-        shadow: the averages, a canonical tree, float32 (float64 of a float64 leaf, complex64 of a complex one).
-        rest: the frozen arrays and all else of the model.
-        count: how many times it was updated.
-        weight: how much of the average comes from updates, `1 - decay**count` for a constant decay.
+        shadow: the averages as a canonical tree, in float32 (float64 for a float64 leaf, complex64 for a complex one).
+        rest: the frozen arrays and everything else in the model.
+        count: the number of updates so far.
+        weight: how much of the average comes from updates: `1 - decay**count` for a constant decay.
     """
 
     shadow: PyTree = field(trainable=False)
@@ -142,17 +143,17 @@ class Ema(eqx.Module, Generic[M]):
         buffers: Buffers = "copy",
         trainable: Trainable = None,
     ) -> None:
-        """Starts the average at the values of `model`, in buffers of its own.
+        """Starts the average at the values of `model`, in new buffers.
 
         Args:
             model: any pytree.
             decay: the weight of the average in each step, in [0, 1]; or a function from the number of updates so far to
-                it, such as an Optax schedule.
-            tau: `1 - decay`, the weight of the model in each step, or a function to it; rounded as in `tp.ema`. You
-                give one of the two.
-            debias: whether the values at the start have no weight: the average is that of the updates alone, as with
-                Adam's correction by `1 - decay**count`. Before the first update it is the model.
-            warmup: whether the decay starts low: `min(decay, (1 + count) / (10 + count))`.
+                that weight, such as an Optax schedule.
+            tau: `1 - decay`, the weight of the model in each step, or a function that returns it; rounded as in
+                `tp.ema`. Pass either `decay` or `tau`.
+            debias: if `True`, the initial values have no weight: the result averages the updates alone, as in Adam's
+                correction by `1 - decay**count`. Before the first update it equals the model.
+            warmup: if `True`, the decay starts low: `min(decay, (1 + count) / (10 + count))`.
             buffers: the policy for integers, bools, keys and frozen arrays; see `tp.ema`. Python numbers stay as they
                 are.
             trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
@@ -175,16 +176,16 @@ class Ema(eqx.Module, Generic[M]):
         self.buffers = buffers
 
     def update(self, model: PyTree) -> "Ema[M]":
-        """The average after one more model.
+        """Returns the average after one more model.
 
         Args:
-            model: the model now, or another tree with its parameters at the same paths.
+            model: the current model, or another tree with its parameters at the same paths.
 
         Returns:
-            The new average, of the same structure, shapes and dtypes.
+            The new average, with the same structure, shapes and dtypes.
 
         Raises:
-            ValueError: the model lacks an array of the average, or has another shape there.
+            ValueError: the model lacks an array of the average, or has one of another shape.
             TypeError: the model is complex where the average is real.
         """
         decay, tau = (said(self.count) if callable(said) else said for said in (self.decay, self.tau))
@@ -209,7 +210,7 @@ class Ema(eqx.Module, Generic[M]):
     def average(self) -> M:
         """The averaged model: each parameter in its own dtype, ties and frozen arrays included.
 
-        You get a new one at each access, in buffers of its own, so that a donated `Ema` does not take it along.
+        Each access returns a new model in new buffers, so you can donate the `Ema` and keep the model.
         """
         slots = [
             jax.lax.convert_element_type(value, slot.dtype)

@@ -1,4 +1,4 @@
-"""diff: how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
+"""diff: lists how two trees differ, by path: first as a compiler sees them, then in the elements of their arrays."""
 
 import operator
 import os
@@ -30,9 +30,9 @@ _ABSOLUTE = operator.attrgetter("absolute")
 
 
 def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float | int | None = None) -> Diff:
-    """How two trees differ, by path: as a compiler sees them, and in the elements of their arrays.
+    """Lists how two trees differ, by path: as a compiler sees them, and in the elements of their arrays.
 
-    Models, gradients, optimiser states, averages, stacks, vectors: any two pytrees.
+    You can compare any two pytrees: models, gradients, optimiser states, averages, stacks, vectors.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.arange(6.0).reshape(2, 3)
@@ -57,7 +57,8 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     <BLANKLINE>
     3 differences: static 1, dtype 1, tie 1
 
-    Of arrays whose elements differ, the one with the largest difference comes first; you see the two elements there:
+    Among arrays whose elements differ, the one with the largest difference comes first. You see the two elements that
+    differ most:
 
     >>> model = {"bias": jnp.zeros(3), "weight": jnp.array([1.0, 2.0, 3.0])}
     >>> other = {"bias": jnp.array([1e-6, 0.0, 0.0]), "weight": jnp.array([1.0, 2.5, jnp.nan])}
@@ -70,43 +71,44 @@ def diff(a: PyTree, b: PyTree, *, atol: float | int | None = None, rtol: float |
     >>> tp.diff(model, other, atol=1e-5).paths
     ('weight',)
 
-    A subtree that one of the two lacks is named once, by its topmost node, as `structure`. `None` is neither an array
-    nor zeros.
+    If a subtree exists in only one of the two trees, the table lists it once, at its topmost node, as `structure`.
+    `None` is neither an array nor zeros.
 
-    Files are compared by name: `tp.diff("a.safetensors", "b.safetensors")`, a file beside a tree, or the names of one,
-    `saving.names(path, "model")`. Their arrays are read two at a time. A file has no classes and no functions, so of
-    the tree beside it arrays and their ties are compared, and, with a file of `saving.save`, numbers and texts.
+    You can compare files by name: `tp.diff("a.safetensors", "b.safetensors")`, a file with a tree, or the names in a
+    file, `saving.names(path, "model")`. Their arrays are read two at a time. A file has no classes and no functions, so
+    a tree is compared with it in arrays and ties only; with a file from `saving.save` also in numbers and texts.
 
     Args:
         a: any pytree; leaves may be `jax.ShapeDtypeStruct`s or tracers, which have no elements to compare. Or the path
-            of a safetensors file, also as text, or the result of `saving.names`. Or a `Layout`.
-        b: another; or a `Layout` if `a` is one.
-        atol: how far elements may be apart, `|a - b| <= atol + rtol * |b|`; `None` is 0. It is for floating and integer
-            arrays and for Python floats; bools and PRNG keys are compared as they are.
-        rtol: the same, as a fraction of the element of `b`.
+            of a safetensors file, or the result of `saving.names`. Or a `Layout`.
+        b: another tree or file; a `Layout` if `a` is one.
+        atol: the absolute tolerance: elements are equal if `|a - b| <= atol + rtol * |b|`; `None` means 0. It applies
+            to floating and integer arrays and to Python floats; bools and PRNG keys are compared exactly.
+        rtol: the tolerance relative to the element of `b`.
 
     Returns:
-        A `Diff`, false where nothing differs. It prints as a table; `diff.rows` are the differences and `diff.paths`
-        their paths. The words in the table:
+        A `Diff`, which is false if nothing differs. It prints as a table; `diff.rows` are the differences and
+        `diff.paths` their paths. The second column holds one of these words:
 
-        - `structure`: a subtree in one of the two alone, `None` or a leaf in its stead; `class`: that of a node.
-        - `static`: a static value of a node, by type and content, static arrays by identity; `2`, `2.0` and `True`
-          differ. `value`: the same of a leaf that is no array, such as a function or a Python number.
-        - `type`: an array in one, in the other none. `shape`, `dtype`: as JAX sees them, so a NumPy array is no other
-          than a JAX array. `weak type`: as that of `jnp.asarray(1.0)`.
-        - `sharding`: two JAX arrays lie on different devices, or are split differently; also one that is committed to
-          its device, as by `jax.device_put(x, device)`, and one that is not: `jax.jit` compiles once for each.
-        - `tie`: with which others the array at a path is one, as objects. For ties that you declared or gave, and for
-          trained parameters, compare two layouts with `tp.diff`.
-        - `elements`: by value, so that `0.1` in float64 is not `0.1` in float32. NaN equals NaN, in each part of a
+        - `structure`: a subtree exists in only one tree; the other has nothing, `None` or a leaf there. `class`: a node
+          has another class.
+        - `static`: a static value of a node differs in type or content (for static arrays: in identity); `2`, `2.0` and
+          `True` differ. `value`: the same for a leaf that is not an array, such as a function or a Python number.
+        - `type`: an array in one tree, something else in the other. `shape`, `dtype`: as JAX sees them, so a NumPy
+          array can equal a JAX array. `weak type`: like the one of `jnp.asarray(1.0)`.
+        - `sharding`: two JAX arrays are on different devices, are split differently, or only one of them is committed
+          to its device, as by `jax.device_put(x, device)`: `jax.jit` compiles once for each.
+        - `tie`: the array at a path is the same object as the arrays at other paths. To compare ties that you declared
+          or passed, or to see which parameters are trained, compare two layouts with `tp.diff`.
+        - `elements`: compared by value, so `0.1` in float64 is not `0.1` in float32. NaN equals NaN, in each part of a
           complex number, and `-0.0` equals `0.0`. A NaN or infinity against anything else is an infinite difference.
-          The relative one is that to the element of `b`. Arrays of other shapes are not compared.
+          The relative difference is relative to the element of `b`. Arrays of different shapes are not compared.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
         ValueError: `atol` or `rtol` is negative or NaN; a tree contains itself; a file is damaged.
-        TypeError: one of the two is a `Layout`, the other none; `atol` or `rtol` is no number.
-        RuntimeError: an array whose elements are compared has been deleted, or lies on devices of other processes.
+        TypeError: only one of the two is a `Layout`; `atol` or `rtol` is not a number.
+        RuntimeError: an array to compare has been deleted, or is on devices of other processes.
     """
     tolerance = _tolerance("atol", atol), _tolerance("rtol", rtol)
     if isinstance(a, Layout) or isinstance(b, Layout):
@@ -160,7 +162,7 @@ def _diff_of_layouts(a: Any, b: Any) -> Diff:
 
 
 def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Difference]:
-    """The row of two arrays, each after its spec, if only one has a weak type."""
+    """Returns the row for two arrays, each given after its spec, if only one has a weak type."""
     weak = [bool(getattr(array, "weak_type", False)) for _, array in leaves]
     if weak[0] != weak[1]:
         first, second = (describe(spec) + ", weak" * is_weak for (spec, _), is_weak in zip(leaves, weak, strict=True))
@@ -168,7 +170,7 @@ def _weak_type_rows(path: str, *leaves: tuple[Spec, object]) -> Iterator[Differe
 
 
 def _sharding_rows(path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray) -> Iterator[Difference]:
-    """The row of two arrays of one shape, if both are JAX's and lie otherwise, or only one is committed."""
+    """Returns the row for two JAX arrays of one shape that are placed differently, or of which one is committed."""
     if not (isinstance(here, jax.Array) and isinstance(there, jax.Array)):
         return
     if not here.sharding.is_equivalent_to(there.sharding, here.ndim):
@@ -194,9 +196,9 @@ def _tolerance(name: str, value: float | int | None) -> float:
 
 
 def _is_one(a: PyTree, b: PyTree) -> bool:
-    """Whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
+    """Returns whether two trees hold the same objects in the same nodes, such as a model and a copy of its containers.
 
-    A structure takes tens of times as long to work out as this takes, if it is not known.
+    This check is cheap: an unknown structure takes tens of times longer to work out.
     """
     (ours, these), (theirs, those) = flatten(a), flatten(b)
     if not identical(ours, theirs) or not same_treedef(these, those):
@@ -214,7 +216,7 @@ def _is_concrete(leaf: object) -> bool:
 
 
 def _placed(sharding: jax.sharding.Sharding) -> str:
-    """Where an array lies, in a few words."""
+    """Describes the devices of an array in a few words."""
     if len(sharding.device_set) == 1:
         return repr(next(iter(sharding.device_set)))
     if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -224,7 +226,7 @@ def _placed(sharding: jax.sharding.Sharding) -> str:
 
 
 def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> bool:
-    """Whether two leaves are equal that are no arrays to JAX."""
+    """Returns whether two leaves that are not JAX arrays are equal."""
     if type(here) is not type(there):
         return False
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):  # of texts or objects
@@ -239,12 +241,12 @@ def _are_equal(here: object, there: object, tolerance: tuple[float, float]) -> b
 
 
 def _is_of_files(source: object) -> bool:
-    """Whether a source is a file, or the names in one."""
+    """Returns whether a source is a file, or the names in one."""
     return isinstance(source, (str, os.PathLike, Names))
 
 
 def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
-    """As `diff`, where one of the two is a file, which has arrays, ties, numbers and texts, and no classes."""
+    """Compares two sources by name, at least one of them a file: arrays, ties, numbers and texts, but no classes."""
     ours, theirs = map(_named, (a, b))
     if _is_of_files(b):
         ours = spelt_as([*theirs.specs, *(theirs.numbers or ())], ours)
@@ -273,7 +275,7 @@ def _diff_by_name(a: Any, b: Any, tolerance: tuple[float, float]) -> Diff:
 
 
 def _named(source: Any) -> Names:
-    """A file or a tree by name."""
+    """Returns the names in a file or a tree."""
     known = names_in(source) if _is_of_files(source) else None  # a list of texts is a tree
     if known is not None:
         return known
@@ -295,7 +297,7 @@ def _named(source: Any) -> Names:
 def _missing_rows(
     these: Mapping[str, Any], those: Mapping[str, Any], computed: Set[str], side: int
 ) -> Iterator[Difference]:
-    """The names that only one has, by the topmost node that the other lacks."""
+    """Returns a row for each node that only one of the two has, at the topmost node that the other lacks."""
     entries = map(split_name, those)
     known = {its[:depth] for its in entries for depth in range(len(its) + 1)}
     heads: dict[str, list[str]] = {}
@@ -310,7 +312,7 @@ def _missing_rows(
 
 
 def _groups_of(names: Names) -> dict[str, dict[str, str]]:
-    """The names of each array that has several, by the first of them."""
+    """Groups the names of each array that has several, by the first of them."""
     found: dict[str, dict[str, str]] = {}
     for alias, name in names.aliases.items():
         found.setdefault(name, {name: ""})[alias] = ""

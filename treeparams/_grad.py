@@ -1,7 +1,7 @@
-"""Gradients of the trained parameters alone: at once, or of a large batch in pieces.
+"""Gradients of the trained parameters only: of one batch, or of a large batch in pieces.
 
-The model is taken apart before it is differentiated, so no backward work is done for frozen parameters: JAX
-differentiates with respect to whole arguments, and prunes nothing that it was asked for.
+The model is split before it is differentiated, so frozen parameters cost no backward work: JAX differentiates with
+respect to whole arguments and computes every gradient that it was asked for.
 """
 
 import functools
@@ -50,7 +50,7 @@ def value_and_grad(
     *,
     unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
+    """`jax.value_and_grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
@@ -58,37 +58,40 @@ def value_and_grad(
     >>> grads.layers[0].weight is None, grads.layers[1].bias  # the first layer is frozen
     (True, Array([1.], dtype=float32))
 
-    Frozen arrays cost no backward work, and in the program around they stay arguments of the `jit`, not constants.
-    As a decorator it takes options alone: `@tp.value_and_grad(has_aux=True)`.
+    Frozen arrays cost no backward work. Inside a surrounding `jit` they stay arguments and do not become constants. You
+    can also use it as a decorator with options: `@tp.value_and_grad(has_aux=True)`.
 
-    Integers, keys, functions and numbers in the model are no trouble. Complex parameters follow JAX: the gradient is
-    the conjugate of the direction of steepest ascent, so descent steps along its conjugate.
+    The model may hold integers, keys, functions and numbers. Complex parameters follow JAX's convention: the gradient
+    is the conjugate of the direction of steepest ascent, so descend along its conjugate.
 
-    To take a step with it, write `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all paths of a
-    tie. If you added a canonical tree to the model leaf by leaf, you would move the first path alone.
+    To take a step, write `tp.maptrainable(lambda x, g: x - rate * g, model, grads)`, which sets all paths of a tie. If
+    you add a canonical tree to the model leaf by leaf, you change only the first path.
 
     In a `jax.jit` or `equinox.filter_jit` whose argument is the model, pass a layout that you made outside as
-    `trainable`, or ties are not known (see `tp.layout`). Outside of `jit` each call takes the model apart anew, about
-    the cost of flattening it twice; for a fast loop without `jit`, `tp.partition` once and differentiate in `params`.
+    `trainable`: inside, ties by identity are lost (see `tp.layout`). Outside `jit`, each call splits the model again,
+    which costs about as much as flattening it twice. For a fast loop without `jit`, call `tp.partition` once and
+    differentiate with respect to `params`.
 
-    The value is that of the model with its ties filled: where an alias does not have the value of its source yet
-    (`tp.tie`), it is not `f(model)`.
+    The value is that of the model with its ties filled. If an alias does not have the value of its source yet (see
+    `tp.tie`), the value is not `f(model)`.
 
     Args:
         f: a function of the model and further arguments that returns a real scalar, or `(scalar, aux)`.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
         has_aux: whether `f` returns `(scalar, aux)`.
-        unreached: the gradient of a slot that `f` does not reach, as told by `tp.reached`: `"zeros"`, as in JAX;
-            `"none"`, so that `optim.trainable` takes no step there (with zeros AdamW would decay it); or `"error"`. For
-            the latter two `f` is traced once more.
+        unreached: the gradient of a parameter that `f` does not depend on (see `tp.reached`): `"zeros"`, as in JAX;
+            `"none"`, so that `optim.trainable` takes no step there (with zeros, AdamW would decay it); or `"error"`.
+            With `"none"` and `"error"`, `f` is traced once more.
 
     Returns:
-        A function of the same arguments as `f`. It returns `(value, grads)`, or `((value, aux), grads)`. `grads` is the
-        canonical tree: model-shaped, the gradient at each slot's path, summed over a tie, and `None` everywhere else.
+        A function with the same arguments as `f`. It returns `(value, grads)`, or `((value, aux), grads)`. `grads` is
+        the canonical tree: it has the structure of the model, the gradient at each slot's path (summed over a tie), and
+        `None` everywhere else.
 
     Raises:
-        ValueError: when called: `f` does not reach a slot, with `unreached="error"`; as `tp.layout`.
-        TypeError: when called: as `tp.reached`, with `"none"` or `"error"`; as `tp.layout`.
+        ValueError: when called: `f` does not depend on a trained parameter and `unreached="error"`; see also
+            `tp.layout`.
+        TypeError: when called: see `tp.layout`, and with `"none"` or `"error"` also `tp.reached`.
 
     Warns:
         UserWarning: nothing is trained; the gradient is `None` everywhere.
@@ -110,8 +113,8 @@ def value_and_grad(
         if unreached == "error" and not all(hit):
             missed = [slot.path for slot, yes in zip(parts.layout.slots, hit, strict=True) if not yes]
             raise ValueError(
-                f"trained, but not reached by the loss: {quoted(missed, 5)}; freeze what it does not use, "
-                f"tp.layout(model, freeze=[{missed[0]!r}]), or take unreached='none'"
+                f"the loss does not depend on these trained parameters: {quoted(missed, 5)}; freeze them, "
+                f"tp.layout(model, freeze=[{missed[0]!r}]), or pass unreached='none'"
             )
 
         def of_slots(slots: Sequence[Any]) -> Any:
@@ -159,31 +162,31 @@ def grad(
     *,
     unreached: Unreached = "zeros",
 ) -> Callable[..., Any]:
-    """`jax.grad` of `f(model, *args, **kwargs)` in the trained parameters of the model.
+    """`jax.grad` of `f(model, *args, **kwargs)` with respect to the trained parameters of the model.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> weight = jnp.array([1.0, 2.0])  # one array: one gradient
     >>> tp.grad(lambda m: jnp.sum(3 * m["x"] + 13 * m["z"]))({"x": weight, "z": weight})
     {'x': Array([16., 16.], dtype=float32), 'z': None}
 
-    With `unreached="none"` a parameter that the loss does not reach takes no step:
+    With `unreached="none"`, a parameter that the loss does not depend on gets the gradient `None`, so it takes no step:
 
     >>> model = {"w": jnp.ones(2), "unused": jnp.ones(2)}
     >>> tp.grad(lambda m: jnp.sum(m["w"]), unreached="none")(model)
     {'unused': None, 'w': Array([1., 1.], dtype=float32)}
 
     Args:
-        f: as for `value_and_grad`.
-        trainable: as for `value_and_grad`.
-        has_aux: as for `value_and_grad`.
-        unreached: as for `value_and_grad`.
+        f: see `value_and_grad`.
+        trainable: see `value_and_grad`.
+        has_aux: see `value_and_grad`.
+        unreached: see `value_and_grad`.
 
     Returns:
         A function that returns the canonical gradient, or `(gradient, aux)`; see `value_and_grad`.
 
     Raises:
-        ValueError: as `value_and_grad`.
-        TypeError: as `value_and_grad`.
+        ValueError: see `value_and_grad`.
+        TypeError: see `value_and_grad`.
 
     Warns:
         UserWarning: nothing is trained.
@@ -218,7 +221,7 @@ def accumulate(
 def accumulate(
     f: Callable[..., Any] | None = None, trainable: Trainable = None, *, pieces: SupportsIndex
 ) -> Callable[..., Any]:
-    """Value and gradient of a mean loss over a batch that is taken in pieces, one after another.
+    """Computes the value and the gradient of a mean loss over a batch in pieces, one after another.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> loss = lambda model, batch: jnp.mean((batch["x"] @ model["w"] - batch["y"]) ** 2)
@@ -227,30 +230,30 @@ def accumulate(
     >>> print(value, grads)
     9.0 {'w': Array([6., 6., 6.], dtype=float32)}
 
-    A large batch takes the memory of one piece and of one sum of gradients. You may pass a vector as the model:
+    A large batch needs the memory of one piece and of one sum of gradients. You can pass a vector as the model:
 
     >>> vector, restructure = tp.ravel(model)
     >>> print(tp.accumulate(lambda v, batch: loss(restructure(v), batch), pieces=4)(vector, batch)[1])
     [6. 6. 6.]
 
-    Inside of a `jax.shard_map` the gradient of a parameter that is the same on all devices is summed over them, as by
-    `jax.grad`, but once at the end and not for each piece.
+    Inside a `jax.shard_map`, the gradient of a parameter that is the same on all devices is summed over the devices, as
+    by `jax.grad`, but once at the end instead of once per piece.
 
     Args:
         f: a function of the model, a batch and further arguments that returns the *mean* over the batch, a real scalar.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        pieces: how many. They are of equal size, but for the last, which takes the examples that are left and counts by
-            its size. You get fewer where there are few examples, and where the batch lies over devices by type, since
-            each device takes the same share of a piece.
+        pieces: the number of pieces. They have equal sizes, except that the last one holds the examples that are left
+            and is weighted by its size. You get fewer pieces if there are few examples, or if the type of the batch
+            says that it is split over devices: each device then contributes equally to a piece.
 
     Returns:
-        A function `(model, batch, *args, **kwargs) -> (value, grads)`. `batch` is a tree of arrays with the examples as
-        their leading axis; further arguments are the same for each piece. Both results are summed in at least float32;
-        `grads` is the canonical tree, each leaf in its own dtype.
+        A function `(model, batch, *args, **kwargs) -> (value, grads)`. `batch` is a tree of arrays with the examples
+        along their leading axis; further arguments are the same for each piece. Both results are summed in at least
+        float32; `grads` is the canonical tree, each leaf in its own dtype.
 
     Raises:
-        ValueError: `pieces` is not positive; arrays of the batch have no or different leading axes, or there are no
-            examples; as `tp.layout`.
+        ValueError: `pieces` is not positive; arrays of the batch have no leading axis or different ones; the batch has
+            no examples; see also `tp.layout`.
 
     Warns:
         UserWarning: nothing is trained.
@@ -281,7 +284,7 @@ def accumulate(
 def _summed(
     of_piece: Callable[..., Any], slots: tuple[jax.Array, ...], examples: int, size: int
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The mean of a loss over all examples, and its gradients, of `of_piece(slots, first example, how many)`."""
+    """Returns the mean loss over all examples, and its gradients, from `of_piece(slots, first example, number)`."""
     # Where the loss differs from device to device, so do the parameters from here on: each device sums a gradient of
     # its own. Of parameters that are the same everywhere JAX would sum it over the devices at each piece.
     local = result_varies(lambda slots: of_piece(slots, 0, size), slots)
@@ -308,18 +311,18 @@ def _summed(
 
 
 def _count_examples(batch: PyTree) -> int:
-    """The number of examples: the length of the first axis of all arrays."""
+    """Returns the number of examples: the length of the first axis of all arrays."""
     found: dict[int, str] = {}
     for path, array in jtu.tree_flatten_with_path(batch)[0]:
         name = f"batch{jtu.keystr(path)}"
         if not getattr(array, "ndim", 0):
             raise ValueError(
-                f"{name} must be an array whose leading axis is the examples, got {describe(array)}; pass what is not "
-                "to be cut as a further argument"
+                f"{name} must be an array with the examples along its leading axis, got {describe(array)}; pass "
+                "anything that is not to be split as a further argument"
             )
         found.setdefault(array.shape[0], name)
     if not found:
-        raise ValueError("there are no arrays in the batch; pass those with the examples as the second argument")
+        raise ValueError("there are no arrays in the batch; pass the arrays of examples as the second argument")
     if len(found) > 1:
         counts = ", ".join(f"{name} has {count}" for count, name in found.items())
         raise ValueError(f"all arrays of the batch must have the same number of examples; {counts}")

@@ -1,4 +1,4 @@
-"""`jit` for models as they are: functions among the leaves, one array at several paths."""
+"""`jit` for models that hold functions among their leaves and one array at several paths."""
 
 import functools
 import types
@@ -33,7 +33,7 @@ def jit(*, donate: Donate = "none", **jit_kwargs: Any) -> Callable[[Callable[P, 
 
 
 def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit_kwargs: Any) -> Any:
-    """`equinox.filter_jit` that keeps ties.
+    """Compiles a function like `equinox.filter_jit`, and keeps weight ties.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> weight = jnp.array([1.0, 2.0])
@@ -42,25 +42,26 @@ def jit(fun: Callable[..., Any] | None = None, *, donate: Donate = "none", **jit
     >>> model["a"] is model["b"], model["a"]
     (True, Array([0.5, 1.5], dtype=float32))
 
-    Arrays that are one object among the arguments are one tracer inside, and one argument of the compiled program; one
-    tracer among the results is one array outside. So the library finds the ties of an argument by itself, and you can
-    donate a tied model.
+    If one array object is at several places among the arguments, your function sees one tracer at all of them, and the
+    compiled program has one argument for it. If the function returns one tracer at several places, you get one array
+    back. So the library finds the ties of an argument inside `jit`, and you can donate a tied model.
 
     Args:
-        fun: the function; left out, `tp.jit` is a decorator with options. A callable pytree (a Module, a bound method
-            of one) has its arrays traced like those of the arguments.
-        donate: as for `equinox.filter_jit`: which arguments' arrays are donated, `"warn"` with JAX's warnings about
-            buffers that could not be used.
+        fun: the function. Without it, `tp.jit` is a decorator with options. If `fun` is a callable pytree (a Module, or
+            a bound method of one), its arrays are traced like those of the arguments.
+        donate: the arguments whose arrays are donated, as for `equinox.filter_jit`. With `"warn"` you see JAX's
+            warnings about buffers that could not be used.
         **jit_kwargs: further options of `jax.jit`, such as `inline` and `compiler_options`.
 
     Returns:
-        The function, compiled. Arrays are traced and come back as JAX arrays; everything else, Python and NumPy scalars
-        included, is static and compared by type and content: pass a number that changes as an array. `lower(*args)` and
-        its `compile()` are as for `jax.jit`; the compiled program refuses arguments of other structure, ties or values.
+        The compiled function. Arrays are traced, and come back as JAX arrays. Everything else, Python and NumPy scalars
+        included, is static and compared by type and content, so pass a number that changes as an array. `lower(*args)`
+        and its `compile()` work as for `jax.jit`; the compiled program rejects arguments of another structure, with
+        other ties or with other static values.
 
     Raises:
-        ValueError: `donate` is none of the five; an option that speaks of single arguments (`static_argnums`,
-            `donate_argnums`, `in_shardings`, ...), which are taken apart here.
+        ValueError: `donate` is not one of the five values; you passed an option about single arguments
+            (`static_argnums`, `donate_argnums`, `in_shardings`, ...), which `tp.jit` does not support.
     """
     refused = [name for name in jit_kwargs if name.startswith(tuple(_REFUSED))]
     if refused:
@@ -85,10 +86,10 @@ _REFUSED = {
 
 
 class Jitted(Generic[P, R]):
-    """A function compiled by `tp.jit`: `jax.jit` over the `Rest` of all that it is called with."""
+    """A function compiled by `tp.jit`: `jax.jit` over one `Rest` that holds the function and all its arguments."""
 
     def __init__(self, fun: Callable[P, R], donate: Donate, jit_kwargs: dict[str, Any]) -> None:
-        """For this library's own use; users write `tp.jit(f)`."""
+        """Used by this library; write `tp.jit(f)`."""
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
         self._donate: Donate = donate
@@ -114,7 +115,7 @@ class Jitted(Generic[P, R]):
             return put_together(self._run(donated, kept), ())
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> "Stage":
-        """The program for these arguments, before it is compiled: `as_text()`, `cost_analysis()`, `compile()`."""
+        """Lowers the program for these arguments without compiling it: `as_text()`, `cost_analysis()`, `compile()`."""
         donated, kept = self._take_apart(args, kwargs)
         return Stage(self._take_apart, self._run.lower(donated, kept), with_kept_arrays(kept, ()))
 
@@ -133,7 +134,7 @@ class Jitted(Generic[P, R]):
 
 
 def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], Rest[Any]]:
-    """The arrays that are donated; and the call, with `None` in their place."""
+    """Returns the donated arrays, and the call with `None` in their place."""
     structure = index_in(call).structure
     donated, kept = structure.remember(("donated", donate), lambda: _donation(call, donate))
     arrays = [*arrays_in(call), None]
@@ -141,7 +142,10 @@ def _without_donated(call: Rest[Any], donate: Donate) -> tuple[tuple[Any, ...], 
 
 
 def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[Any, ...]], ...]:
-    """From the arrays of a call, and `None`: to those that are donated; to all, with `None` in place of these."""
+    """Returns two functions of the arrays of a call and a final `None`.
+
+    The first returns the donated arrays, the second all arrays with `None` in place of the donated ones.
+    """
     index, count = index_in(call), len(arrays_in(call))
     first = range(0)
     if donate.endswith("except-first"):
@@ -157,16 +161,16 @@ def _donation(call: Rest[Any], donate: Donate) -> tuple[Callable[[Any], tuple[An
 
 
 class Stage:
-    """A lowered or compiled program, called with the arguments of the function."""
+    """A lowered or compiled program; a compiled one is called with the arguments of the function."""
 
     def __init__(self, take_apart: Callable[[Any, Any], Any], stage: Any, call: Rest[Any]) -> None:
-        """For this library's own use; users write `tp.jit(f).lower(...)`."""
+        """Used by this library; write `tp.jit(f).lower(...)`."""
         self._take_apart = take_apart
         self._stage = stage
         self._lowered_for = call  # without its arrays
 
     def compile(self, *args: Any, **kwargs: Any) -> "Stage":
-        """The compiled program; it can be called."""
+        """Compiles the program; you can call the result."""
         return Stage(self._take_apart, self._stage.compile(*args, **kwargs), self._lowered_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +190,7 @@ class Stage:
 
 
 def _differences(here: Rest[Any], there: Rest[Any]) -> list[str]:
-    """The differences of two calls, in words; only their static halves are at hand."""
+    """Describes how two calls differ, from their static halves alone."""
     these, those = index_in(here).structure, index_in(there).structure
     ours, theirs = _values_by_leaf(here), _values_by_leaf(there)
 

@@ -1,4 +1,4 @@
-"""One step of an average: of its parameters, and of what is none, by the policies of `buffers`."""
+"""One step of an average: its parameters, and everything else by the policies of `buffers`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> Weights:
-    """The weights that one of `decay` and `tau` says; a Python number is subtracted in double precision."""
+    """Returns the weights for `decay` or `tau`; Python numbers are subtracted in double precision."""
     if decay is None and tau is not None:
         _check_weight("tau", tau)
         return Weights(tau, None if isinstance(tau, (int, float)) and tau == 1 else 1 - tau)
@@ -43,7 +43,7 @@ def weights_of(decay: ArrayLike | None, tau: ArrayLike | None) -> Weights:
         _check_weight("decay", decay)
         return Weights(1 - decay, None)
     raise TypeError(
-        "give one of decay, the weight of the average, and tau = 1 - decay, the weight of the model; got "
+        "pass either decay, the weight of the average, or tau = 1 - decay, the weight of the model; got "
         + ("neither" if tau is None else "both")
     )
 
@@ -59,7 +59,7 @@ def _check_weight(name: str, value: ArrayLike) -> None:
 
 @jax.jit
 def mix(olds: Sequence[Any], news: Sequence[Any], weights: Weights) -> list[Any]:
-    """Each pair averaged by the weights, computed in at least float32, in the dtype of the old one."""
+    """Averages each pair by the weights, in at least float32, and returns it in the dtype of the old value."""
     # One program for all pairs: one call of a compiled function in place of a few operations for each.
     return [_mix_one(old, new, weights) for old, new in zip(olds, news, strict=True)]
 
@@ -82,7 +82,7 @@ def _mix_one(old: jax.Array, new: ArrayLike, weights: Weights) -> jax.Array:
 
 
 def average_apart(average: M, trainable: Trainable) -> Parts[M]:
-    """An average taken apart; a Python number is no parameter of it, also where `jax.jit` has made it a tracer."""
+    """Takes an average apart. A Python number is never one of its parameters, even if `jax.jit` made it a tracer."""
     parts = take_apart(average, trainable)
     if isinstance(trainable, Layout):
         return parts
@@ -92,7 +92,7 @@ def average_apart(average: M, trainable: Trainable) -> Parts[M]:
 
 
 def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) -> Rest[M]:
-    """The rest of an average after a step: arrays that are no slots, and numbers, by their policies."""
+    """Returns the rest of an average after a step: arrays that are not slots, and numbers, each by its policy."""
     arrays, values = kept_arrays(rest), other_values(rest)
     olds = arrays | {path: value for path, value in values.items() if type(value) in NUMBERS}
     policies = _policies(index_in(rest), olds, buffers)
@@ -107,8 +107,8 @@ def next_rest(rest: Rest[M], model: PyTree, weights: Weights, buffers: Buffers) 
     ]
     if wrong:
         raise ValueError(
-            f"what is not trained is taken from the model, which has not what the average has at {', '.join(wrong)}; "
-            'write buffers="keep" to leave the average\'s, or buffers={where: "keep"} for some'
+            f"arrays that are not trained are copied from the model, which does not match the average at "
+            f'{", ".join(wrong)}; write buffers="keep" to keep the average\'s, or buffers={{where: "keep"}} for some'
         )
     index = index_in(rest)
     # As an integer: a number is not averaged.
@@ -131,7 +131,7 @@ def _fits(old: Any, new: Any) -> bool:
 
 
 def _next(policy: str, old: Any, new: Any, weights: Weights) -> Any:
-    """An array of the rest, or a number, after a step."""
+    """Returns an array or number of the rest after a step."""
     if policy == "keep":
         return old
     if policy == "take":
@@ -146,18 +146,18 @@ def _next(policy: str, old: Any, new: Any, weights: Weights) -> Any:
 
 
 def _is_number(index: Index, leaf: int, value: Any) -> bool:
-    """Whether a leaf is what a trace has made of a Python number: a scalar whose type JAX calls weak."""
+    """Returns whether a leaf is a tracer that a trace made from a Python number: a scalar with a weak type."""
     is_weak = isinstance(value, Tracer) and not value.shape and getattr(value, "weak_type", False)
     return is_weak and was_number(index.structure, leaf)
 
 
 def _policies(index: Index, paths: Collection[str], buffers: Buffers) -> dict[str, str]:
-    """The policy for the array at each path."""
+    """Returns the policy for the array at each path."""
     rules = buffers if isinstance(buffers, Mapping) else {"**": buffers}
     for policy in rules.values():
         if policy not in ("copy", "keep", "average"):
             raise ValueError(
-                f'buffers must be "copy", "keep" or "average", or a dict from where to these, got {policy!r}'
+                f'buffers must be "copy", "keep" or "average", or a dict {{where: policy}}, got {policy!r}'
             )
     if isinstance(buffers, str):
         return dict.fromkeys(paths, buffers)

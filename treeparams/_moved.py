@@ -1,4 +1,4 @@
-"""The parameters that a training step can change: read from its program, never run."""
+"""Finds the parameters that a training step can change, from its program and without running it."""
 
 import functools
 import operator
@@ -44,7 +44,7 @@ _ZERO, _FINITE, _ANY, _FIRST = 1, 2, 4, 8
 def moved(
     step: Callable[P, Any], *, loss: Callable[..., Any] | None = None, layout: Layout | None = None
 ) -> Callable[P, Layout]:
-    """The parameters that a training step can change: `step(model, *args, **kwargs)`, anybody's.
+    """Finds the parameters that a training step can change, whoever wrote the step.
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
     >>> model = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
@@ -62,31 +62,34 @@ def moved(
     encoder: moved, and the loss does not reach it (weight decay?)
     head: moved, and the loss reaches it
 
-    In a test, with the layout that is to train: `assert tp.moved(step)(model, state, x) == state.layout`.
+    In a test, compare with the layout that you want to train: `assert tp.moved(step)(model, state, x) == state.layout`.
 
-    The step is traced and never run, so nothing is donated either. Arrays among its arguments stand for any values;
-    Python numbers among them, and what it closes over, for themselves. A parameter is unmoved where the model that the
-    step returns has the very array that it was given, through `jax.jit`, loops, branches, `jax.shard_map` and functions
-    with derivative rules of their own; and where zeros are added to it, or products of zeros and of finite numbers
-    that stand in the program. (`-0.0 + 0.0` is `0.0`, which is no move.) In doubt a parameter counts as moved: under
-    zero gradients and a rule with momentum, which may be left from before; under zeros times a computed rate, which may
-    be infinite. A tie moves if it does at any of its paths. Integers and keys are not told.
+    The step is traced and never run, so nothing is donated. The result holds for any values of the arrays among the
+    arguments, but only for the given Python numbers and closed-over values. A parameter does not move if the returned
+    model holds the very array that was passed in; this is followed through `jax.jit`, loops, branches, `jax.shard_map`
+    and functions with custom derivative rules. Adding zeros to it is no move either, nor is adding products of zeros
+    and finite numbers written in the program. (`-0.0 + 0.0` is `0.0`, which does not count as a move.) In doubt a
+    parameter counts as moved: under zero gradients and a rule with momentum, which may be left from earlier steps;
+    under zeros times a computed rate, which may be infinite. A tied parameter moves if it moves at any of its paths.
+    Integers and keys are not reported.
 
     Args:
-        step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's
+        step: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, like the model's
             leaves. It returns the new model, or a tuple whose first item is the new model.
-        loss: a function of the model, to print beside each path whether the loss reaches it, as told by `tp.reached`.
-            Other arguments go into it beforehand: `lambda model: loss(model, x, y)`.
-        layout: a layout of such models, for ties that only it knows. Which parameters it trains does not matter.
+        loss: a function of the model. If you pass it, the result also prints for each path whether the loss depends on
+            it, as found by `tp.reached`. Bind its other arguments first: `lambda model: loss(model, x, y)`.
+        layout: a layout of such models, for ties that only this layout records. The parameters that it trains do not
+            matter.
 
     Returns:
-        A function of the same arguments as `step`. It returns the layout of the model in which the parameters that the
-        step can change are trained, and no others, whatever is declared. What it prints for `loss` is no part of its
-        value: it is equal to the layout without these lines.
+        A function with the same arguments as `step`. It returns the layout of the model that trains exactly the
+        parameters that the step can change, whatever is declared. The lines printed for `loss` are not part of its
+        value: it equals the layout without them.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: `step` is no function; the step returns no model; it is controlled by values, as under `jax.jit`.
+        ValueError: see `tp.layout`.
+        TypeError: `step` is not a function; the step returns no model; its control flow depends on values, as under
+            `jax.jit`.
     """
     call = cast(Callable[..., Any], step)
     if not callable(step):
@@ -110,7 +113,7 @@ def moved(
 
 
 def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
-    """Of each parameter whether it moves, and whether the loss reaches it; first where these differ."""
+    """Describes for each parameter whether it moves and whether the loss reaches it; the mismatches come first."""
     words = {
         (True, False): "moved, and the loss does not reach it (weight decay?)",
         (False, True): "not moved, but the loss reaches it (frozen?)",
@@ -125,7 +128,7 @@ def _notes(index: Index, moves: set[int], hit: set[int]) -> list[str]:
 
 
 def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest: tuple[PyTree, PyTree]) -> list[int]:
-    """The leaves of the parameters that may not be in the new model as they were given."""
+    """Returns the leaves of the parameters that the new model may not hold unchanged."""
     # Two trees, since a state may hold arrays of the model that it was made from, and changes without them.
     halves = as_rest(model), as_rest(rest)
 
@@ -148,13 +151,13 @@ def _changed(after: Callable[..., list[Any]], index: Index, model: PyTree, rest:
 
 
 def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[Any]:
-    """The parameters of the new model, in what a step returned."""
+    """Returns the parameters of the new model from the result of a step."""
     items = list(out) if isinstance(out, (tuple, list)) else []
     found = [_parameters(each, treedef, structure) for each in [out, *items]]
     new = next((each for each in found[:2] if each is not None), None)
     if new is not None:
         return new
-    instead = "write def step(model, ...) with return model; what a loss reaches tells tp.reached(loss)(model)"
+    instead = "return the model from step(model, ...); for the parameters of a loss, write tp.reached(loss)(model)"
     for k, each in enumerate(found[1:]):
         if each is not None:
             instead = f"write tp.moved(lambda model, *args: step(model, *args)[{k}])(model, ...)"
@@ -165,7 +168,7 @@ def _parameters_in(out: object, treedef: TreeDef, structure: Structure) -> list[
 
 
 def _parameters(tree: PyTree, treedef: TreeDef, structure: Structure) -> list[Any] | None:
-    """The parameters of a tree that has the structure of the model; `None` if it has another."""
+    """Returns the parameters of a tree that has the structure of the model, otherwise `None`."""
     leaves, got = flatten(tree)
     if not same_treedef(got, treedef):
         return None
@@ -194,7 +197,7 @@ _MAY_FILL = frozenset({"gather", "reduce_max", "reduce_min"})
 
 
 class _Same:
-    """What the results of one operation may be: sets, which are joined where either may come."""
+    """Computes the set of possible results of one operation; alternatives are joined."""
 
     def __init__(self, dtypes: dict[int, Any]) -> None:
         self._dtypes = dtypes  # of each array of the model, by its mark
@@ -228,7 +231,7 @@ class _Same:
         return _ZERO if _is_zero(eqn, marks) else _ANY
 
     def _converted(self, eqn: JaxprEqn, mark: int) -> int:
-        """The mark after a cast: what was widened is itself again, and integers and bools become finite numbers."""
+        """Returns the mark after a cast: widening keeps the mark, and integers and bools become finite numbers."""
         aval: Any = eqn.invars[0].aval
         have, want = self._dtypes.get(mark, aval.dtype), eqn.params["new_dtype"]
         if is_inexact(want) and not is_inexact(have):
@@ -237,7 +240,7 @@ class _Same:
 
 
 def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
-    """Whether the result is zeros; zero times infinity is not."""
+    """Returns whether the result is zeros; zero times infinity is not."""
     name = eqn.primitive.name
     if name == "div":
         return marks == [_ZERO, _FINITE]
@@ -246,7 +249,7 @@ def _is_zero(eqn: JaxprEqn, marks: Marks) -> bool:
 
 
 def _is_known(mark: int) -> bool:
-    """Whether a value is of zeros and finite numbers that stand in the program."""
+    """Returns whether a value consists of zeros and finite numbers written in the program."""
     return not mark & ~(_ZERO | _FINITE)
 
 

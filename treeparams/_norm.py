@@ -1,4 +1,4 @@
-"""The global norm: in float32 for narrower leaves, without overflow, with a gradient at zero."""
+"""The global norm: computed in float32 for narrower leaves, without overflow, with a gradient at zero."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _SAFE = 2.0**-60
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm of all floating and complex leaves, safe in every dtype.
+    """Computes the Euclidean norm of all floating and complex leaves, safely in every dtype.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> tp.global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "steps": 7})
@@ -32,17 +32,18 @@ def global_norm(tree: PyTree) -> jax.Array:
     >>> jax.grad(tp.global_norm)(jnp.zeros(2))
     Array([0., 0.], dtype=float32)
 
-    It counts every leaf that you pass, of a whole model the frozen ones as well: pass the gradient of `tp.grad` or
-    `tp.project`, or `tp.partition(model)[0]`, in which a tie stands once. Inside `shard_map` it is the norm of the
-    local shard. Under `jax.vmap` a batch with a norm that is zero, tiny, huge or not finite is read twice.
+    It counts every leaf that you pass, including the frozen leaves of a whole model. So pass the gradient of `tp.grad`
+    or `tp.project`, or `tp.partition(model)[0]`, in which a tied parameter appears once. Inside `shard_map` it returns
+    the norm of the local shard. Under `jax.vmap`, the data are read twice if any norm in the batch is zero, tiny, huge
+    or not finite.
 
     Args:
-        tree: any pytree; leaves that are no floating or complex arrays are ignored.
+        tree: any pytree; leaves that are not floating or complex arrays are ignored.
 
     Returns:
         A float32 scalar (float64 if any leaf is float64 or complex128); 0 for an empty tree. Complex leaves count by
-        modulus. The sum is scaled by the largest entry, so that it neither overflows nor vanishes; infinite entries
-        give infinity, NaN gives NaN. The gradient at zero is zero.
+        modulus. The sum is scaled by the largest entry, so it neither overflows nor vanishes; infinite entries give
+        infinity, NaN gives NaN. The gradient at zero is zero.
     """
     arrays = [leaf for leaf in flatten(tree)[0] if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return _norm_of_arrays(arrays)
@@ -70,9 +71,10 @@ def _norm(arrays: list[jax.Array]) -> jax.Array:
 
 @functools.cache
 def _norms(rank: int) -> Callable[[list[jax.Array]], jax.Array]:
-    """The norms of real arrays with so many axes for a batch in front.
+    """Returns the function that computes the norms of real arrays with this many leading batch axes.
 
-    Under `jax.vmap` a `cond` whose predicate is mapped runs both branches. Here one predicate stands for the batch.
+    Under `jax.vmap`, a `cond` with a mapped predicate runs both branches. Here one predicate decides for the whole
+    batch.
     """
 
     @jax.custom_batching.custom_vmap

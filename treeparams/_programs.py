@@ -1,8 +1,8 @@
-"""Programs as JAX traces them: their operations, and which inputs their results depend on.
+"""Programs as JAX traces them: their operations, and the inputs that their results depend on.
 
-That is told by marks, bits of an integer, which are carried from the inputs of a program to its results. The result of
-an operation has the marks of all its operands; loops are gone round until no more marks come. This errs on one side
-alone: a result may depend on less than its marks say, never on more.
+Dependence is tracked by marks, the bits of an integer, which are carried from the inputs of a program to its results.
+The result of an operation has the marks of all its operands; loops are repeated until no new marks appear. The error is
+one-sided: a result may depend on less than its marks say, never on more.
 """
 
 import functools
@@ -21,9 +21,9 @@ from ._tree.dtypes import is_inexact
 
 Marks = list[int]
 Run = Callable[[ClosedJaxpr | Jaxpr, Sequence[int]], Marks]
-"""From a program within an operation, and the marks of its arguments, to those of its results."""
+"""Maps a program inside an operation, and the marks of its arguments, to the marks of its results."""
 Constant = Callable[[Any], int]
-"""The mark of a constant, from its value; from `None` where that is not at hand."""
+"""Maps the value of a constant, or `None` if it is not available, to its mark."""
 
 # Each result is of the operand at its own position.
 _PAIRED = {"device_put", "optimization_barrier"}
@@ -39,7 +39,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 
 
 def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-    """The marks of the results of one operation, from those of its operands."""
+    """Returns the marks of an operation's results from the marks of its operands."""
     name = eqn.primitive.name
     if name in _LOOPS:
         return _LOOPS[name](eqn, marks, run)
@@ -52,7 +52,7 @@ def through(eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
 
 
 def is_followed(eqn: JaxprEqn) -> bool:
-    """Whether marks are carried through the programs within an operation."""
+    """Returns whether marks are carried through the programs inside an operation."""
     return eqn.primitive.name in _LOOPS or called(eqn) is not None
 
 
@@ -91,18 +91,18 @@ _LOOPS = {"cond": _through_cond, "scan": _through_scan, "while": _through_while}
 
 
 Step = Callable[[JaxprEqn, Marks, Run], Marks]
-"""From one operation, and the marks of its operands, to those of its results."""
+"""Maps one operation, and the marks of its operands, to the marks of its results."""
 
 
 def carry(
     program: ClosedJaxpr | Jaxpr, marks: Sequence[int], step: Step = through, constant: Constant | None = None
 ) -> Marks:
-    """The marks of a program's results, from those of its arguments; without `constant`, constants have none."""
+    """Returns the marks of a program's results from those of its arguments; constants have none without `constant`."""
     return _Carrying(step, constant).run(program, marks)
 
 
 class _Carrying:
-    """Carries marks through a program and those within it, each once for the same marks."""
+    """Carries marks through a program and the programs inside it, once for each program and set of marks."""
 
     def __init__(self, step: Step, constant: Constant | None) -> None:
         self._step = step
@@ -138,7 +138,7 @@ class _Carrying:
 
 
 def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
-    """The marks of the values carried round, after any number of rounds; `run` may return more than these."""
+    """Returns the marks of the carried values after any number of rounds; `run` may return more marks than these."""
     # Marks are only added, and there are finitely many, so it ends.
     while (after := [old | new for old, new in zip(marks, run(marks), strict=False)]) != marks:
         marks = after
@@ -146,7 +146,7 @@ def until_steady(run: Callable[[Marks], Marks], marks: Marks) -> Marks:
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """The results of an operation, of these operands."""
+    """Applies an operation to these operands and returns its results."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # since JAX 0.9.2 they are a parameter
     with eqn.ctx.manager:
@@ -155,9 +155,9 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
-    """The program of an operation and its derivative in the operands that move.
+    """Returns the program of an operation and its derivative with respect to the operands that move.
 
-    From operands and tangents, one for each operand, to results and their tangents.
+    It maps operands and tangents, one for each operand, to results and their tangents.
     """
 
     def of(values: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -170,7 +170,7 @@ def derivative(eqn: JaxprEqn, moves: Sequence[bool]) -> ClosedJaxpr:
 
 
 def traced(f: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The program of a user's function; where that asks for values, the error says why it has none."""
+    """Traces a user's function to a program; if the function needs values, the error explains why there are none."""
     try:
         return jax.make_jaxpr(f)(*args)
     except _NEEDS_VALUES as error:
@@ -184,11 +184,11 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_TRACED = "its program is read: it is traced, as by jax.jit, so what it does must not depend on values of the model"
+_TRACED = "the function is traced, as by jax.jit, so its control flow must not depend on values of the model"
 
 
 def numbers_in(constant: Any) -> np.ndarray | None:
-    """The numbers of a constant of a program; `None` where they cannot be looked at."""
+    """Returns the numbers in a constant of a program, or `None` if they cannot be read."""
     if isinstance(constant, Tracer) or constant is None:
         return None
     if isinstance(constant, jax.Array) and (constant.is_deleted() or not constant.is_fully_addressable):
@@ -198,13 +198,13 @@ def numbers_in(constant: Any) -> np.ndarray | None:
 
 
 def is_zeros(constant: Any) -> bool:
-    """Whether a constant of a program is zeros, as far as that can be looked at."""
+    """Returns whether a constant of a program is known to be zeros."""
     numbers = numbers_in(constant)
     return numbers is not None and not numbers.any()
 
 
 def makes_zeros(name: str, zeros: Sequence[bool]) -> bool:
-    """Whether an operation gives zeros, of operands of which some are zeros and the others finite."""
+    """Returns whether an operation gives zeros if some of its operands are zeros and the others are finite."""
     if name in _PRODUCTS:
         return any(zeros)
     if name == "div":
@@ -233,12 +233,12 @@ _KEEPS_ZERO = {
 
 
 def is_floating(aval: object) -> bool:
-    """Whether a value of this kind, floating or complex, may have a derivative."""
+    """Returns whether a value of this type, floating or complex, may have a derivative."""
     return is_inexact(getattr(aval, "dtype", bool))
 
 
 def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where the operands that a scan carries begin and end."""
+    """Returns where the carried operands of a scan begin and end."""
     params = eqn.params
     if "ft_in" in params:  # since JAX 0.12
         start, count, _ = map(len, params["ft_in"].unpack())
@@ -248,7 +248,7 @@ def scan_carries(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that an operation calls with its own operands; `None` where it calls none so."""
+    """Returns the program that an operation calls with its own operands, or `None`."""
     for program in _closed_programs(eqn) if eqn.primitive.name in _CALLS else ():
         closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
         if (len(closed.jaxpr.invars), len(closed.jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars)):
@@ -257,12 +257,12 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The programs within an operation."""
+    """Iterates over the programs inside an operation."""
     return map(_opened, _closed_programs(eqn))
 
 
 def _opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """A program without the values of its constants."""
+    """Returns a program without the values of its constants."""
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
@@ -274,7 +274,7 @@ def _closed_programs(eqn: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
-    """The names of all operations of a program, those of programs within it too, but for kernels of Pallas."""
+    """Returns the names of all operations in a program and the programs inside it, except in Pallas kernels."""
     found, seen, waiting = set(), set(), [jaxpr]
     while waiting:
         jaxpr = waiting.pop()

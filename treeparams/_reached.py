@@ -1,4 +1,4 @@
-"""The parameters on which a function's value depends, so far as derivatives go: read from its program, never run."""
+"""Finds the parameters that a function's value depends on, from its program and without running it."""
 
 import functools
 import operator
@@ -38,7 +38,7 @@ _WRITES = frozenset({"addupdate", "masked_swap", "swap"})
 
 
 def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = False) -> Callable[P, Layout]:
-    """The parameters that `f(model, *args, **kwargs)` reaches: in which it has a derivative that is not always zero.
+    """Finds the parameters that `f(model, *args, **kwargs)` depends on: those whose gradient is not identically zero.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> model = {"w": jnp.ones(2), "target": jnp.ones(2), "unused": jnp.ones(3)}
@@ -46,26 +46,27 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
     >>> tp.reached(loss)(model, jnp.ones(2)).paths
     ('w',)
 
-    Of a parameter that a loss does not reach `jax.grad` gives zeros, and AdamW decays it all the same:
-    `tp.grad(loss, unreached="none")` gives `None` there, which is no step.
+    For a parameter that a loss does not reach, `jax.grad` gives zeros, and AdamW decays the parameter all the same.
+    With `tp.grad(loss, unreached="none")` the gradient is `None` and you take no step there.
 
-    f is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
-    functions with derivative rules of their own, whose rule decides. In doubt a parameter counts as reached: through a
-    product with zero, by one of its elements, through an array that is written in place, by a rule for cotangents that
-    may add something of its own to them, such as a decay of weights. A tie is reached at any path.
+    `f` is traced and never run. The program is followed through loops, branches, `jax.jit`, `jax.checkpoint` and
+    functions with custom derivative rules, whose rules decide. In doubt a parameter counts as reached: through a
+    product with zero; if only some of its elements are used; through an array that is written in place; by a custom
+    rule for cotangents that may add a term, such as weight decay. A tied parameter is reached if any of its paths is.
 
     Args:
-        f: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, as the model's leaves.
+        f: a function of the model and further arguments, which may be `jax.ShapeDtypeStruct`s, like the model's leaves.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        has_aux: whether f returns `(value, aux)`, of which only the value is looked at.
+        has_aux: whether `f` returns `(value, aux)`, of which only the value is considered.
 
     Returns:
-        A function of the same arguments as f. It returns the layout of the model in which only the parameters that f
-        reaches are trained. Its `diff` with `tp.layout(model)` names the rest; as `trainable` it freezes the rest.
+        A function with the same arguments as `f`. It returns the layout of the model that trains only the parameters
+        that `f` reaches. To see the others, compare it with `tp.layout(model)` by `.diff`; to freeze them, pass it as
+        `trainable`.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `tp.layout`; f is controlled by values, as under `jax.jit`.
+        ValueError: see `tp.layout`.
+        TypeError: the control flow of `f` depends on values, as under `jax.jit`; see also `tp.layout`.
     """
 
     def layout_of(model: Any, /, *args: Any, **kwargs: Any) -> Layout:
@@ -79,7 +80,7 @@ def reached(f: Callable[P, Any], trainable: Trainable = None, has_aux: bool = Fa
 def reaches(
     f: Callable[..., Any], parts: Parts, args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
 ) -> list[bool]:
-    """Whether the value of f depends on each slot."""
+    """Returns for each slot whether the value of `f` depends on it."""
     # Taken apart and put together, so that objects that may be used once only (`equinox.nn.State`) can be used again.
     leaves, treedef = jtu.tree_flatten((parts.rest, args, kwargs))
 
@@ -106,13 +107,13 @@ def _is_shape(leaf: object) -> bool:
 
 
 class _Differentiable:
-    """What passes through one operation: two marks for each slot.
+    """Passes marks through one operation: two marks for each slot.
 
-    The first says that a value has a derivative in the slot. The second says that a rule for cotangents on the way from
-    the slot to the value adds something of its own, such as a decay of weights. It does so as soon as cotangents
-    arrive, be they zeros, and JAX gives an operation zeros where it could do without: to all results of an operation of
-    which one is used, and to operands in which a rule for cotangents has no derivative. So the second marks pass where
-    the first do not.
+    The first mark says that a value has a derivative with respect to the slot. The second says that a rule for
+    cotangents, on the way from the slot to the value, adds a term, such as weight decay. It does so as soon as
+    cotangents arrive, even if they are zeros, and JAX passes zeros to an operation where it could do without: to all
+    results of an operation of which one is used, and to operands for which a rule for cotangents has no derivative. So
+    the second marks pass where the first do not.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +123,7 @@ class _Differentiable:
         self._adding: dict[tuple[Any, ...], list[int]] = {}
 
     def __call__(self, eqn: JaxprEqn, marks: Marks, run: Run) -> Marks:
-        """The marks of the results of one operation, without those that its derivative does not pass on."""
+        """Returns the marks of the results of one operation, without those that its derivative does not pass on."""
         name = eqn.primitive.name
         floating = [is_floating(var.aval) for var in eqn.outvars]
         if name in _FLAT or not any(floating):
@@ -137,7 +138,7 @@ class _Differentiable:
         return [each if yes else 0 for each, yes in zip(found, floating, strict=True)]
 
     def _additions(self, marks: Marks) -> int:
-        """The second marks of any of these values."""
+        """Returns the second marks of any of these values."""
         return functools.reduce(operator.or_, marks, 0) >> self._count << self._count
 
     def _by_rule(self, eqn: JaxprEqn, marks: Marks, floating: list[bool]) -> Marks:
@@ -167,16 +168,16 @@ class _Differentiable:
 
 
 def _by_jvp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
-    """For each result the operands in which it has a derivative, by the operation's rule for tangents."""
+    """Returns for each result the operands with respect to which it has a derivative, by the rule for tangents."""
     count = len(eqn.invars)
     tangents = _dependent(derivative(eqn, moves).jaxpr, count, count)[len(eqn.outvars) :]
     return [[i for i in _bits(row, count) if moves[i]] for row in tangents], []
 
 
 def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int]]:
-    """The same by the rule for cotangents; and the operands whose cotangent may be other than zero at zero cotangents.
+    """Returns the same by the rule for cotangents, and the operands whose cotangent may be nonzero at zero cotangents.
 
-    The rule tells for each operand the results, and is turned round.
+    The rule gives the results for each operand; this function inverts that relation.
     """
     operands, results = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     kept = list(map(is_floating, results))
@@ -195,15 +196,15 @@ def _by_vjp(eqn: JaxprEqn, moves: list[bool]) -> tuple[list[list[int]], list[int
 
 
 def _bits(mark: int, count: int) -> list[int]:
-    """Of which of the first marks a value has; of all if it has another one alone, which is in doubt."""
+    """Returns which of the first marks a value has; all of them if it has only another mark, which means doubt."""
     return [i for i in range(count) if mark >> i & 1] or list(range(count if mark else 0))
 
 
 def _dependent(program: Jaxpr, others: int, along: int) -> Marks:
-    """The marks of the results of a program: one for each of its last arguments on which they depend.
+    """Returns the marks of a program's results: one for each of its last arguments on which they depend.
 
-    One more mark stands for a value that may be other than zero where all of these arguments are zeros: other
-    arguments, constants, and what operations make of zeros.
+    One more mark means that a value may be nonzero where all of these arguments are zeros, because of other arguments,
+    constants, or operations that turn zeros into other numbers.
     """
     other = 1 << along
 

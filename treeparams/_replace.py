@@ -1,4 +1,4 @@
-"""replace: the model with other values of some parameters, given by `{where: value}`."""
+"""replace: returns the model with other values for some parameters, given as `{where: value}`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Value = ArrayLike | Callable[[Any], Any]
 
 
 def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = None) -> M:
-    """The model with other values of some parameters, frozen ones included.
+    """Returns the model with other values for some parameters, frozen ones included.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
@@ -41,26 +41,27 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
     >>> mlp.layers[0].bias
     Array([0., 0., 0., 0.], dtype=float32)
 
-    The first entry that selects a parameter gives its value. Ties are kept: a function is called once for a tie, with
-    the array at its source, and its result is at all places. An array that you give at an alias with a transform alone
-    has the shape of the alias.
+    The first entry that selects a parameter gives its value. Ties are kept: for a tied parameter, a function is called
+    once, with the array at its source, and the result is set at all its paths. If an entry selects an alias with a
+    transform but not its source, the array that you pass has the shape of the alias.
 
     Args:
         model: any pytree.
-        values: `{where: value}`. An array has the shape of each parameter that the `where` selects; a Python number
-            fills it. A function is called with the array at hand and returns one.
-        layout: of the model, where it was made with `ties=`, or the model is traced; `None`: `tp.layout(model)`.
+        values: `{where: value}`. An array must have the shape of each parameter that the `where` selects; a Python
+            number fills it. A function is called with the current array and returns the new one.
+        layout: the layout of the model, needed if it was made with `ties=` or if the model is traced; `None` means
+            `tp.layout(model)`.
 
     Returns:
-        The model with these arrays, each in the dtype that its parameter has; all other leaves are as they were.
+        The model with these arrays, each in the dtype of its parameter; all other leaves are unchanged.
 
     Raises:
-        ValueError: an entry selects no parameter, or none that earlier entries left, or one place alone of an array
-            that is at several; a value has another shape, or a dtype that the parameter's does not hold.
-        TypeError: `values` is no dictionary, or a value no array, number or function.
+        ValueError: an entry selects no parameter, or only parameters that earlier entries selected, or only one of
+            several paths of an array; a value has another shape or dtype.
+        TypeError: `values` is not a dictionary, or a value is not an array, a number or a function.
     """
     if not isinstance(values, Mapping):
-        raise TypeError(f"values is a dictionary {{where: value}}, got {describe(values)}")
+        raise TypeError(f"values must be a dictionary {{where: value}}, got {describe(values)}")
     leaves, treedef, structure = structure_of(model)
     index = look_up(structure, layout, leaves)[1]
     entries = list(values.items())
@@ -86,7 +87,7 @@ def replace(model: M, values: Mapping[Any, Value], *, layout: Layout | None = No
 
 
 def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
-    """The aliases with a transform that a `where` names, and not their sources, by the source."""
+    """Returns, by source, the aliases with a transform that a `where` selects without their sources."""
     if not any(alias.transforms for alias in index.ties):
         return {}
     selected = [match.leaves() for match in read(index.structure, where)[0]]
@@ -98,7 +99,7 @@ def _aliases_alone(index: Index, where: object) -> dict[int, Alias]:
 
 
 def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves: Sequence[Any]) -> Any:
-    """The new array at a leaf, in its shape and dtype."""
+    """Returns the new array for a leaf, in the shape and dtype of the leaf."""
     (shape, dtype, _), path = structure.spec(leaf), structure.paths[leaf]
     made = _called(where, value, path, leaves[leaf])
     by = f"the function given for {name_of(where)} returned" if made is not value else "got"
@@ -115,22 +116,22 @@ def _checked(structure: Structure, leaf: int, where: object, value: Any, leaves:
 
 
 def _called(where: object, value: Any, path: str, at_hand: Any) -> Any:
-    """The value, or what it returns where it is a function."""
+    """Returns the value; if it is a function, calls it and returns the result."""
     if not callable(value) or is_array(value):
         return value
     if any(map(is_array, jtu.tree_leaves(value))):
-        raise TypeError(f"expected an array, a number or a function for {path!r}, got {describe(value)}, a node")
+        raise TypeError(f"expected an array, a number or a function for {path!r}, got {describe(value)}, a pytree node")
     try:
         return value(at_hand)
     except TypeError as error:
         raise TypeError(
-            f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; of an "
-            f"initializer write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
+            f"the function given for {name_of(where)} is called with one argument, the array at {path!r}; for an "
+            f"initialiser write lambda w: init(key, w.shape, w.dtype). It failed with {in_short(error)}"
         ) from error
 
 
 def _inverted(structure: Structure, alias: Alias, value: Any) -> Any:
-    """The array at the source of an alias, from that at the alias."""
+    """Computes the array at the source of an alias from the array at the alias."""
     source = structure.spec(alias.source)
     # A transform that only moves elements is undone by its transpose, one that does more is not: this tells them apart.
     with jax.ensure_compile_time_eval():
@@ -140,6 +141,6 @@ def _inverted(structure: Structure, alias: Alias, value: Any) -> Any:
     if not moves or math.prod(source.shape) != value.size:
         names = structure.paths[alias.leaf], structure.paths[alias.source]
         raise ValueError(
-            f"{names[0]!r} is {alias} of {names[1]!r}, which cannot be undone; give the value of {names[1]!r}"
+            f"{names[0]!r} is {alias} of {names[1]!r}, which has no inverse; pass the value of {names[1]!r}"
         )
     return alias.pull_back(value, source)

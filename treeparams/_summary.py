@@ -1,4 +1,4 @@
-"""summary: the arrays of a model, which of them train, how large they are, and their ties."""
+"""summary: lists the arrays of a model, which of them train, their sizes and their ties."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ _ROLES = ("trained", "frozen", "other")
 
 
 class Row(NamedTuple):
-    """One array of a model, ties once; or several as one: those below a node, or those of a role."""
+    """One array of a model (a tied parameter once); or several arrays in one row, those below a node or of one role."""
 
     path: str
     shape: tuple[int, ...] | None  # none of several arrays
@@ -36,22 +36,22 @@ class Row(NamedTuple):
     tied_to: str
 
     def cells(self) -> list[str]:
-        """The row as text, in the order of the header."""
+        """Returns the row as text, in the order of the header."""
         shape = f"{self.arrays} arrays" if self.shape is None else ",".join(map(str, self.shape)) or "()"
         sizes = f"{self.elements:,}", in_bytes(self.nbytes)
         return [self.path or '""', shape, self.dtype, *sizes, self.role, self.place, self.tied_to]
 
 
 class Summary:
-    """A table of a model's arrays, made by `tp.summary`: text, in a notebook too.
+    """A table of a model's arrays, made by `tp.summary`. It prints as text, and as a table in a notebook.
 
     Attributes:
-        rows: one per array, ties once, in tree order.
-        totals: one for each role, `"trained"`, `"frozen"`, `"other"`, with `.arrays`, `.elements` and `.nbytes`.
+        rows: one row per array (a tied parameter once), in tree order.
+        totals: one row per role, `"trained"`, `"frozen"` and `"other"`, with `.arrays`, `.elements` and `.nbytes`.
     """
 
     def __init__(self, rows: Sequence[Row], shown: Sequence[Row], narrow: str, values: str) -> None:
-        """For this library's own use; users write `tp.summary(model)`."""
+        """Used by this library; write `tp.summary(model)`."""
         self.rows = tuple(rows)
         self.totals = {role: _joined(role, [row for row in rows if row.role == role]) for role in _ROLES}
         # A role that no array has is worth no column and no line. But if nothing is trained, that is worth one.
@@ -78,7 +78,7 @@ class Summary:
 
 
 def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = None) -> Summary:
-    """Lists the arrays of a model: which of them train, how large they are, and their ties.
+    """Lists the arrays of a model: which of them train, their sizes and their ties.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> embed = jnp.arange(40.0).reshape(10, 4)
@@ -100,7 +100,7 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     other      1 element in 1 array, 4 B
     no arrays  act (function)
 
-    You may pass the shapes of a model that is too large to make; `depth=1` makes one row of each of its entries:
+    You can pass the shapes of a model that is too large to make. `depth=1` gives one row for each of its entries:
 
     >>> make = lambda key: eqx.nn.MLP(512, 512, 8192, depth=8, key=key)
     >>> tp.summary(eqx.filter_eval_shape(make, jax.random.key(0)), "layers.8", depth=1)
@@ -111,16 +111,17 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     frozen     474,021,888 elements in 16 arrays, 1.9 GB
     no arrays  activation (function), final_activation (function)
 
-    The line "narrow" counts what trains in less than single precision:
+    The line "narrow" counts trained parameters with less than single precision:
 
     >>> tp.summary({"w": jnp.ones(3, jnp.bfloat16)})
     path  shape  dtype     elements  bytes  role
     w     3      bfloat16         3    6 B  trained
     <BLANKLINE>
     trained  3 elements in 1 array, 6 B
-    narrow   3 trained in bfloat16, where small steps round to none; optim.master and tp.Ema keep float32
+    narrow   3 trained in bfloat16, where small steps round to zero; optim.master and tp.Ema keep float32
 
-    Of a `Restructure` you see where each parameter lies: in which stack and row, or at which elements of the vector.
+    For a `Restructure` you see where each parameter is stored: in which stack and row, or at which elements of the
+    vector.
 
     >>> tp.summary(tp.stack({"w": jnp.ones((2, 3)), "v": jnp.ones((2, 3))})[1])
     path  shape  dtype    elements  bytes  role     place
@@ -129,26 +130,27 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
     <BLANKLINE>
     trained  12 elements in 2 arrays, 48 B
 
-    For the group of an optimiser that each parameter is in see `optim.report`.
+    To see which group of an optimiser each parameter is in, use `optim.report`.
 
     Args:
-        model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s. Or a `Restructure`.
-        trainable: as for `tp.layout`; of a `Restructure` it is fixed. The column "role" shows it; "other" are the
-            arrays that are no parameters: ints, bools, keys.
-        depth: how many entries of a path are shown; the arrays deeper below one node are one row. `None`: every array.
+        model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Restructure`.
+        trainable: the parameters to train, as for `tp.layout`; leave it out for a `Restructure`. The column "role"
+            shows the result; "other" means arrays that are not parameters: ints, bools, keys.
+        depth: how many entries of a path are shown; all deeper arrays below one node share a row. `None` shows every
+            array.
 
     Returns:
-        A `Summary`. It prints as a table; totals count ties once. 1 kB is 1000 B.
+        A `Summary`, which prints as a table; its totals count a tied parameter once. 1 kB is 1000 B.
 
     Raises:
-        ValueError: `depth` is no count; as `tp.layout`.
-        TypeError: `model` is a `Layout`; `trainable` is given with a `Restructure`; as `tp.layout`.
+        ValueError: `depth` is not a positive integer; see also `tp.layout`.
+        TypeError: `model` is a `Layout`; you passed `trainable` with a `Restructure`; see also `tp.layout`.
     """
     if isinstance(model, Layout):
-        raise TypeError("a summary is of a model, got a Layout; write tp.summary(model, layout), or print the layout")
+        raise TypeError("expected a model, got a Layout; write tp.summary(model, layout), or print the layout")
     if isinstance(model, Restructure):
         if trainable is not None:
-            raise TypeError("of a Restructure it is fixed what trains; leave `trainable` out")
+            raise TypeError("a Restructure already fixes which parameters train; leave `trainable` out")
         index, _, places = known_leaves(model)
     else:
         leaves, _, structure = structure_of(model)
@@ -172,20 +174,20 @@ def summary(model: PyTree, trainable: Trainable = None, *, depth: int | None = N
 
 
 def _of_narrow(index: Index, rows: Sequence[Row]) -> str:
-    """What there is to know of trained parameters with less than single precision, if there are any."""
+    """Describes the trained parameters with less than single precision, if there are any."""
     paths = {index.slots[slot].path for slot in index.narrow_slots}
     own = [row for row in rows if row.path in paths]
     if not own:
         return ""
     dtypes = first_few(list(dict.fromkeys(row.dtype for row in own)))
     return (
-        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to none; optim.master and "
+        f"{sum(row.elements for row in own):,} trained in {dtypes}, where small steps round to zero; optim.master and "
         "tp.Ema keep float32"
     )
 
 
 def _joined(path: str, rows: Sequence[Row]) -> Row:
-    """Several rows as one; one as it is."""
+    """Joins several rows into one; a single row is returned as it is."""
     if len(rows) == 1:
         return rows[0]
     roles = [row.role for row in rows]

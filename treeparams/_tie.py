@@ -1,4 +1,4 @@
-"""tie, untie: a model in which one array is at several paths, or each path has its own."""
+"""tie, untie: put one array at several paths of a model, or a separate array at each path."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,7 +25,7 @@ def tie(
     to: str | None = None,
     transform: Callable[[jax.Array], jax.Array] | None = None,
 ) -> M:
-    """The model with its ties set: those that its classes declare, those of a layout, or one by identity.
+    """Sets the ties of a model: those that its classes declare, those of a layout, or the one that you name.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> class Codec(eqx.Module):
@@ -38,27 +38,28 @@ def tie(
     >>> model["head"] is model["embed"], tp.layout(model).ties["embed"]
     (True, ('head',))
 
-    A tie without a transform is in the model itself: one array object at both paths. One with a transform is not, since
-    an array cannot tell that it was computed from another: declare it in a class (`tp.field(tied_to=...)`,
-    `tp.declare`), or give it to a layout (`tp.layout(model, ties=...)`).
+    A tie without a transform is part of the model: one array object is at both paths. A tie with a transform is not,
+    because an array does not show that it was computed from another one. Declare it in a class
+    (`tp.field(tied_to=...)`, `tp.declare`), or pass it to a layout (`tp.layout(model, ties=...)`).
 
-    Whatever makes new arrays parts the two again: plain `jax.jit`, `jax.tree.map`, a cast, a file of Equinox.
-    `tp.layout` and `tx.init` warn of it; tie them again, or use `tp.jit` and `treeparams.saving`, which keep ties.
+    Functions that make new arrays break the tie again: plain `jax.jit`, `jax.tree.map`, a cast, a file of Equinox.
+    `tp.layout` and `tx.init` warn you. Tie the parameters again, or use `tp.jit` and `treeparams.saving`, which keep
+    ties.
 
     Args:
         model: any pytree.
-        alias: the path of the parameter that is replaced. `None`: every alias that a class declares, as for a model
-            that you have just built. A `Layout`: every alias that it knows.
-        to: the path of the parameter whose value stays.
-        transform: of a tie that a class declares so.
+        alias: the path of the parameter to replace. `None` sets every alias that a class declares; use it for a model
+            that you have just built. A `Layout` sets every alias that it records.
+        to: the path of the parameter whose value is kept.
+        transform: the transform of a tie that a class declares with it.
 
     Returns:
-        The model; only the leaves at aliases are others.
+        The model, in which only the leaves at aliases have changed.
 
     Raises:
-        ValueError: a path names no parameter, shapes or dtypes disagree; a transform that is not declared; no path is
-            given and no class declares a tie; the model does not fit the layout.
-        TypeError: one of `alias` and `to` is given without the other.
+        ValueError: a path names no parameter; shapes or dtypes disagree; the transform is not declared; you passed no
+            path and no class declares a tie; the model does not fit the layout.
+        TypeError: you passed only one of `alias` and `to`.
     """
     leaves, treedef, structure = structure_of(model)
     if (alias is None or isinstance(alias, Layout)) and to is None and transform is None:
@@ -69,7 +70,9 @@ def tie(
                 'head: jax.Array = tp.field(tied_to="embed"), or name both paths, tp.tie(model, "head", to="embed")'
             )
     elif not isinstance(alias, str) or to is None:
-        raise TypeError('tp.tie takes both paths, tp.tie(model, "head", to="embed"), or none for what classes declare')
+        raise TypeError(
+            'tp.tie needs both paths, tp.tie(model, "head", to="embed"), or none, tp.tie(model), for declared ties'
+        )
     else:
         at, source = parameter_at(structure, alias), parameter_at(structure, to)
         linear = checked(structure, at, source, transform)
@@ -77,10 +80,10 @@ def tie(
         if linear is not None and known[0] not in find_ties(structure):
             written = f"jnp.{linear}" if getattr(transform, "__module__", "") == "jax.numpy" else f"{linear}"
             raise ValueError(
-                f"nothing would remember that {alias!r} is {linear} of {to!r}, and the first step would part them. "
+                f"an array cannot record that {alias!r} is {linear} of {to!r}, so a step would break the tie. "
                 f'Declare it in the class, {alias}: jax.Array = tp.field(tied_to="{to}", transform={written}), or '
-                f'give it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {written})}}), which '
-                "tp.tie(model, known), tp.grad and the optimiser take"
+                f'pass it to a layout, known = tp.layout(model, ties={{"{alias}": ("{to}", {written})}}), and that to '
+                "tp.tie(model, known), tp.grad and the optimiser"
             )
     for each in known:
         leaves[each.leaf] = each.value_from(leaves[each.source], structure.spec(each.source))
@@ -94,23 +97,23 @@ def tie(
 
 
 def untie(model: M, where: Where | None = None) -> M:
-    """The model with an array of its own at every path of a tie.
+    """Returns the model with a separate array at every path of a tie.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.array([1.0, 2.0])
     >>> tp.layout(tp.untie({"a": shared, "b": shared})).ties
     {}
 
-    Untying is a word of yours that is remembered: no warning says of such models, or of what you make of them, that a
-    tie was lost. That holds too for two arrays that were one before `jax.jit` or the like parted them.
+    The library remembers that you untied the parameters. It does not warn about a lost tie for this model, nor for
+    models that you make from it, even if `jax.jit` or the like had already broken the tie.
 
     Args:
         model: any pytree.
-        where: the ties to undo, by any of their paths; `None`: all. Ties that a class declares are not in the model and
-            stay.
+        where: the ties to undo, selected by any of their paths; `None` means all. Ties that a class declares remain
+            declared.
 
     Returns:
-        The model; the first path of each tie keeps its array, the others get copies.
+        The model. The first path of each tie keeps its array, the others get copies.
 
     Raises:
         ValueError: `where` selects nothing.

@@ -1,4 +1,4 @@
-"""Pictures of layouts. Needs Matplotlib, of the extra `treeparams[plot]`.
+"""Plots of layouts. Needs Matplotlib, which the extra `treeparams[plot]` installs.
 
 >>> import jax.numpy as jnp
 >>> from treeparams import plot
@@ -51,7 +51,7 @@ class _Strip(NamedTuple):
 
 
 def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None) -> Axes:
-    """Draws a layout: the vector as a strip of named parameters, tied ones marked, and below it the frozen ones.
+    """Draws a layout: the vector as a strip of named parameters, with tied ones marked, and the frozen ones below it.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> from treeparams import plot
@@ -60,23 +60,23 @@ def layout(model: PyTree, trainable: Trainable = None, *, ax: Axes | None = None
     >>> [text.get_text() for text in axes.texts][:2]
     ['the vector: 81 float32, 324 B', 'layers.1.weight']
 
-    Each strip has its own scale, in elements. Parameters below one node have one colour; the node is the first after
-    the paths part. Of more than some twenty parameters neighbours share a name.
+    Each strip has a separate scale, in elements. Parameters below one node share a colour; the node is the first one
+    below the point where the paths branch. With more than about twenty parameters, neighbours share a name.
 
     Args:
-        model: any pytree, also of `jax.ShapeDtypeStruct`s, or a `Layout`.
-        trainable: as for `tp.layout`.
-        ax: where to draw, some inches wide; `None`: a new figure.
+        model: any pytree, also with `jax.ShapeDtypeStruct`s as leaves; or a `Layout`.
+        trainable: the parameters to train, as for `tp.layout`.
+        ax: the axes to draw on, a few inches wide; `None` makes a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `tp.layout`; `trainable` given with a `Layout`.
+        ValueError: see `tp.layout`.
+        TypeError: you passed `trainable` with a `Layout`; see also `tp.layout`.
     """
     if isinstance(model, Layout) and trainable is not None:
-        raise TypeError("the first argument is a Layout, which says what is trained; drop `trainable`")
+        raise TypeError("the first argument is a Layout, which fixes the trained parameters; drop `trainable`")
     known = model if isinstance(model, Layout) else layout_of(model, trainable)
     strips = _strips(known)
     width = 8.5 if ax is None else ax.get_window_extent().width / ax.figure.dpi
@@ -112,7 +112,7 @@ def _strips(known: Layout) -> list[_Strip]:
 
 
 def _colours(known: Layout) -> dict[str, str]:
-    """The colour of each parameter."""
+    """Returns the colour of each parameter."""
     index = index_of(known)
     entries = [index.structure.entries[i] for i in index.distinct]
     paths = [index.structure.paths[i] for i in index.distinct]
@@ -123,7 +123,7 @@ def _colours(known: Layout) -> dict[str, str]:
 
 
 def _shared(paths: Iterable[str]) -> int:
-    """How many entries all paths begin with."""
+    """Returns how many entries all paths have in common at their start."""
     entries = zip(*map(split_path, paths), strict=False)
     return len(list(itertools.takewhile(lambda each: len(set(each)) == 1, entries)))
 
@@ -149,7 +149,7 @@ def _labels(strip: _Strip, tied: dict[str, str]) -> list[_Label]:
 
 
 def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], list[_Label]]:
-    """The labels that have room within the strip, and the others."""
+    """Returns the labels that fit inside the strip, and the others."""
     inside, below = [], []
     for label in labels:
         fits = len(label.text) * _LETTER < 0.95 * label.width * inches
@@ -158,7 +158,7 @@ def _divided(labels: Sequence[_Label], inches: float) -> tuple[list[_Label], lis
 
 
 def _bases(below: Sequence[Sequence[_Label]]) -> tuple[list[float], float]:
-    """The base of each strip under which these labels stand, and where the last one ends."""
+    """Returns the base of each strip under which these labels are written, and where the last one ends."""
     bases, base = [], 0.0
     for labels in below:
         bases.append(base)
@@ -194,7 +194,7 @@ def _name(ax: Axes, base: float, inside: Sequence[_Label], below: Sequence[_Labe
 
 
 def _apart(middles: Sequence[float]) -> np.ndarray:
-    """Near these, in the same order, positions between which a name has room.
+    """Moves positions apart, in the same order, so that there is room for a name at each.
 
     >>> print(_apart([0.2, 0.21, 1.0]).round(3))
     [0.2   0.245 1.   ]

@@ -98,7 +98,7 @@ class Relu(eqx.Module):
         ),
         (
             [Layer(0), Layer(1, activation=jnp.sin)],
-            "'layers.0.activation' and 'layers.1.activation', .* no arrays, differ",
+            "'layers.0.activation' and 'layers.1.activation', .* not arrays, differ",
         ),
         ([Layer(0), Layer(1, rate=0.25)], "'layers.0.rate' and 'layers.1.rate', .* differ"),
         ([Layer(0), Layer(1, bias=None)], r"'layers.0' and 'layers.1' .*'bias'"),

@@ -136,11 +136,11 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"'float32\[2,2\]'.*'m'; there is no such stack"),
+        (lambda: WAY({"float32[2]": ramp(2, 2)}), ValueError, r"of 'm' in 'float32\[2,2\]', but there is no such"),
         (
             lambda: WAY(ROWS | {"float32[2]": None}),
             ValueError,
-            r"'float32\[2\]'.*'a.0', 'a.1'; there is no",
+            r"rows of 'a.0', 'a.1' in 'float32\[2\]', but there is no",
         ),
         (
             lambda: WAY(ROWS | {"float32[3]": ramp(1, 3)}),
@@ -151,9 +151,13 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WAY(ROWS | {"float32[2]": ramp(3, 2)}),
             ValueError,
-            r"'float32\[2\]'.*'a.0', 'a.1'.*; got shape \(3, 2\)",
+            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(3, 2\)",
         ),
-        (lambda: WAY(ROWS | {"float32[2]": ramp(2)}), ValueError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got shape \(2,\)"),
+        (
+            lambda: WAY(ROWS | {"float32[2]": ramp(2)}),
+            ValueError,
+            r"'a.0', 'a.1' in 'float32\[2\]'.*; got shape \(2,\)",
+        ),
         (lambda: jax.eval_shape(WAY, ROWS | {"float32[2]": ramp(1, 2)}), ValueError, r"got shape \(1, 2\)"),
         (
             lambda: WAY(jax.tree.map(lambda x: x[None], ROWS)),
@@ -163,28 +167,28 @@ GROUPED, WITH_GROUPS = tp.stack(SMALL, groups={"vectors": "a", "rest": "**"})
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), int)}),
             TypeError,
-            r"'float32\[2\]'.*'a.0', .* floating dtype; got int",
+            r"'a.0', .* in 'float32\[2\]'.* floating dtype; got int",
         ),
         (
             lambda: WAY(ROWS | {"float32[2]": np.ones((2, 2), "F")}),
             TypeError,
-            r"'float32\[2\]'.*'a.0', .*; got complex64",
+            r"'a.0', .* in 'float32\[2\]'.*; got complex64",
         ),
-        (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'float32\[2\]'.*'a.0', 'a.1'.*; got float"),
-        (lambda: WAY(ROWS["float32[2]"]), TypeError, r"as of tp.stack, a dictionary, got float32\[2,2\]"),
-        (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*View"),
-        (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "as of tp.stack.* got .*mappingproxy"),
+        (lambda: WAY(ROWS | {"float32[2]": 3.0}), TypeError, r"'a.0', 'a.1' in 'float32\[2\]', got float"),
+        (lambda: WAY(ROWS["float32[2]"]), TypeError, r"the stacks of tp.stack, a dictionary, got float32\[2,2\]"),
+        (lambda: WAY(WAY.view(ROWS)), (TypeError, ValueError), "the stacks of tp.stack.* got .*View"),
+        (lambda: WAY(types.MappingProxyType(ROWS)), (TypeError, ValueError), "stacks of tp.stack.* got .*mappingproxy"),
         (lambda: WAY(GROUPED), ValueError, r"one too many, 'float32\[2(,2)?\]' of group '(vectors|rest)'"),
         (lambda: WITH_GROUPS(ROWS), ValueError, r"one too many, 'float32\[2(,2)?\]'"),
         (
             lambda: WITH_GROUPS({"vectors": GROUPED["vectors"]}),
             ValueError,
-            r"'float32\[2,2\]' of group 'rest'.*'m'; there",
+            r"'m' in 'float32\[2,2\]' of group 'rest', but there",
         ),
         (lambda: tp.ravel(SMALL)[1](ROWS), TypeError, r"a vector of shape \(8,\) and floating dtype, got Stacks"),
-        (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' lies in a vector, at layout.slice\('m'\)"),
+        (lambda: tp.ravel(SMALL)[1].place("m"), ValueError, r"'m' is in a vector, at layout.slice\('m'\)"),
         (lambda: WAY.place("a"), KeyError, "'a'.*no path of a leaf|'a' is"),
-        (lambda: WAY.place("n"), KeyError, "no parameter"),
+        (lambda: WAY.place("n"), KeyError, "not a parameter"),
         (lambda: WAY.ravel({"a": SMALL["a"]}), ValueError, "found none for 'm'"),
         (lambda: WAY.ravel(SMALL | {"m": ramp(3)}), ValueError, r"expected float32\[2,2\] at 'm', got float32\[3\]"),
         (lambda: WAY.ravel_gradient({"m": ramp(3)}), ValueError, r"'m'"),
@@ -284,10 +288,10 @@ def test_a_group_left_empty_and_a_tie_by_its_source():
         ({"x": "a", "rest": "b*"}, ValueError, r"'b\*' selects nothing"),
         ({"x": "n", "rest": "**"}, ValueError, "'n' selects no parameter"),
         ({"x": "t", "rest": "**"}, ValueError, "'t' names 't', but 'm' and 't' are one array.* or write 'm'"),
-        ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it took all that it selects"),
+        ({"all": "**", "a": "a"}, ValueError, r"'a' comes too late: '\*\*' before it selects the same parameters"),
         ({"x": ["a", "!m.wrong"], "rest": "**"}, ValueError, "'m.wrong' selects nothing"),
-        (["**"], TypeError, r"groups is a dictionary \{name: where\}, got"),
-        ({3: "**"}, TypeError, r"groups is a dictionary \{name: where\}, got"),
+        (["**"], TypeError, r"groups must be a dictionary \{name: where\}, got"),
+        ({3: "**"}, TypeError, r"groups must be a dictionary \{name: where\}, got"),
     ],
 )
 def test_groups_that_are_refused(groups, error, message):

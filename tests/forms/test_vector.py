@@ -34,7 +34,7 @@ def test_a_fresh_buffer_always(leaf):
 def test_the_dtype_of_the_vector():
     assert tp.ravel(MIXED, "bf16", jnp.float32)[0].dtype == jnp.float32
     assert tp.ravel({"w": ramp(2)}, dtype=float)[0].dtype == jnp.float32  # JAX's dtypes
-    with pytest.warns(UserWarning, match="is float32, not float64 as asked, unless jax_enable_x64 is set"):
+    with pytest.warns(UserWarning, match="is float32 and not float64, because jax_enable_x64 is not set"):
         assert tp.ravel({"w": ramp(2)}, dtype=np.float64)[0].dtype == jnp.float32
     # A gradient in float32 is not rounded to the leaf's dtype on its way.
     _, restructure = tp.ravel({"w": ramp(4, dtype=jnp.bfloat16)}, dtype=jnp.float32)
@@ -71,7 +71,7 @@ TREE = {"a": ramp(2), "b": ramp(1), "n": 3}
         (lambda r: r(np.ones((3, 1), "f")), ValueError, r"got shape \(3, 1\); map over a stack .* with jax.vmap"),
         (lambda r: tp.ravel({"n": 3})[1](np.ones(1, "f")), ValueError, r"shape \(0,\) .* got shape \(1,\)"),
         (lambda r: r(np.arange(3)), TypeError, r"got int\d\d; convert it with vector.astype\(float32\)"),
-        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; take vector.real"),
+        (lambda r: r(np.ones(3, np.complex64)), TypeError, "got complex64, and no parameter is .*; pass vector.real"),
         (lambda r: r([1.0, 2.0, 3.0]), TypeError, "got list"),
         (lambda r: r.ravel({"a": ramp(2)}), ValueError, "2 trained parameters, found none for 'b'"),
         (lambda r: r.ravel(TREE | {"a": ramp(3)}), ValueError, r"expected float32\[2\] at 'a', got float32\[3\]"),
@@ -165,7 +165,7 @@ def test_an_option_means_what_it_says_at_each_call():
 
 @pytest.mark.parametrize("leaves", [1, 16])
 def test_a_vector_that_programs_cannot_address_is_refused_by_name(leaves):
-    message = r"of 4,294,967,296 elements is longer than the 2,147,483,647 .*; take stacks, tp.stack"
+    message = r"of 4,294,967,296 elements is longer than the 2,147,483,647 .*; use stacks, tp.stack"
     model = [jax.ShapeDtypeStruct((2**32 // leaves,), "float32")] * leaves
     edge = [jax.ShapeDtypeStruct((2**31 - 1,), "float32")]
     shape_of = lambda model, pad_to=1: jax.eval_shape(lambda model: tp.ravel(model, pad_to=pad_to)[0], model).shape

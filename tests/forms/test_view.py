@@ -79,18 +79,18 @@ def test_changes(name, compiled):
         (lambda: VIEW.at["layers.*.b"].set(np.ones(3)), ValueError, r"the 4 elements selected, got shape \(3,\)"),
         (lambda: VIEW.at["layers.*.b"].set({"layers.0.b": 1.0}), ValueError, r"'layers.1.b'\], got them"),
         (lambda: VIEW.at["layers.1.b"].set(VIEW["layers.0"]), ValueError, r"\['layers.1.b'\], got them at \['head'"),
-        (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' lies in an array of float32, got complex64"),
+        (lambda: VIEW.at["layers.0.b"].set(1j), TypeError, "'layers.0.b' is in an array of float32, which"),
         (lambda: VIEW["layers.0.v"], KeyError, "'layers.0.v' selects nothing.*layers.0.b"),
         (lambda: VIEW["frozen"], KeyError, "'frozen' is frozen, so it has no slot"),
-        (lambda: VIEW["fro*"], KeyError, "'fro[*]' selects only what is frozen, such as 'frozen'"),
-        (lambda: VIEW.at["fro*"], KeyError, "'fro[*]' selects only what is frozen, such as 'frozen'"),
-        (lambda: VIEW["n"], KeyError, "no parameter"),
+        (lambda: VIEW["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
+        (lambda: VIEW.at["fro*"], KeyError, "'fro[*]' selects only frozen parameters, such as 'frozen'"),
+        (lambda: VIEW["n"], KeyError, "not a parameter"),
         (lambda: VIEW["layers.1"]["layers.0.b"], KeyError, "not in this part of the view"),
-        (lambda: VIEW["layers.1"]["layers.0.*"], KeyError, "selects nothing of this part of the view"),
+        (lambda: VIEW["layers.1"]["layers.0.*"], KeyError, "selects nothing in this part of the view"),
         (lambda: RESTRUCTURE(VIEW), TypeError, r"a vector of shape \(12,\) and floating dtype, got View"),
         (lambda: RESTRUCTURE.view(np.ones((2, 12), "f")), ValueError, r"got shape \(2, 12\); map .* with jax.vmap"),
         (lambda: VIEW + VIEW, TypeError, "unsupported operand"),
-        (lambda: LAYOUT.slice("layers.0.v"), KeyError, r"'layers\.0\.v' is no path of the model"),
+        (lambda: LAYOUT.slice("layers.0.v"), KeyError, r"'layers\.0\.v' is not a path of the model"),
         (lambda: LAYOUT.indices("nowhere"), ValueError, "selects nothing"),
         (lambda: LAYOUT.block(np.ones((12, 11)), "head", "head"), ValueError, r"\(12, 12\) .*, got shape \(12, 11\)"),
         (lambda: LAYOUT.block([[1.0]], "head", "head"), ValueError, r"array of shape \(12, 12\) .*, got list"),
@@ -107,7 +107,7 @@ def test_what_is_computed_from_another_parameter_is_changed_there():
     view = restructure.view(vector)
     np.testing.assert_array_equal(view["dec"], view["enc"].T)
     for where in ("de*", ["dec", "z"], lambda m: m["dec"]):
-        with pytest.raises(KeyError, match="'dec' is computed from 'enc'; change it there"):
+        with pytest.raises(KeyError, match="'dec' is computed from 'enc'; change 'enc' instead"):
             view.at[where]
     for where in ("enc", ["dec", "enc"]):
         np.testing.assert_array_equal(restructure.view(view.at[where].set(7.0))["dec"], np.full((3, 2), 7))
@@ -250,14 +250,14 @@ def test_reading_and_changing_rows_is_one_cut_of_each_stack():
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
-        (lambda view: view.at["x"].set(1j), TypeError, "'x' lies in an array of float32, got complex64"),
+        (lambda view: view.at["x"].set(1j), TypeError, "'x' is in an array of float32, which cannot hold complex64"),
         (
             lambda view: view.at["head"].set(np.ones(3, "f")),
             ValueError,
             r"number or shape \(2, 2\) at 'head', .*\(3,\)",
         ),
         (lambda view: view.at[["x", "head"]].set(np.ones(3, "f")), ValueError, r"the 5 elements selected, .*\(3,\)"),
-        (lambda view: view.at["t"], KeyError, "'t' is computed from 'head'; change it there"),
+        (lambda view: view.at["t"], KeyError, "'t' is computed from 'head'; change 'head' instead"),
         (lambda view: view.at["layers.0.b"], KeyError, "'layers.0.b' is frozen"),
         (lambda view: view["head.w"], KeyError, "'head.w'"),
     ],

@@ -145,7 +145,7 @@ def test_errors_of_active(without_type_checks):
     net, state = _net(), CLIPPED.init(_net())
     for active, error, match in (
         ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
-        ({"layers": True, "layers.1": False}, ValueError, "'layers.1' comes too late: 'layers' before it took all"),
+        ({"layers": True, "layers.1": False}, ValueError, "'layers.1' comes too late: 'layers' before it selects"),
         ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or a scalar array of one, got int"),
         ({"layers.1": None}, TypeError, "is a bool, or a scalar array of one, got None"),
         ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or a scalar array of one, got float32\[\]"),

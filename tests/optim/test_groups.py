@@ -135,7 +135,7 @@ def test_a_declared_tie_is_named_by_either_end(form):
 def test_an_entry_that_gives_nothing_is_an_error(form):
     model, one = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}, optax.sgd(1.0)
     for rules, match in (
-        ({"**": one, "body": one}, r"'body' comes too late: '\*\*' before it took all that it selects"),
+        ({"**": one, "body": one}, r"'body' comes too late: '\*\*' before it selects the same parameters"),
         ({("**", "!encodr"): one}, r"'encodr' selects nothing; nearest: 'encoder'"),
         ({re.compile("encodr"): one}, r"'encodr' selects nothing"),
         ({eqx.nn.Linear: one}, r"'Linear' selects nothing"),

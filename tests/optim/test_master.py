@@ -290,7 +290,7 @@ def test_report_and_summary_name_narrow_parameters():
     flat = optim.flat(optim.master(optax.sgd(1.0)))
     assert str(optim.report(flat, _model())).split().count("float32") == 4  # of `c` the dtype
     assert "copy" not in str(optim.report(flat, {"a": jnp.ones(1)}))
-    narrow = "narrow     12 trained in bfloat16, float16, where small steps round to none; optim.master and tp.Ema"
+    narrow = "narrow     12 trained in bfloat16, float16, where small steps round to zero; optim.master and tp.Ema"
     assert narrow in str(tp.summary(model, "!frozen"))
     assert "narrow" not in str(tp.summary(model, "c"))
 

@@ -107,11 +107,11 @@ def grouped(key: object, words: str, **others: Any) -> Row:
 ADAPTED: list[Row] = [
     grouped("layer.0", NEAREST),
     grouped(("**", "!layer.0"), NEAREST),
-    grouped("!layers.0", r"only takes away; write what it takes from before it: \['\*\*', '!layers.0'\]"),
+    grouped("!layers.0", r"only excludes; write what to select before it: \['\*\*', '!layers.0'\]"),
     grouped(re.compile("wieght"), "'wieght' selects nothing; nearest"),
     grouped(eqx.nn.Conv2d, "'Conv2d' selects nothing; the model has nodes of Linear"),
     grouped(tp.leaves(lambda path, leaf: leaf.ndim == 5), r"lambda at test_mistakes.py:\d+\) selects nothing"),
-    grouped("**", "comes too late: '\\*\\*' before it took all", **{"layers.0": optax.sgd(0.1)}),
+    grouped("**", "comes too late: '\\*\\*' before it selects", **{"layers.0": optax.sgd(0.1)}),
     ("groups without a default", lambda t: optim.trainable(optim.groups({"w": t.sgd})).init(t.dict), ValueError, "def"),
     ("groups alone", lambda t: optim.groups({"layers.0": t.sgd}, t.sgd).init(t.model), TypeError, "optim.trainable.op"),
     ("groups of rates", lambda t: optim.groups({"w": 0.1}), TypeError, r"for 'w', such as optax.sgd\(0.1\), got float"),

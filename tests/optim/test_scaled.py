@@ -166,7 +166,7 @@ def test_errors(form, without_type_checks):
     model = {"encoder": jnp.ones(2), "body": jnp.ones(1), "frozen": jnp.ones(1)}
     for factors, error, match in (
         ({"encodr": 0.1}, ValueError, "'encodr' selects nothing; nearest: 'encoder'"),
-        ({"**": 0.1, "body": 1}, ValueError, r"'body' comes too late: '\*\*' before it took all"),
+        ({"**": 0.1, "body": 1}, ValueError, r"'body' comes too late: '\*\*' before it selects"),
         (
             {"body": optax.linear_schedule(1, 0, 9)},
             TypeError,

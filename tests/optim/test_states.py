@@ -100,7 +100,7 @@ def test_a_state_that_cannot_be_divided_trains_and_is_refused_where_it_would_hav
     tx, model = optim.trainable(ONE_OF_ALL), _pair()
     updates, state = tx.update(tp.copy(model), tx.init(model), model)
     assert_close(updates, optax.adam(0.1).update(tp.copy(model), optax.adam(0.1).init(model), model)[0])
-    with pytest.raises(ValueError, match=r"is not kept leaf by leaf, so it cannot go on with some of the leaves: give"):
+    with pytest.raises(ValueError, match=r"is not kept leaf by leaf, so it cannot continue with some of the leaves"):
         divides(tx, state, model)
 
 

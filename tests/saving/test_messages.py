@@ -250,7 +250,7 @@ def test_a_sender_keeps_what_it_has_sent():
         since(version=2, since=vector)
     gone = vector + 1
     gone.delete()
-    with pytest.raises(RuntimeError, match=r"has been deleted, as by a step that donates it; keep a copy"):
+    with pytest.raises(RuntimeError, match=r"has been deleted, as by a step that donates it; if you need"):
         since(version=2, since=(1, gone))
 
 

@@ -267,5 +267,5 @@ def test_a_state_that_is_one_vector_of_all_is_refused_in_the_words_of_the_optimi
     saving.save(path, {"state": state})
     assert_same(saving.load(path, {"state": state})["state"], state)
     for source in (state, saving.names(path, "state")):
-        with pytest.raises(ValueError, match="is not kept leaf by leaf, so it cannot go on with some of the leaves"):
+        with pytest.raises(ValueError, match="is not kept leaf by leaf, so it cannot continue with some of the leaves"):
             saving.plan(model, model).state(source, _fresh(rule_of(tx), tp.layout(model)))

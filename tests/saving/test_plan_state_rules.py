@@ -201,7 +201,7 @@ def test_groups_that_keep_nothing_of_parameters():
     renamed = {names[name]: its for name, its in _BEFORE.items()}
     plan = saving.plan(_BEFORE, renamed, rename={f"{old}.**": f"{new}.**" for old, new in names.items()})
     state = taken(fresh(_in(dict.fromkeys(names, schedule)), _BEFORE))
-    with pytest.raises(ValueError, match=r"the state has nothing at 'inner_states\.t.*count', which a fresh one has"):
+    with pytest.raises(ValueError, match=r"the state has nothing at 'inner_states\.t.*count', which a fresh state has"):
         plan.state(state, fresh(_in(dict.fromkeys(names.values(), schedule)), renamed))
 
 

@@ -262,7 +262,7 @@ def test_a_frozen_alias_lies_as_its_source():
         ({"base": "owned", "**": "split"}, "tree", '"owned" is of rows of stacks; write form="stacks", or "split"'),
         ({"base": "owned", "**": "split"}, "stacks", "4 devices cannot own the 2 rows of its stack in equal parts"),
         ({"base": P("data"), "**": "split"}, "tree", "its axis 0 of size 6 is no multiple of 4"),
-        ({"w": "split", "**": "whole", "base": "split"}, "tree", "'base' comes too late: '**' before it took all"),
+        ({"w": "split", "**": "whole", "base": "split"}, "tree", "'base' comes too late: '**' before it selects"),
         ({"base": "whole", "bias": "split", "w": "split"}, "tree", "'bias' selects nothing; nearest: 'base'"),
     ],
 )

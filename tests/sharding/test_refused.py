@@ -30,8 +30,8 @@ LAYOUT = tp.layout({
     [
         ({"embed": "split"}, {}, "no rule matches\n'layers.0.b'~add one for what is left"),
         ({}, {}, "no rule matches"),
-        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it took all"),
-        ({"**": "split", "layers": "whole"}, {}, "'layers' comes too late: '**' before it took all"),
+        ({"**": "whole", "layers": "split", "embed": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
+        ({"**": "split", "layers": "whole"}, {}, "'layers' comes too late: '**' before it selects"),
         ({"head": "whole", "layers": "whole"}, {}, "'head' names 'head', but 'embed' and 'head' are one array"),
         ({"embd": "split", "**": "whole"}, {}, "'embd' selects nothing; nearest: 'embed'"),
         (

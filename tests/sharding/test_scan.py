@@ -215,7 +215,7 @@ def test_what_cannot_be_scanned():
         of_form, optax.sgd(0.1), plan, split="parameters", loss_is="mean", loss_takes="form"
     )
     params, state = init(model)
-    with pytest.raises(ValueError, match=r"'layers\.0\.f' and 'layers\.2\.f', which are no arrays, differ"):
+    with pytest.raises(ValueError, match=r"'layers\.0\.f' and 'layers\.2\.f', which are not arrays, differ"):
         step(params, state, X.astype(np.float32), Y.astype(np.float32))
 
 

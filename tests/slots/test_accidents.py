@@ -22,7 +22,9 @@ from treeparams._slots import accidents
 from ..zoo import Pair, ramp
 
 zeros = lambda *shape: jnp.zeros(shape)
-one_array = lambda *paths: pytest.warns(UserWarning, match=".*".join(map(repr, paths)) + ": one array, the same number")
+one_array = lambda *paths: pytest.warns(
+    UserWarning, match=".*".join(map(repr, paths)) + " are one array, whose elements"
+)
 lost = lambda *paths: pytest.warns(UserWarning, match=" and ".join(map(repr, paths)) + " were one array")
 
 
@@ -67,7 +69,7 @@ VERBS = {
 def test_one_initial_array_for_two_biases_is_noticed_once(verb: str):
     model = with_equal_biases(zeros(3))
     remedies = r"tp.untie\(model\), .*tied_to=.*tp.tie\(model, 'b2', to='b1'\).*, ties={'b2': 'b1'}"
-    with pytest.warns(UserWarning, match=f"^'b1' and 'b2': one array, the same number .*{remedies}") as caught:
+    with pytest.warns(UserWarning, match=f"^'b1' and 'b2' are one array, whose elements .*{remedies}") as caught:
         VERBS[verb](model)
     assert [each.filename for each in caught] == [__file__]  # it points at the caller
     for again in (model, with_equal_biases(jnp.ones(4)), {"net": model, "temperature": ramp(2)}):
@@ -98,8 +100,8 @@ def test_one_number_throughout_is_no_shared_parameter(make: Callable[[], Any], p
 
 
 COPIES = {
-    "a list": (lambda one: [one] * 4, r"4 times one and the same node: '0', '1', '2', '3' hold the same arrays"),
-    "a tuple": (lambda one: (one, one), r"2 times one and the same node: '0', '1' hold"),
+    "a list": (lambda one: [one] * 4, r"4 times: '0', '1', '2', '3' hold the same arrays"),
+    "a tuple": (lambda one: (one, one), r"2 times: '0', '1' hold"),
     "a dict": (lambda one: {"online": one, "target": one}, r"'online', 'target' hold"),
 }
 

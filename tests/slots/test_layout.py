@@ -68,10 +68,10 @@ def test_dtype_is_that_of_the_slots_that_have_elements():
 
 def test_no_slot_at_a_path():
     for path, message in (
-        ("first.wieght", r"'first.wieght' is no path of the model; nearest: 'first.weight'"),
+        ("first.wieght", r"'first.wieght' is not a path of the model; nearest: 'first.weight'"),
         ("scale", r"'scale' is frozen, so it has no slot; layout.thaw\('scale'\) gives it one"),
-        ("count", r"'count' \(int32\[3\]\) is no parameter"),
-        ("first", r"'first' is a node; layout.indices\('first'\) tells where what is trained below it lies"),
+        ("count", r"'count' \(int32\[3\]\) is not a parameter"),
+        ("first", r"'first' is a node; layout.indices\('first'\) are the positions of the parameters below it"),
     ):
         with pytest.raises(KeyError, match=message):
             tp.layout(net())[path]
@@ -212,7 +212,7 @@ def test_abstract_models_have_the_same_layout_but_no_ties_by_identity():
 
 
 def test_arrays_that_jax_does_not_have_are_named_by_path():
-    message = r"'a.0' is a NumPy array of .*, which JAX does not have; convert it, or hold it"
+    message = r"'a.0' is a NumPy array of .*, which JAX does not support; convert it, or hold it"
     for use in (tp.layout, tp.partition, tp.ravel):
         for dtype in ([("x", "f4")], ">f4", np.longdouble, ">c8"):
             with pytest.raises(TypeError, match=message):
@@ -255,7 +255,7 @@ def test_a_float_beside_parameters_is_warned_of_once_per_kind():
     held = {"w": ramp(1), "c": 0.5}
     for quiet in ({"w": ramp(1), "net": Physics(ramp(2), held=held)}, [0.5, {"n": np.arange(2)}]):
         tp.layout(quiet)
-    said = r"^'alpha', 'body.1': a Python number is no parameter.*jnp.asarray\(number\), or tp.field\(converter="
+    said = r"^'alpha', 'body.1': a Python number is not a parameter.*jnp.asarray\(number\), or tp.field\(converter="
     for shape in (1, 2):
         model = {"alpha": 0.0, "body": (ramp(shape), 0.5, 3), "net": Physics(ramp(2))}
         with pytest.warns(UserWarning, match=said) if shape == 1 else contextlib.nullcontext():
@@ -266,9 +266,9 @@ def test_a_float_beside_parameters_is_warned_of_once_per_kind():
 
 @pytest.mark.parametrize("form", [tp.ravel, tp.stack])
 def test_a_form_of_nothing_is_warned_of(form):
-    with pytest.warns(UserWarning, match="^nothing is trained: .* arrays, and 'nu': numbers are no parameters; write"):
+    with pytest.warns(UserWarning, match="^nothing is trained: .* arrays, and 'nu': numbers are not parameters; write"):
         form({"nu": 0.1})
-    with pytest.warns(UserWarning, match=r"^nothing is trained: frozen are 'w'; thaw"):
+    with pytest.warns(UserWarning, match=r"^nothing is trained: all parameters are frozen \('w'\); thaw"):
         form({"w": ramp(1)}, tp.layout({"w": ramp(1)}, freeze="w"))
 
 

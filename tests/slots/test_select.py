@@ -102,7 +102,7 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
         (eqx.nn.Conv1d, r"'Conv1d' selects nothing.*Linear"),
         (lambda m: None, r"^lambda at test_select.py:\d+ selects nothing; the model's parameters are 'body.0.weight'"),
         (lambda m: 1, r"must return nodes of the model it is given, as for eqx.tree_at; got int"),
-        (eqx.is_array, r"got bool. To ask each leaf, write tp.leaves\(lambda path, leaf: ...\)"),
+        (eqx.is_array, r"got bool. To test each leaf, write tp.leaves\(lambda path, leaf: ...\)"),
         (lambda m: m.head.weight.T, r"\(it is given shapes in place of arrays\); it failed with AttributeError"),
         (
             lambda m: (m.act, m.steps),
@@ -111,7 +111,7 @@ def test_a_rule_or_a_callable_names_each_place_of_a_tie():
         (["head", "boddy"], r"'boddy' selects nothing; nearest: 'body"),
         ([], r"an empty sequence selects nothing; leave the argument out, or write None"),
         (tp.leaves(lambda path, leaf: False), r"tp.leaves\(lambda at test_select.py:\d+\) selects nothing"),
-        ("['head']", r"is written as jax.tree_util.keystr writes paths; write entries with dots"),
+        ("['head']", r"is a path in the style of jax.tree_util.keystr; write entries with dots"),
         (["body", "!boddy"], r"'boddy' selects nothing"),
     ],
 )
@@ -148,11 +148,11 @@ def test_what_selects_only_declared_frozen_leaves_points_to_thaw(where: Any):
             TypeError,
             r"expected a mask or .*, got Net itself: write its path, '\*\*'",
         ),
-        (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by name, tp.ravel\(model, dtype=float32\)"),
-        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is no mask.* write freeze='\*\*'"),
-        (lambda: tp.layout(net())[0], TypeError, r"asked by path, got 0; the slots in order are layout.slots"),
-        (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties is a dictionary \{alias: path\} .*, got list"),
-        (lambda: tp.leaves("head"), TypeError, r"tp.leaves takes a function of path and leaf, got str"),
+        (lambda: tp.ravel(net(), jnp.float32), ValueError, r"by keyword, tp.ravel\(model, dtype=float32\)"),
+        (lambda: tp.layout(net(), True), ValueError, r"trainable=True is not a mask.* write freeze='\*\*'"),
+        (lambda: tp.layout(net())[0], TypeError, r"expected a path, got 0; layout.slots are the slots in order"),
+        (lambda: tp.layout(net(), ties=["head"]), TypeError, r"ties must be a dictionary \{alias: path\} .*, got list"),
+        (lambda: tp.leaves("head"), TypeError, r"tp.leaves expects a function of path and leaf, got str"),
         (lambda: tp.layout(net(), tp.leaves(lambda *_: None)), TypeError, r"must return a bool, got NoneType at 'body"),
     ],
 )
@@ -186,11 +186,11 @@ def test_masks_of_trees_that_are_other_wheres_too():
 def test_what_is_no_mask_of_the_model():
     for mask, message in (
         ({"a": True}, r"a mask must have the structure of the model, with a bool at every leaf; it has no 'b.c'"),
-        ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model has not"),
-        ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model has not"),
+        ({"a": True, "b": {"c": True, "d": True}}, r"it has 'b.d', which the model does not have"),
+        ({"a": True, "b": {"c": True}, "n": True}, r"it has 'n', which the model does not have"),
         ({"a": True, "b": Pair(True, True)}, r"it has no 'b.c'"),
-        ({"a": 1, "b": {"c": True}, "n": None}, r"holds Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
-        ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask holds Python bools, got .*bool\[\]"),
+        ({"a": 1, "b": {"c": True}, "n": None}, r"must hold Python bools, got .*int; write jax.tree.map\(bool, mask\)"),
+        ({"a": jnp.array(True), "b": {"c": True}, "n": None}, r"a mask must hold Python bools, got .*bool\[\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             tp.layout({"a": ramp(2), "b": {"c": ramp(2)}, "n": None}, mask)
@@ -225,9 +225,9 @@ def test_a_given_layout_has_its_ties_and_no_others():
     model, array = {"a": ramp(2), "b": ramp(2)}, ramp(2)
     layout = tp.layout(model)
     assert tp.layout(model, tp.layout(model, ties={"b": "a"})).ties == {"a": ("b",)}
-    with pytest.raises(ValueError, match=r"has its ties already; give `ties` where it is made"):
+    with pytest.raises(ValueError, match=r"has its ties already; pass `ties` where you make it"):
         tp.layout(model, layout, ties={"b": "a"})
-    message = r"'a' and 'b' are one array, which the layout does not know; make it .* with ties=\{'b': 'a'\}"
+    message = r"'a' and 'b' are one array, but the layout does not tie them; make it .* with ties=\{'b': 'a'\}"
     for use in (tp.layout, tp.partition, tp.ravel):
         with pytest.raises(ValueError, match=message):
             use({"a": array, "b": array}, layout)
@@ -263,9 +263,9 @@ def test_other_lists_need_one_that_selects():
     assert layout.indices(["head", "!head.weight"]).tolist() == [14]
     assert list(restructure.view(vector)["**", "!body"]) == list(HEAD)
     for use in (layout.freeze, layout.thaw, layout.indices):
-        with pytest.raises(ValueError, match=r"'!head' only takes away; write .* before it: \['\*\*', '!head'\]"):
+        with pytest.raises(ValueError, match=r"'!head' only excludes; write .* before it: \['\*\*', '!head'\]"):
             use("!head")
-        with pytest.raises(ValueError, match=r"selects nothing: all that it selects is taken away"):
+        with pytest.raises(ValueError, match=r"selects nothing: everything that it selects is excluded"):
             use(["head", "!head"])
 
 
@@ -275,7 +275,7 @@ def test_what_takes_away_takes_from_what_is_declared():
     assert tp.layout(net(), "!head", thaw="scale").paths == (*BODY, "scale")
     assert tp.layout({"!a": ramp(1), "b": ramp(1)}, '"!a"').paths == ('"!a"',)
     for where in ("!**", ["head", "!head"]):
-        with pytest.raises(ValueError, match=r"selects nothing: all of it is taken away"):
+        with pytest.raises(ValueError, match=r"selects nothing: everything is excluded"):
             tp.layout(net(), where)
 
 

@@ -121,11 +121,11 @@ def test_a_declared_tie_holds_where_arrays_no_longer_tell():
     [
         ({"b": "A"}, r"a tie names 'A', where the model has no leaf; nearest: "),
         ({"node": "a"}, r"a tie names 'node', where the model has a node; name an array in it; nearest: 'node.x'"),
-        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is no parameter"),
-        ({"number": "a"}, r"a tie names 'number' \(int, not an array\), which is no parameter"),
+        ({"count": "a"}, r"a tie names 'count' \(int32\[2\]\), which is not a parameter"),
+        ({"number": "a"}, r"a tie names 'number' \(int, not an array\), which is not a parameter"),
         ({"wide": ("tall", jnp.negative)}, r"'wide' is float32\[2,3\] .* to 'tall', which is float32\[3,2\] after neg"),
         ({"half": "a"}, r"'half' is bfloat16\[2,2\] and cannot be tied to 'a', which is float32\[2,2\]"),
-        ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' run in a circle; name one path as"),
+        ({"a": "b", "b": ("c", jnp.transpose), "c": "a"}, r"the ties of '[abc]' form a cycle; name one path as"),
         ({"again": ("a", jnp.transpose)}, r"'again' and 'a' are one array already, so one cannot be transpose of the"),
         ({"a": "b", "again": "c"}, r"'again' is tied twice: to 'b' and to 'c'"),
         ({"turned.decoder": "tall"}, r"'turned.decoder' is tied twice: to 'turned.encoder' and to 'tall'"),
@@ -142,24 +142,24 @@ def test_ties_that_cannot_be(ties: Any, message: str):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: tp.field(transform=jnp.transpose), r"a transform is of another parameter: tp.field\(tied_to="),
-        (lambda: tp.field(tied_to="a", static=True), r"is no part of the tree: drop `static=True` or `tied_to=`"),
+        (lambda: tp.field(transform=jnp.transpose), r"transform= needs the path of a parameter: tp.field\(tied_to="),
+        (lambda: tp.field(tied_to="a", static=True), r"is not part of the tree: drop `static=True` or `tied_to=`"),
         (lambda: tp.layout(Declares(leaf(2, 3), [leaf(3, 2)])), r"'decoder' tied to 'encoder', but it is a node, not"),
         (lambda: tp.layout(Declares(None, leaf(3, 2))), r"a tie names 'encoder', where the model has no leaf"),
         (lambda: tp.tie([leaf(2), leaf(3)], "1", to="0"), r"'1' is float32\[3\] and cannot be tied to '0', which is"),
         (lambda: tp.tie(codec(), "decode", to="encoder"), r"names 'decode', .* no leaf; nearest: 'decoder'"),
-        (lambda: tp.tie(codec(), "decoder"), r"takes both paths"),
+        (lambda: tp.tie(codec(), "decoder"), r"needs both paths"),
         (
             lambda: tp.tie(squares()),
             r"no class in this model declares a tie; .* tp.tie\(model, \"head\", to=\"embed\"\)",
         ),
-        (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie is to a path such as .*, got \('a', 'b'\)"),
-        (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie is to a path .*, got 3"),
-        (lambda: tp.field(tied_to=3), r"tp.field: a tie is to a path such as 'embed.weight', or .*, got 3"),
+        (lambda: tp.layout(squares(), ties={"b": ("a", "b")}), r"a tie needs a path such as .*, got \('a', 'b'\)"),
+        (lambda: tp.declare(Codec, ties={"decoder": 3}), r"tp.declare, 'decoder': a tie needs a path .*, got 3"),
+        (lambda: tp.field(tied_to=3), r"tp.field: a tie needs a path such as 'embed.weight', or .*, got 3"),
         (lambda: tp.tie({"a": leaf(2)}, tp.layout(codec())), r"does not fit the layout"),
         (
             lambda: tp.tie(squares(), "b", to="a", transform=jnp.negative),
-            r"nothing would remember that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
+            r"an array cannot record that 'b' is negative of 'a'.*tied_to=\"a\".*ties=\{\"b\": \(\"a\", jnp.negative\)",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_an_alias_with_a_transform_follows_its_source():
     frozen = layout.freeze("encoder")
     assert frozen == tp.layout(codec(), freeze=["encoder", "decoder"]) != layout
     assert jax.tree.leaves(frozen.mask) == [False, False]
-    with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* say it of the source"):
+    with pytest.raises(ValueError, match=r"'decoder' is transpose of 'encoder', its source.* select the source"):
         tp.layout(codec(), Codec(True, False))
 
 

@@ -73,7 +73,7 @@ def test_a_field_is_a_field_of_equinox():
     metadata = tp.field(trainable=False, metadata={"unit": "m"}).metadata
     assert (metadata["unit"], metadata["trainable"]) == ("m", False)
     assert "trainable" not in tp.field().metadata
-    with pytest.raises(ValueError, match=r"a static field is no part of the tree.*drop `static=True` or `trainable"):
+    with pytest.raises(ValueError, match=r"a static field is not part of the tree.*drop `static=True` or `trainable"):
         tp.field(trainable=True, static=True)
 
 
@@ -127,7 +127,7 @@ class Wrong(eqx.Module):
 
 
 def test_declarations_that_cannot_be_read():
-    with pytest.raises(TypeError, match=r"Nameless says of its fields what is trained but is a pytree without names"):
+    with pytest.raises(TypeError, match=r"Nameless declares which fields train but is a pytree without field names"):
         tp.layout(Nameless(leaf()))
     with pytest.raises(TypeError, match=r"Wrong.weight: `trainable` must be True or False, got 'no'"):
         tp.layout(Wrong(leaf()))

@@ -28,7 +28,7 @@ def loss(model: Any, x: Any = 1.0) -> jax.Array:
 
 
 MESSAGE = (
-    r"'embed' and 'head' were one array in a model of this structure that was met before.*known = tp.layout\(model\); "
+    r"'embed' and 'head' were one array in an earlier model of this structure.*known = tp.layout\(model\); "
     r"tp.grad\(loss, known\).*tp.partition.*tp.ravel.*tp.jit.*its own layout"
 )
 noticed = lambda: pytest.warns(UserWarning, match=MESSAGE)

@@ -78,9 +78,9 @@ def test_siblings_never_share_a_path_and_each_selects_its_own_leaf_alone(keys: l
 
 def test_keys_of_one_text_are_refused():
     for model, message in (
-        (ordered(1, "1"), r"\[1\] and \['1'\] of the root have one text in a path, '1'"),
-        (ordered(True, "True"), r"of the root have one text in a path, 'True'"),
-        ({"a": [ordered("b", 1.5, "1.5")]}, r"of the node at 'a\.0' have one text"),
+        (ordered(1, "1"), r"\[1\] and \['1'\] of the root have the same text in a path, '1'"),
+        (ordered(True, "True"), r"of the root have the same text in a path, 'True'"),
+        ({"a": [ordered("b", 1.5, "1.5")]}, r"of the node at 'a\.0' have the same text"),
     ):
         with pytest.raises(ValueError, match=message):
             tp.layout(model)

@@ -122,7 +122,7 @@ arrays = [ramp(2), ramp(3), np.ones(2, "f"), np.ones(2, "i"), np.array(["x"]), n
 kinds = st.sampled_from([*arrays, 1, 1.0, True, "x"])
 
 
-@pytest.mark.filterwarnings("ignore:.*a Python number is no parameter")
+@pytest.mark.filterwarnings("ignore:.*a Python number is not a parameter")
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 @hypothesis.given(st.lists(st.tuples(kinds, kinds), min_size=2, max_size=6))
 def test_what_was_met_before_makes_no_difference(trees):

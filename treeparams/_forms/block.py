@@ -1,6 +1,6 @@
-"""One array of a form, and where slots lie in it: one after another in a vector, as rows of a stack, or one by itself.
+"""One array of a form, and the places of slots in it: in sequence in a vector, as rows of a stack, or one array alone.
 
-A block is static, and of slots it knows shapes and dtypes alone, so that like models share programs.
+A block is static. It records only shapes and dtypes of slots, so that similar models share programs.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from .primitives import Shapes, cut, join
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Arrays that lie one after another in one; without a `length` it is a single array, as it is.
+    """Arrays stored in sequence in one array; without a `length` it is a single array, unchanged.
 
-    A vector and a stack are one thing, but for `rank`. The arrays follow one another along the first axis. In a vector
-    each array is flat. In a stack each keeps its last `rank` axes, and takes one step along the first axis for each of
-    its rows: one, if all its axes are kept.
+    A vector and a stack differ only in `rank`. The arrays follow one another along the first axis. In a vector each
+    array is flat. In a stack each array keeps its last `rank` axes, and fills one or more rows along the first axis:
+    one row, if all its axes are kept.
     """
 
     shapes: Shapes
@@ -38,25 +38,25 @@ class Block:
 
     @classmethod
     def single(cls, shape: tuple[int, ...], dtype: DTypeLike) -> "Block":
-        """A block of one array, as it is."""
+        """Returns a block of one array, unchanged."""
         return cls((tuple(shape),), (dtype,), dtype, None, len(shape))
 
     @classmethod
     def vector(
         cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], dtype: DTypeLike, length: int | None = None
     ) -> "Block":
-        """A block of arrays of any shapes, each flat; zeros follow up to the length."""
+        """Returns a block of arrays of any shapes, each flat; zeros fill it up to the length."""
         flat = sum(map(math.prod, shapes))
         return cls(tuple(map(tuple, shapes)), tuple(dtypes), dtype, flat if length is None else length)
 
     @classmethod
     def rows(cls, shape: tuple[int, ...], dtype: DTypeLike, count: int) -> "Block":
-        """A block of so many arrays of one shape."""
+        """Returns a block of `count` arrays of one shape."""
         return cls((tuple(shape),) * count, (dtype,) * count, dtype, count, len(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole array."""
         if self.length is None:
             return self.shapes[0]
         return (self.length, *self.shapes[0][len(self.shapes[0]) - self.rank :]) if self.rank else (self.length,)
@@ -89,7 +89,7 @@ class Block:
         return Block, (self.shapes, self.dtypes, self.dtype, self.length, self.rank)
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """The whole, of one array for each."""
+        """Joins the arrays into the whole array."""
         if self.length is None:
             return arrays[0]
         if not arrays:
@@ -99,9 +99,9 @@ class Block:
         return join(arrays, self.shapes, self.length, self.rank)
 
     def spread(self, numbers: Sequence[Any]) -> Any:
-        """One real number for each array, in single precision at least: all as an array that broadcasts, 1 in padding.
+        """Spreads one real number per array, in at least single precision, over an array that broadcasts.
 
-        A number is one object wherever it is the same, as arrays that follow each other then share a piece.
+        Padding gets 1. Equal numbers must be the same object, so that neighbouring arrays share a piece.
         """
         dtype = widened(jnp.finfo(self.dtype).dtype)
         if self.length is None:
@@ -117,27 +117,27 @@ class Block:
         return jnp.concatenate(pieces).reshape(-1, *[1] * self.rank)
 
     def cut(self, whole: ArrayLike) -> list[Any]:
-        """One array for each, in its dtype."""
+        """Cuts the whole array into the arrays, each in its dtype."""
         pieces = self.pieces(whole)
         return list(map(cast, pieces, self.dtypes)) if self.dtypes else pieces
 
     def pieces(self, whole: ArrayLike) -> list[Any]:
-        """One array for each, in the dtype of the whole."""
+        """Cuts the whole array into the arrays, in the dtype of the whole."""
         if self.length is None:
             return [jnp.asarray(whole)]
         return cut(self.gathered(whole), self.shapes, self.rank)
 
     def gathered(self, whole: ArrayLike) -> jax.Array:
-        """The whole as it can be cut: over several devices its rows are first brought together, or all of a vector."""
+        """Returns the whole array, ready to be cut: rows split over devices, or all of a vector, are gathered."""
         if self.length is None:
             return jnp.asarray(whole)
         return first_axis_whole(jnp.asarray(whole)) if self.rank else replicated(jnp.asarray(whole))
 
     def between(self, whole: jax.Array, numbers: Sequence[int]) -> tuple[list[jax.Array], Shapes]:
-        """Cuts out the arrays of these numbers, in ascending order, and the gaps before, between and after them.
+        """Cuts out the arrays with these numbers, in ascending order, and the gaps before, between and after them.
 
-        The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which
-        follow, the pieces can be joined again.
+        The pieces are `[gap, array, gap, array, ..., gap]`: the arrays are `pieces[1::2]`. With their shapes, which are
+        returned too, the pieces can be joined again.
         """
         # The gaps are cut too, though often nobody reads them: so it is one cut, whose transpose is one join. Slices of
         # the arrays alone would have as many padded additions for their transpose.
@@ -148,19 +148,19 @@ class Block:
 
 
 def cast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The array in a dtype; of a complex one the real part, where the dtype is real."""
+    """Casts an array to a dtype; a complex array loses its imaginary part if the dtype is real."""
     if jnp.iscomplexobj(array) and not is_complex(dtype):
         array = array.real
     return jax.lax.convert_element_type(array, dtype)
 
 
 def _real(number: Any, dtype: DTypeLike) -> Any:
-    """A number as an array of a dtype, of NumPy where it is known."""
+    """Returns a number as an array of a dtype, a NumPy array if its value is known."""
     return number.astype(dtype) if isinstance(number, jax.Array) else np.asarray(number, dtype)
 
 
 def with_gaps(spans: Sequence[tuple[int, int, tuple[int, ...]]], row: tuple[int, ...], length: int) -> Shapes:
-    """The shapes of pieces at `(start, size, shape)` along an axis, ascending, with those of the gaps around them."""
+    """Returns the shapes of pieces at ascending `(start, size, shape)` along an axis, with the gaps around them."""
     shapes, at = [], 0
     for start, size, shape in spans:
         shapes += [(start - at, *row), shape]
@@ -178,7 +178,7 @@ _LARGE = 2**20  # bytes
 
 
 def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> list[Any]:
-    """Each block, of one array for each of its slots."""
+    """Joins each block from one array for each of its slots."""
     joined = [i for i, block in enumerate(blocks) if block.length is not None]
     found = [own[0] if block.length is None else None for block, own in zip(blocks, arrays, strict=True)]
     some = tuple([blocks[i] for i in joined]), [arrays[i] for i in joined]
@@ -189,7 +189,7 @@ def join_blocks(blocks: Sequence[Block], arrays: Sequence[Sequence[Any]]) -> lis
 
 
 def cut_blocks(blocks: Sequence[Block], leaves: Sequence[Any]) -> list[list[Any]]:
-    """The arrays of each block, each in its dtype; a single one as it is, where it has that."""
+    """Cuts each block into its arrays, each in its dtype; a single array that has its dtype already is not copied."""
     joined = [i for i, block in enumerate(blocks) if block.length is not None]
     found = [[_as_it_is(block, leaf)] for block, leaf in zip(blocks, leaves, strict=True)]
     if joined:

@@ -1,10 +1,10 @@
-"""The forms in which trained parameters rest: the canonical tree, one vector, stacks. Each is a tree of blocks.
+"""The forms of trained parameters: the canonical tree, one vector, stacks. Each is a tree of blocks.
 
-A form says where slots lie in a tree of arrays: `join` makes that tree of one array per slot, `cut` is the way back.
-Nothing outside of it asks which form it is. A new form is one more function that returns a `Form`: see `_makers`.
+A form records where slots are stored in a tree of arrays: `join` makes that tree from one array per slot, and `cut` is
+its inverse. No other code asks which form it is. A new form is one more function that returns a `Form`: see `makers`.
 
-Compiled programs keep the blocks alive, so that these must not hold a layout, which keeps static functions and the
-arrays that they have captured. A form itself is held by the index of its layout.
+Compiled programs keep the blocks alive. So blocks must not hold a layout, which keeps static functions and the arrays
+that those have captured. A form itself is held by the index of its layout.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 class Stacks(dict[str, Any]):
     """A dictionary of stacks: each array has one row for each of several leaves of one shape and dtype.
 
-    It is a pytree of its own kind, so that a rule that treats leaves one by one (`optim.per_leaf`) sees that rows are
-    leaves. To everything else it is a dictionary.
+    It is a separate pytree type, so that a rule that treats leaves individually (`optim.per_leaf`) sees that rows are
+    leaves. Everything else sees a dictionary.
     """
 
     def __or__(self, other: Any) -> Any:
@@ -53,7 +53,7 @@ jtu.register_pytree_with_keys(
 
 
 def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[bool]:
-    """Whether each leaf of a tree is a stack, whose rows are leaves themselves."""
+    """Returns for each leaf of a tree whether it is a stack, whose rows are leaves themselves."""
     # `tree_leaves` does not say below which node a leaf was. So it is asked twice: the first time it stops at stacks,
     # and then below the children of each of these. A child that is its own and only leaf is a stack.
     nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Stacks) or is_leaf(node))
@@ -68,7 +68,7 @@ def stacked_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] = lambda _: Fals
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Where slots lie in a tree of arrays."""
+    """Where slots are stored in a tree of arrays."""
 
     treedef: Any
     blocks: tuple[Block, ...]  # its leaves
@@ -88,12 +88,12 @@ class Form:
 
     @functools.cached_property
     def is_bare(self) -> bool:
-        """Whether it is one array, in no container."""
+        """Whether the form is a single array without a container."""
         return self.treedef == jtu.tree_structure(0)
 
     @functools.cached_property
     def dtype(self) -> Any:
-        """The dtype of a form that is one array; of others none, they keep those of the slots."""
+        """The dtype of a form that is one array; `None` for other forms, which keep the dtypes of the slots."""
         return self.blocks[0].dtype if self.is_bare and self.blocks[0].length is not None else None
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Form:
 
     @functools.cached_property
     def entries(self) -> tuple[tuple[str, ...], ...]:
-        """The same as the entries of a path."""
+        """The keys on the way to each block, as the entries of a path."""
         return tuple(map(key_entries, self.keys))
 
     @functools.cached_property
@@ -114,12 +114,12 @@ class Form:
 
     @functools.cached_property
     def slots(self) -> list[int]:
-        """The slots in it: all of a layout, but of frozen arrays those of which there are several of a shape."""
+        """The slots in the form: all slots of a layout; for frozen arrays, those that share a shape with others."""
         return sorted(self.locations)
 
     @functools.cached_property
     def _is_apart(self) -> bool:
-        """Whether each slot is a block by itself, in order: there is nothing to join or to cut."""
+        """Whether each slot is a separate block, in order, so that there is nothing to join or to cut."""
         in_order = tuple([(slot,) for slot in range(len(self.blocks))])
         return bool(in_order) and self.members == in_order and all(block.length is None for block in self.blocks)
 
@@ -130,7 +130,7 @@ class Form:
 
     @functools.cached_property
     def _order(self) -> list[int] | None:
-        """For each slot its number in the order of blocks; none where that is the order of slots."""
+        """For each slot its number in the order of blocks; `None` if that is the order of slots."""
         # Blocks are cut one after another, so arrays come in the order of blocks; the slots of a stack, of one shape,
         # stand anywhere among the others.
         order = [slot for slots in self.members for slot in slots]
@@ -138,14 +138,14 @@ class Form:
         return None if order == self.slots else [at[slot] for slot in self.slots]
 
     def join(self, arrays: Sequence[Any]) -> PyTree:
-        """The form of one array per slot."""
+        """Makes the form from one array per slot."""
         if self._is_apart:
             return jtu.tree_unflatten(self.treedef, arrays)
         of_each = [[arrays[slot] for slot in slots] for slots in self.members]
         return jtu.tree_unflatten(self.treedef, join_blocks(self.blocks, of_each))
 
     def holding(self, arrays: Sequence[Any]) -> PyTree:
-        """The form of one array per slot, each block in the widest dtype of its arrays."""
+        """Makes the form from one array per slot, each block in the widest dtype of its arrays."""
         if self._is_apart:
             return self.join(arrays)
         blocks = tuple([
@@ -156,21 +156,21 @@ class Form:
         return self.join(arrays) if is_same else dataclasses.replace(self, blocks=blocks).join(arrays)
 
     def spread(self, numbers: Sequence[Any]) -> PyTree:
-        """A tree like this one of one number per slot, in arrays that broadcast against the blocks."""
+        """Makes a tree like this form from one number per slot, with arrays that broadcast against the blocks."""
         of_each = [[numbers[slot] for slot in slots] for slots in self.members]
         return jtu.tree_unflatten(self.treedef, map(Block.spread, self.blocks, of_each))
 
     def cut(self, tree: PyTree) -> list[jax.Array]:
-        """One array per slot, in its shape and dtype; checked."""
+        """Checks a tree and cuts it into one array per slot, in its shape and dtype."""
         return self.cut_leaves(self.leaves(tree))
 
     def cut_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """As `cut`, of the leaves alone, which are known to be right; one array for each of `slots`."""
+        """Cuts leaves that are known to be right into one array for each of `slots`."""
         arrays = [array for own in cut_blocks(self.blocks, leaves) for array in own]
         return arrays if self._order is None else [arrays[i] for i in self._order]
 
     def read(self, tree: PyTree) -> list[Any]:
-        """As `cut`, of a tree that may lack blocks; `None` for the slots in these.
+        """Cuts a tree that may lack blocks, with `None` for the slots in these.
 
         Rules of Optax put a `MaskedNode`, or `None`, where they leave something out.
         """
@@ -188,14 +188,14 @@ class Form:
         return [values[slot] for slot in self.slots]
 
     def _are_right(self, leaves: Sequence[Any]) -> bool:
-        """Whether leaves are arrays in the shapes and dtypes of the blocks; a quick look."""
+        """Returns, from a quick check, whether leaves are arrays in the shapes and dtypes of the blocks."""
         try:
             return (list(map(_shape, leaves)), list(map(_dtype, leaves))) == self._kinds
         except AttributeError:
             return False
 
     def _at_blocks(self, tree: PyTree) -> list[Any]:
-        """The leaf of a tree at the keys of each block; `None` for nothing."""
+        """Returns the leaf of a tree at the keys of each block, or `None`."""
         found = dict(jtu.tree_flatten_with_path(tree)[0])
         unknown = found.keys() - set(self.keys)
         if unknown:
@@ -203,7 +203,7 @@ class Form:
         return [found.get(keys) for keys in self.keys]
 
     def shapes(self, *, longer: int = 0, without: Sequence[int] = ()) -> PyTree:
-        """The form as `jax.ShapeDtypeStruct`s; with longer blocks, or without some of the single ones."""
+        """Returns the form as `jax.ShapeDtypeStruct`s; with longer blocks, or without some of the single ones."""
         leaves: list[Any] = []
         for i, block in enumerate(self.blocks):
             grown = (block.length + longer, *block.shape[1:]) if block.length is not None else block.shape
@@ -222,7 +222,7 @@ class Form:
         return f"{block.dtype}{f', padded to {block.size:,}' if block.size > block.starts[-1] else ''}"
 
     def place_in_words(self, slot: int) -> str:
-        """Where a slot lies: `[start:stop]` of a vector, or the keys of its stack and its row."""
+        """Describes the place of a slot: `[start:stop]` in a vector, or the keys of its stack and its row."""
         block, number = self.locations[slot]
         if self.is_bare:
             start, stop = self.blocks[block].starts[number : number + 2]
@@ -232,7 +232,7 @@ class Form:
     # -- What is given for it
 
     def leaves(self, tree: PyTree) -> list[Any]:
-        """The leaves of a form that is given, checked."""
+        """Checks a form that a user passed and returns its leaves."""
         leaves, treedef = jtu.tree_flatten(tree)
         if treedef == self.treedef and self._are_right(leaves):
             return leaves
@@ -246,18 +246,20 @@ class Form:
         given = {tuple([key_text(key) for key in path]): leaf for path, leaf in entries}
         known = [tuple([key_text(key) for key in keys]) for keys in self.keys]
         if any(not isinstance(getattr(key, "key", None), str) for path, _ in entries for key in path):
-            raise TypeError(f"{expected}, {{key: array}}, got another tree; stacks, restructure = tp.stack(model)")
+            raise TypeError(
+                f"{expected}, {{key: array}}, got another tree; write stacks, restructure = tp.stack(model)"
+            )
         for keys in [keys for keys in given if keys not in known]:
             close = nearest(str(keys[-1]), [each[-1] for each in known])
             raise ValueError(f"{expected}, got one too many, {_quote(keys)}{close}")
         for i, keys in enumerate(known):
             if keys not in given:
-                raise ValueError(f"{self._in_words(i)} there is no such stack")
+                raise ValueError(f"{self._in_words(i)} but there is no such stack")
             self._check_leaf(i, given[keys])
         return [given[keys] for keys in known]
 
     def _in_words(self, i: int) -> str:
-        """The beginning of an error: the array that a block should be."""
+        """Returns the beginning of an error: the array that a block should be."""
         block = self.blocks[i]
         if self.is_bare:
             return f"expected {self.noun} of shape {block.shape} and floating dtype,"
@@ -265,7 +267,7 @@ class Form:
         if block.length is None:
             return f"expected {describe(jax.ShapeDtypeStruct(block.shape, block.dtype))} at {names[0]!r},"
         keys = tuple([key_text(key) for key in self.keys[i]])
-        return f"expected {self.noun}, in {_quote(keys)} rows of {quoted(names)};"
+        return f"expected {self.noun} with rows of {quoted(names)} in {_quote(keys)},"
 
     def _check_leaf(self, i: int, leaf: Any) -> None:
         block = self.blocks[i]
@@ -284,12 +286,12 @@ class Form:
         if is_complex(leaf.dtype) and not any(map(is_complex, block.dtypes)):
             raise TypeError(
                 f"{self._in_words(i)} in {block.dtype} or another floating dtype; got {leaf.dtype}, and no parameter "
-                f"is complex; take {'vector.real' if self.is_bare else 'its real part'}"
+                f"is complex; pass {'vector.real' if self.is_bare else 'its real part'}"
             )
 
 
 def _as_wide(block: Block, arrays: Sequence[Any]) -> Block:
-    """The block in the widest dtype of its arrays."""
+    """Returns the block in the widest dtype of its arrays."""
     if block.length is None:
         return block
     its = {array.dtype for array in arrays if array.size} or {block.dtype}

@@ -1,9 +1,9 @@
 """Nodes of one kind, such as the layers of a net, as one node whose arrays have a leading axis over them.
 
-All arrays that are taken from a form are cut out of it at once, and where the nodes lie one after another - as the
-layers of a net do, in a vector and in stacks alike - as one block, reshaped and cut along its second axis: so many
-layers take as many operations as few, forwards and backwards. (Each leaf by itself would be a strided slice, and each
-transpose of one a padded copy of the whole stack.)
+All arrays are cut out of a form at once. If the nodes are stored in sequence, as the layers of a net are, in a vector
+and in stacks alike, they are cut as one block, reshaped, and cut along its second axis. So many layers need as few
+operations as few layers, forwards and backwards. (Cutting each leaf separately would be a strided slice, and the
+transpose of each slice a padded copy of the whole stack.)
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ from .primitives import cut, join
 
 
 class Location(NamedTuple):
-    """Where the value of a leaf is found."""
+    """The place of the value of a leaf."""
 
     block: int | None  # which of the joined arrays it is cut from; none: it is one of the singles
     number: int
@@ -36,10 +36,10 @@ class Location(NamedTuple):
 
 
 class Source:
-    """A model that is not put together: the arrays that are joined, and all else."""
+    """A model that is not put together: the joined arrays, and everything else."""
 
     def __init__(self, rest: Rest[Any], joined: Sequence[tuple[Form, Sequence[Any]]]) -> None:
-        """Of a form and of the frozen arrays that are in stacks, each with its leaves."""
+        """Takes a form and the frozen arrays that are in stacks, each with its leaves."""
         self.index = index_in(rest)
         self.singles = others(rest)
         self.blocks = [block for form, _ in joined for block in form.blocks]
@@ -51,7 +51,7 @@ class Source:
         self._locations = form.locations | frozen
 
     def location(self, leaf: int) -> Location:
-        """Where the value of a leaf of the model is found."""
+        """Returns the place of the value of a leaf of the model."""
         # The numbers of a model's leaves in one list: slots, then what is no slot, then what is computed from slots.
         slots, number = len(self.index.positions), self.index.gathers.order[leaf]
         if number >= slots + len(self.singles):
@@ -60,11 +60,11 @@ class Source:
         return Location(*self._locations[number]) if number in self._locations else Location(None, number - slots)
 
     def single(self, number: int) -> Any:
-        """The value of a leaf that is in no joined array."""
+        """Returns the value of a leaf that is in no joined array."""
         return self.singles[number]
 
     def one_by_one(self, locations: Sequence[Location]) -> list[Any]:
-        """The values of leaves; those that are tied are one array."""
+        """Returns the values of leaves; tied leaves are one array."""
         numbers: dict[int, set[int]] = {}
         for location in locations:
             if location.block is not None:
@@ -79,20 +79,20 @@ class Source:
         return [values[location] for location in locations]
 
     def pick(self, block: int, numbers: Collection[int]) -> dict[int, jax.Array]:
-        """Arrays of these numbers, cut out of a joined one at once."""
+        """Cuts the arrays with these numbers out of a joined one at once."""
         wanted = sorted(numbers)
         pieces, _ = self.blocks[block].between(self.leaves[block], wanted)
         return dict(zip(wanted, pieces[1::2], strict=False))
 
     def value(self, location: Location, array: jax.Array) -> Any:
-        """The value at a location in a joined array, or of several that are stacked, from the array that is cut out."""
+        """Returns the value at a location in a joined array, from the array (or several, stacked) that was cut out."""
         block, number, alias = location
         dtypes = () if block is None else self.blocks[block].dtypes
         array = cast(array, dtypes[number]) if dtypes else array
         return array if alias is None else alias.value_from(array, self.index.structure.spec(alias.source))
 
     def along(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
-        """The values of leaves, each of which has a location in each of some nodes, with an axis over the nodes."""
+        """Returns the values of leaves that have one location in each of several nodes, with an axis over the nodes."""
         if not columns:
             return []
         # Nodes that are equal to users may have their values from different arrays: the weight of one is trained and
@@ -110,12 +110,12 @@ class Source:
         return joined if is_in_order else [_reordered(each, order) for each in joined]
 
     def _kind(self, location: Location) -> tuple[Any, ...]:
-        """Equal for leaves of several nodes that can be cut out, and computed, as one array."""
+        """Returns a key that is equal for leaves of several nodes that can be cut out and computed as one array."""
         shape = None if location.block is None else self.blocks[location.block].shapes[location.number]
         return location.block, shape, location.alias and location.alias.transforms
 
     def _run(self, columns: Sequence[Sequence[Location]]) -> list[Any]:
-        """As `along`, of nodes in which each leaf has its value from the same joined array."""
+        """Does the work of `along` for nodes in which each leaf has its value from the same joined array."""
         found: dict[int, Any] = {}
         of_block: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for j, column in enumerate(columns):
@@ -130,7 +130,7 @@ class Source:
         return [found[j] for j in range(len(columns))]
 
     def block(self, number: int, columns: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-        """The arrays of these numbers of a joined one, those of each column as one."""
+        """Cuts the arrays with these numbers out of a joined one, those of each column as one array."""
         found = self.rows(number, columns)
         if found is not None:
             rows, pieces = found
@@ -139,9 +139,9 @@ class Source:
         return [_stacked([picked[each] for each in column]) for column in columns]
 
     def rows(self, number: int, columns: Sequence[tuple[int, ...]]) -> tuple[jax.Array, Any] | None:
-        """As `block`, where the nodes lie one after another: each in one piece, and a function that cuts these pieces.
+        """Does the work of `block` if the nodes follow one another; otherwise returns `None`.
 
-        The pieces have an axis over the nodes.
+        Returns one array with a row per node, and a function that cuts it into arrays with an axis over the nodes.
         """
         # A net of three equal layers, each with a bias (b) and a weight (w), lies in a vector like this:
         #
@@ -196,18 +196,18 @@ def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def part(source: Source, where: Where) -> Any:
-    """The one node, or leaf, that a `where` matches."""
+    """Returns the one node, or leaf, that a `where` matches."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=False)
     if len(spans) > 1:
         paths = quoted([span.path for span in spans])
-        raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several take `repeated`")
+        raise ValueError(f"{name_of(where)} matches {paths}; a part is one node, for several use `repeated`")
     locations = [source.location(leaf) for leaf in range(spans[0].start, spans[0].stop)]
     return jtu.tree_unflatten(subtreedefs(structure)[spans[0].number], source.one_by_one(locations))
 
 
 class Alike(NamedTuple):
-    """Several nodes as one: where their leaves are."""
+    """Several nodes as one: the places of their leaves."""
 
     treedef: Any
     nodes: int  # how many
@@ -217,13 +217,13 @@ class Alike(NamedTuple):
     order: list[int]  # where each leaf is in all of these
 
     def node(self, along: Sequence[Any], same: Sequence[Any]) -> Any:
-        """The node with these arrays, one for each of `columns` and of `locations`."""
+        """Returns the node with these arrays, one for each of `columns` and of `locations`."""
         leaves = [*along, *same, *self.values]
         return jtu.tree_unflatten(self.treedef, [leaves[i] for i in self.order])
 
 
 def alike_nodes(source: Source, where: Where) -> Alike:
-    """The nodes that a `where` matches, as one."""
+    """Returns the nodes that a `where` matches, as one."""
     structure = source.index.structure
     spans = nodes_in(structure, where, are_alike=True)
     values: dict[int, Any] = {}
@@ -237,7 +237,7 @@ def alike_nodes(source: Source, where: Where) -> Alike:
                 if static_key(source.singles[location.number], strict=True) != static_key(values[j], strict=True):
                     paths = structure.paths[leaves[0]], structure.paths[leaf]
                     raise ValueError(
-                        f"{paths[0]!r} and {paths[1]!r}, which are no arrays, differ; numbers that differ can be arrays"
+                        f"{paths[0]!r} and {paths[1]!r}, which are not arrays, differ; turn such numbers into arrays"
                     )
         elif len({(at.block, at.number, at.alias and at.alias.transforms) for at in locations}) == 1:
             same[j] = locations[0]

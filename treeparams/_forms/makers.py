@@ -1,4 +1,4 @@
-"""Makers of forms: each says of a layout where its slots lie in a tree of arrays."""
+"""Makers of forms: each returns, for a layout, where its slots are stored in a tree of arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _ONE = jtu.tree_structure(0)
 
 
 def tree_of(layout: Layout) -> Form:
-    """The canonical tree of a layout: each slot by itself, at its path."""
+    """Returns the canonical tree of a layout: each slot separately, at its path."""
     forms = index_of(layout).forms
     if "tree" not in forms:
         blocks = tuple([Block.single(slot.shape, slot.dtype) for slot in layout.slots])
@@ -37,7 +37,7 @@ def tree_of(layout: Layout) -> Form:
 
 
 def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIndex = 1) -> Form:
-    """One vector of the slots of a layout."""
+    """Returns one vector of the slots of a layout."""
     dtype = layout.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     pad_to = pad_to if type(pad_to) is int and pad_to > 0 else count_of("pad_to", pad_to, "elements")
     forms = index_of(layout).forms
@@ -50,7 +50,7 @@ def vector_of(layout: Layout, dtype: DTypeLike | None = None, pad_to: SupportsIn
 
 
 def vectors_of(layout: Layout) -> Form:
-    """One vector for each dtype among the slots of a layout; the only one by itself."""
+    """Returns one vector for each dtype among the slots of a layout; a bare vector if there is only one dtype."""
     dtypes: dict[str, list[int]] = {}
     for i, slot in enumerate(layout.slots):
         dtypes.setdefault(str(slot.dtype), []).append(i)
@@ -69,7 +69,7 @@ def vectors_of(layout: Layout) -> Form:
 
 
 def reals_of(layout: Layout) -> Form:
-    """One real vector, over the slots in reals: of a complex slot all real parts, then all imaginary ones."""
+    """Returns one real vector; a complex slot contributes all its real parts, then all imaginary parts."""
     forms = index_of(layout).forms
     if not index_of(layout).complex_slots:
         return vector_of(layout)
@@ -86,7 +86,7 @@ def reals_of(layout: Layout) -> Form:
 
 
 def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form:
-    """Stacks of the slots of a layout: for each shape and dtype one array, with a row for each slot."""
+    """Returns stacks of the slots of a layout: one array for each shape and dtype, with a row for each slot."""
     if groups is not None:
         return stacks_in_groups(layout, _grouped(layout, groups))
     forms = index_of(layout).forms
@@ -96,7 +96,7 @@ def stacks_of(layout: Layout, groups: Mapping[str, Where] | None = None) -> Form
 
 
 def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> Form:
-    """Stacks of groups of slots; `None` alone for no groups."""
+    """Returns stacks for groups of slots; the only group `None` means no groups."""
     tree: dict[Any, Stacks] = {name: Stacks() for name in groups}
     for name, numbers in groups.items():
         for slot in numbers:
@@ -105,9 +105,9 @@ def stacks_in_groups(layout: Layout, groups: Mapping[Any, Sequence[int]]) -> For
 
 
 def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None) -> Form:
-    """Stacks of those arrays of which there are several of one shape and dtype.
+    """Returns stacks of those arrays whose shape and dtype several share.
 
-    `groups`: of each array. Those of one stack are of one group, wherever each array lies now.
+    `groups`: the group of each array. A stack holds only arrays of one group, wherever each is stored now.
     """
     # Layers have frozen arrays too, such as masks, and a scan over layers needs these with an axis over the layers. So
     # what there are several of is stacked once, here, and not in each step.
@@ -127,7 +127,7 @@ def stacks_of_arrays(arrays: Sequence[Any], groups: Sequence[str] | None = None)
 
 
 def _devices_of(array: jax.Array) -> Any:
-    """Where an array lies that stays there."""
+    """Returns the sharding of an array that is committed to it, otherwise `None`."""
     return array.sharding if not isinstance(array, Tracer) and array.committed else None
 
 
@@ -138,7 +138,7 @@ def _in_one(block: Block, layout: Layout) -> Form:
 def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
     if length > _LONGEST:
         raise ValueError(
-            f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address; take "
+            f"a vector of {length:,} elements is longer than the {_LONGEST:,} that compiled programs can address; use "
             "stacks, tp.stack(model), one array for each shape"
         )
     if not is_inexact(dtype):
@@ -152,9 +152,9 @@ def _check_vector(slots: Sequence[Slot], dtype: np.dtype, length: int) -> None:
 
 
 def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
-    """The slots of each group, of a `where` for each."""
+    """Returns the slots of each group, from one `where` per group."""
     if not isinstance(groups, Mapping) or not all(isinstance(name, str) for name in groups):
-        raise TypeError(f"groups is a dictionary {{name: where}}, got {groups!r:.80}")
+        raise TypeError(f"groups must be a dictionary {{name: where}}, got {groups!r:.80}")
     index = index_of(layout)
     entries = first_entries(index, list(groups.values()))
     found: dict[str, list[int]] = {name: [] for name in groups}
@@ -164,15 +164,17 @@ def _grouped(layout: Layout, groups: object) -> dict[str, list[int]]:
     lost = [slot for slot, leaf in enumerate(index.positions) if leaf not in entries]
     if lost:
         paths = [layout.slots[i].path for i in lost]
-        raise ValueError(f"in no group: {quoted(paths)}; add one for what is left, groups={{..., 'rest': '**'}}")
+        raise ValueError(
+            f"trained, but in no group: {quoted(paths)}; add a group for the rest, groups={{..., 'rest': '**'}}"
+        )
     return found
 
 
 def _stacks(tree: PyTree, paths: Sequence[str], slots: Sequence[Any]) -> Form:
-    """The form with this tree of the numbers of slots, or of arrays like slots: a list for each stack."""
+    """Returns the form for this tree of slot numbers (or numbers of arrays like slots): a list for each stack."""
     members, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
     blocks = [Block.rows(slots[rows[0]].shape, slots[rows[0]].dtype, len(rows)) for rows in members]
-    return Form(treedef, tuple(blocks), tuple(map(tuple, members)), tuple(paths), "stacks as of tp.stack")
+    return Form(treedef, tuple(blocks), tuple(map(tuple, members)), tuple(paths), "the stacks of tp.stack")
 
 
 NOTHING = stacks_of_arrays([])

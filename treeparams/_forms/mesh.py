@@ -1,4 +1,4 @@
-"""Arrays that lie over several devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
+"""Arrays that are split over devices by type, as with `jax.make_mesh`, whose axes are explicit by default."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -29,13 +29,13 @@ MeshAxes = str | tuple[str, ...] | None
 
 
 def is_sharded(array: ArrayLike) -> bool:
-    """Whether the type of an array says that it is split over a mesh."""
+    """Returns whether the type of an array says that it is split over a mesh."""
     spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", ())
     return any(axis is not None for axis in spec)
 
 
 def replicated(array: jax.Array) -> jax.Array:
-    """The array, whole on each device of its mesh."""
+    """Returns the array, whole on each device of its mesh."""
     if not is_sharded(array):
         return array
     sharding = NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec())
@@ -43,7 +43,7 @@ def replicated(array: jax.Array) -> jax.Array:
 
 
 def first_axis_whole(array: jax.Array) -> jax.Array:
-    """The array with its first axis whole on each device of its mesh, and the others as they lie."""
+    """Returns the array with its first axis whole on each device of its mesh, and the others split as they are."""
     if not is_sharded(array) or leading_axis(array) is None:
         return array
     sharding = jax.typeof(array).sharding
@@ -51,18 +51,18 @@ def first_axis_whole(array: jax.Array) -> jax.Array:
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays of one shape that lie alike over the devices by type: as they do, or else whole on each."""
+    """Gives arrays of one shape the same placement by type: the one that all have, or else whole on each device."""
     shardings = {jax.typeof(array).sharding for array in arrays if is_sharded(array)}
     return list(arrays if len(shardings) <= 1 and all(map(is_sharded, arrays)) else map(replicated, arrays))
 
 
 def shardings_of(tree: PyTree) -> tuple[NamedSharding | None, ...]:
-    """How each array lies by its type; `None` if on each device whole."""
+    """Returns the sharding in the type of each array; `None` if it is whole on each device."""
     return tuple(jax.typeof(leaf).sharding if is_sharded(leaf) else None for leaf in jax.tree.leaves(tree))
 
 
 def typed_as(tree: PyTree, shardings: tuple[NamedSharding | None, ...]) -> PyTree:
-    """A tree whose arrays lie by type as `shardings_of` said of another."""
+    """Returns a tree whose arrays have the shardings that `shardings_of` returned for another tree."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([
         leaf if to is None else lay(leaf, to) for leaf, to in zip(leaves, shardings, strict=True)
@@ -70,7 +70,7 @@ def typed_as(tree: PyTree, shardings: tuple[NamedSharding | None, ...]) -> PyTre
 
 
 def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
-    """The array as another lies over the devices; if that is whole on each, as it is."""
+    """Returns the array split over the devices like another; unchanged if the other is whole on each device."""
     # Where an array lies is part of its type on an explicit mesh, and a fact about its buffers on any other. A tracer
     # has the type alone.
     if is_sharded(like) and (isinstance(array, Tracer) or isinstance(like, Tracer)):
@@ -80,13 +80,13 @@ def laid_as(array: jax.Array, like: ArrayLike) -> jax.Array:
 
 
 def split(array: ArrayLike) -> NamedSharding | None:
-    """The sharding of an array that is split over devices; `None` if each has all of it, or if it is traced."""
+    """Returns the sharding of an array that is split over devices; `None` if each has all of it, or if it is traced."""
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else None
 
 
 def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
-    """A stack of `size` times the array, whose leading axis lies along an axis of the mesh; `None`: along none."""
+    """Stacks `size` copies of the array, the leading axis split along an axis of the mesh (`None`: not split)."""
     if axis is None:
         return jax.lax.broadcast(array, (size,))
     sharding = jax.typeof(array).sharding
@@ -95,37 +95,37 @@ def broadcast_as(array: jax.Array, size: int, axis: MeshAxes) -> jax.Array:
 
 
 def leading_axis(array: jax.Array) -> MeshAxes:
-    """The axis of the mesh along which an array lies with its leading axis, by type; `None`: along none."""
+    """Returns the axis of the mesh along which the leading axis of an array is split by type, or `None`."""
     return jax.typeof(array).sharding.spec[0]
 
 
 def split_over(array: ArrayLike) -> int:
-    """Over how many devices the leading axis of an array is split by type."""
+    """Returns over how many devices the leading axis of an array is split by type."""
     sharding = jax.typeof(array).sharding
     axes = sharding.spec[0] or ()
     return math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes))
 
 
 def in_shard_map() -> bool:
-    """Whether this is inside of a `jax.shard_map`."""
+    """Returns whether this code runs inside a `jax.shard_map`."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying(aval: Any) -> frozenset[str]:
-    """The axes of the mesh along which an array differs from device to device by type, inside of a `jax.shard_map`."""
+    """Returns the mesh axes along which an array differs between devices by type, inside a `jax.shard_map`."""
     kind = getattr(aval, "manual_axis_type", None)  # `vma` before JAX 0.10
     return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
 
 
 def result_varies(f: Callable[..., Any], *args: PyTree) -> frozenset[str]:
-    """The axes along which the result of a function differs from device to device; outside of `shard_map` none."""
+    """Returns the axes along which a function's result differs between devices; outside `shard_map` there are none."""
     if not in_shard_map():
         return frozenset()
     return frozenset[str]().union(*map(varying, jax.make_jaxpr(f)(*args).out_avals))
 
 
 def varying_alike(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays as types that vary along all of the axes along which any does."""
+    """Returns the arrays with types that vary along all of the axes along which any of them does."""
     if not in_shard_map():
         return list(arrays)
     found = [varying(jax.typeof(array)) for array in arrays]
@@ -134,7 +134,7 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
 
 
 def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
-    """The array as a type that varies along further axes."""
+    """Returns the array with a type that varies along further axes."""
     if not axes:
         return array
     if hasattr(jax.lax, "pcast"):
@@ -143,7 +143,7 @@ def vary(array: ArrayLike, axes: frozenset[str]) -> Any:
 
 
 def zeros_typed(shape: tuple[int, ...], like: Any) -> jax.Array:
-    """Zeros of a shape, of the dtype of another array, that lie and vary over devices as its type says."""
+    """Returns zeros with the dtype of another array, placed on devices and varying over them as its type says."""
     zeros, sharding = vary(jnp.zeros(shape, like.dtype), varying(like)), getattr(like, "sharding", None)
     return lay(zeros, sharding) if sharding is not None and is_explicit(sharding.mesh) else zeros
 
@@ -155,10 +155,10 @@ def over_devices(
     out_specs: PyTree,
     axes: Collection[str],
 ) -> Callable[..., Any]:
-    """`jax.shard_map` over some axes of a mesh, the others as they are. Types do not tell which values vary.
+    """Applies `jax.shard_map` over some axes of a mesh, without types that track which values vary.
 
-    If they did, a loss could not start a scan with zeros: these do not vary over the devices, and the carry that comes
-    of them does. Within `automatic` the mesh is the one of there.
+    The other axes stay as they are. If types tracked which values vary, a loss could not start a scan with zeros: zeros
+    do not vary over the devices, but the resulting carry does. Inside `automatic`, the mesh is the one of that context.
     """
     mesh = mesh_within(mesh)
     if hasattr(jax, "shard_map"):
@@ -168,24 +168,24 @@ def over_devices(
 
     others = frozenset(mesh.axis_names) - frozenset(axes)
     if any(mesh.shape[name] > 1 for name in others):
-        raise ValueError(f"axes of the mesh beside {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
+        raise ValueError(f"axes of the mesh besides {tuple(axes)} need JAX 0.6.1 or newer; in this version XLA aborts")
     sharded: Any = shard_map  # in newer versions, whose types are read here, with other arguments
     return sharded(f, mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False, auto=others)
 
 
 def mesh_within(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """A mesh as it is where this is traced: within `automatic` its axes have another type."""
+    """Returns the mesh of the current trace: inside `automatic`, the axes of a mesh have another type."""
     within = jax.sharding.get_abstract_mesh()
     return mesh if within.empty else within
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether types say where arrays over the mesh lie."""
+    """Returns whether types record the placement of arrays over the mesh."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def lay(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Traced arrays, laid over a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
+    """Places traced arrays on a mesh; `shardings` is a tree like that of the arrays, or like the top of it."""
     return jax.tree.map(lambda to, below: jax.tree.map(lambda leaf: _lay_one(leaf, to), below), shardings, tree)
 
 
@@ -194,7 +194,7 @@ def _lay_one(array: jax.Array, to: NamedSharding) -> jax.Array:
 
 
 def automatic(f: Callable[..., Any], shardings: PyTree, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """A function of traced arrays over a mesh in which XLA alone says where they lie, but for its results."""
+    """Returns a function of traced arrays in which XLA alone decides their placement, except for the results."""
     if not is_explicit(mesh):
         return lambda *args: lay(f(*args), shardings)
     # JAX 0.6 takes no concrete mesh here.

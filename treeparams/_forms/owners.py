@@ -1,15 +1,16 @@
-"""Which array of a rule's state is of which parameters.
+"""Finds the parameters that each array of an optimiser's state belongs to.
 
-Optax does not say. It is found by asking `init`, for shapes alone: for other parameters it makes other arrays. Of a
-form whose joined blocks have one element, or row, more, the arrays that are theirs are longer along one axis. Of a tree
-without some of its leaves, the arrays of these leaves are missing. An array that stays as it is, is shared: a step
+Optax does not record it. This module asks `init`, for shapes only, which state other parameters would have. For a form
+whose joined blocks have one more element, or row, the arrays that belong to the blocks are longer along one axis. For a
+tree without some of its leaves, the arrays of those leaves are missing. An array that does not change is shared: a step
 count, a rate.
 
-A difference in shape says that an array is of some joined block, or of some leaf, and not of which: all grow at once,
-and half of the leaves are missing at once, because asking for each by itself would take as many calls as there are
-leaves. Of which, its path says: a rule keeps a tree like the parameters, so the keys of the block stand in the path
-(`_blocks_in`). A rule that lists arrays by number has no such paths; then each leaf gets a size that no other has
-(`_marked_arrays`). Where neither tells, the answer is a `Division` with a problem, and never a guess.
+A difference in shape shows that an array belongs to some joined block, or to some leaf, but not to which: all blocks
+grow at once and half of the leaves are missing at once, because asking about each one separately would take as many
+calls as there are leaves. The path of the array identifies the block: a rule keeps a tree like the parameters, so the
+keys of the block are part of the path (`_blocks_in`). A rule that lists arrays by number has no such paths; then each
+leaf gets a size that no other leaf has (`_marked_arrays`). If neither method succeeds, the answer is a `Division` with
+a problem, and never a guess.
 """
 
 import collections
@@ -28,16 +29,16 @@ from .form import Form
 Init = Callable[[PyTree], PyTree]
 Entries = tuple[str, ...]
 Place = tuple[Entries, Entries]
-"""The entries before and after a parameter's own in the path of an array: equal for the same thing of others."""
+"""The entries before and after a parameter's own in the path of an array: equal for the same array of others."""
 
 UNDIVIDED = (
-    "the state of the transformation is not kept leaf by leaf, so it cannot go on with some of the leaves: give all of "
-    'them gradients (tp.project(model, grads, missing="zeros")), and freeze none between steps'
+    "the state of the transformation is not kept leaf by leaf, so it cannot continue with some of the leaves: pass "
+    'gradients for all of them (tp.project(model, grads, missing="zeros")), and freeze none between steps'
 )
 
 
 class Owners(NamedTuple):
-    """The parameters that an array of a state is of, and where each has its piece."""
+    """The parameters that an array of a state belongs to, and the place of each one's piece."""
 
     paths: tuple[str, ...]
     place: Place
@@ -84,19 +85,20 @@ class _Question:
     form: Form
 
     def answer(self, *, longer: int = 0, without: Sequence[int] = ()) -> dict[Any, Any]:
-        """The arrays of a state of the form, changed, by their JAX keys; a bare form stands under `_WRAP`."""
+        """Returns the arrays of a state of the changed form, by their JAX keys; a bare form is stored under `_WRAP`."""
         return self.state_of(self.form.shapes(longer=longer, without=without))
 
     def state_of(self, shapes: PyTree) -> dict[Any, Any]:
-        """The same of these shapes."""
+        """Returns the arrays of a state of these shapes, by their JAX keys."""
         wrapped = {_WRAP.key: shapes} if self.form.is_bare else shapes
         return dict(jtu.tree_flatten_with_path(jax.eval_shape(self.init, wrapped))[0])
 
     @functools.cached_property
     def ends(self) -> Mapping[Any, int]:
-        """Where in the path of an array the keys of its block end: with each leaf in a dictionary, that has one more.
+        """Where the keys of the block end in the path of an array, found by putting each leaf into one more dictionary.
 
-        Not all arrays are in it, nor any if the rule cannot be asked so, as one that goes by the names of parameters.
+        Some arrays may be missing, and all are if the rule fails on this tree, as one that uses the names of parameters
+        does.
         """
         # The path of an array then shows `_WRAP` right behind the keys of its block. Without it, and this end is where
         # the keys end in the path as it is.
@@ -110,7 +112,7 @@ class _Question:
 
     @property
     def keys(self) -> Mapping[Any, int]:
-        """The block at each path of the tree that the rule is shown."""
+        """The block at each path of the tree that the rule sees."""
         return {(_WRAP,): 0} if self.form.is_bare else {keys: i for i, keys in enumerate(self.form.keys)}
 
 
@@ -127,14 +129,14 @@ def divide(init: Init, form: Form, state: PyTree) -> Division:
 
 
 class UndividedError(ValueError):
-    """It cannot be told which parameters the arrays of a state are of."""
+    """The owners of the arrays of a state cannot be found."""
 
     def __init__(self) -> None:
         super().__init__(UNDIVIDED)
 
 
 def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
-    """The arrays that grow with the joined blocks."""
+    """Finds the arrays that grow with the joined blocks."""
     blocks = question.form.blocks
     if all(block.length is None for block in blocks):
         return {}
@@ -156,7 +158,7 @@ def _joined_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
 
 def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
-    """The arrays that are missing when single blocks are."""
+    """Finds the arrays that are missing when single blocks are."""
     singles = [i for i, block in enumerate(question.form.blocks) if block.length is None]
     if not singles:
         return {}
@@ -174,9 +176,9 @@ def _single_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
 
 def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, Owners]:
-    """The arrays that have a size that only one block has been given.
+    """Finds the arrays that have a size that only one block was given.
 
-    So a state is told that lists arrays by number, where those of other leaves stand at the same paths.
+    This works for states that list arrays by number, where the arrays of other leaves are at the same paths.
     """
     form = question.form
     marked = [jax.ShapeDtypeStruct((_MARK + i,), block.dtype) for i, block in enumerate(form.blocks)]
@@ -202,15 +204,16 @@ def _marked_arrays(question: _Question, whole: Mapping[Any, Any]) -> dict[Any, O
 
 
 def _numbers_at(marks: Mapping[Any, int], at: int) -> bool:
-    """Whether the number of its block is this entry of the path of each array."""
+    """Returns whether this entry of the path of each array is the number of its block."""
     return all(getattr(path[at], "idx", None) == i for path, i in marks.items())
 
 
 def _blocks_in(question: _Question, paths: Iterable[Any]) -> dict[Any, tuple[int, int, int]]:
-    """The block whose keys stand in each path, and where.
+    """Finds the block whose keys are in each path, and their position.
 
-    Keys of several may: a list of parameters has positions in it, and so have the tuples of a chain. Of these, the last
-    and longest are taken that leave the same before and after them in most of the paths.
+    A path may contain several candidates: a list of parameters has positions in it, and so have the tuples of a chain.
+    Of these the function chooses the last and longest keys that leave the same entries before and after them in most of
+    the paths.
     """
     # For parameters `[w, b]` and a chain of two Adams, the moment of `w` in the second one is `[1][0].mu[0]`. All three
     # positions are keys of a block. With `[0]` at the end taken out, `[1][0].mu` is left, as it is for `b`; no other
@@ -237,7 +240,7 @@ def _candidates(path: Sequence[Any], keys: Mapping[Any, int]) -> Iterator[tuple[
 
 
 def _owners(form: Form, i: int, start: int, stop: int, path: Sequence[Any], axis: int | None) -> Owners:
-    """The owners of an array of one block, whose keys are the entries from `start` to `stop` of its path."""
+    """Returns the owners of an array of one block, whose keys are the entries from `start` to `stop` of its path."""
     block, paths = form.blocks[i], tuple([form.paths[slot] for slot in form.members[i]])
     before, after = map(key_entries, (path[:start], path[stop:]))
     starts = () if axis is None else tuple(block.starts)

@@ -1,13 +1,13 @@
 """One array cut into many, and many joined into one: two linear maps, each the transpose of the other.
 
-A vector is cut into arrays of any shapes. So is a stack, into its rows: the axis that is cut is then followed by others
-(`rank` counts them) that stay as they are, and lie over the devices of a mesh as they did.
+A vector is cut into arrays of any shapes. A stack is cut into its rows: the axis that is cut is then followed by `rank`
+other axes, which stay as they are and keep their placement on a mesh.
 
-XLA has no views: every leaf that is cut out of a vector is a slice with a kernel of its own, and compiling thousands of
-those is what makes a flat model slow to compile. Here the leaves of one shape share a kernel (see `_hidden`).
+XLA has no views: every leaf that is cut out of a vector is a slice with a separate kernel, and compiling thousands of
+those makes a flat model slow to compile. Here the leaves of one shape share a kernel (see `_hidden`).
 
-Both maps are primitives of JAX, because nothing less keeps them fast under differentiation of any order: the transpose
-of K slices would be K padded additions, and that of a concatenation K slices.
+Both maps are JAX primitives, because only that keeps them fast under differentiation of any order: the transpose of K
+slices would be K padded additions, and that of a concatenation K slices.
 """
 
 import itertools
@@ -35,7 +35,7 @@ _FEW = 16
 
 
 def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
-    """Arrays of these shapes, from the front on of the axis before the last `rank` ones; the remainder is dropped.
+    """Cuts the axis before the last `rank` ones into arrays of these shapes, from the front; the remainder is dropped.
 
     Each shape ends with those axes. Axes before the one that is cut are a batch, which each piece has too.
     """
@@ -43,7 +43,7 @@ def cut(array: jax.Array, shapes: Shapes, rank: int = 0) -> list[jax.Array]:
 
 
 def join(arrays: Sequence[jax.Array], shapes: Shapes, length: int, rank: int = 0) -> jax.Array:
-    """The array of this length of these pieces (at least one) and zeros up to the length: `cut` transposed."""
+    """Joins pieces (at least one) into an array of this length, filled up with zeros: the transpose of `cut`."""
     return join_p.bind(*varying_alike(arrays), shapes=shapes, length=length, rank=rank)
 
 
@@ -105,7 +105,7 @@ def _as_piece(piece: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _hidden(offsets: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """The offsets of the leaves of several shapes, one shape after another."""
+    """Returns the offsets of the leaves of several shapes, one shape after another, so that XLA cannot fold them."""
     # XLA compiles a kernel once for all operations that are the same up to their operands. Slices differ in their
     # offsets, unless these are operands too: results of another operation that is neither folded into a constant nor
     # fused into the kernel. On CPU a conditional is such an operation, and behind the barrier it is not known which
@@ -130,7 +130,7 @@ def _hidden(offsets: Sequence[Sequence[int]]) -> list[jax.Array]:
 
 
 def _terms(offsets: Sequence[int]) -> np.ndarray:
-    """Two rows of numbers, few of them different, whose sums are the offsets."""
+    """Returns two rows with few different numbers, whose sums are the offsets."""
     leaves, root = np.asarray(offsets), math.sqrt(len(offsets))
 
     def in_runs(size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where a program repeats itself: runs of equal parts, each fed by the one before and by pieces of its own."""
+"""Finds where a program repeats itself: runs of equal parts, each fed by the part before and by separate pieces."""
 
 import functools
 import heapq
@@ -21,7 +21,7 @@ Place = tuple[int, int]  # a result within a part: of which equation, and which 
 
 
 class Piece(NamedTuple):
-    """A part of an array along one axis: a parameter in a stack, a key of many."""
+    """A part of an array along one axis: a parameter in a stack, one key of many."""
 
     root: Var
     start: int
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Pieces that lie at equal distances, one for each part."""
+    """Pieces at equal distances, one for each part."""
 
     root: Var
     start: int
@@ -51,12 +51,12 @@ class Loop(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """How many equations need not be compiled."""
+        """The number of equations that need not be compiled."""
         return (len(self.parts) - 1) * len(self.parts[0])
 
 
 def pieces_in(program: jex.Jaxpr) -> dict[Var, Piece]:
-    """The results of a program that are pieces of its operands, or of keys that it has split."""
+    """Returns the results of a program that are pieces of its operands, or of keys that it has split."""
     roots: set[Var] = {*program.invars, *program.constvars}
     found: dict[Var, Piece] = {}
     for equation in program.eqns:
@@ -88,7 +88,7 @@ def pieces_in(program: jex.Jaxpr) -> dict[Var, Piece]:
 
 
 def _sliced_axis(params: dict[str, Any], shape: tuple[int, ...]) -> int | None:
-    """The one axis of which a slice takes a part, in steps of one."""
+    """Returns the only axis of which a slice takes a part, in steps of one; otherwise `None`."""
     spans = zip(params["start_indices"], params["limit_indices"], shape, strict=True)
     axes = [axis for axis, (start, limit, size) in enumerate(spans) if (start, limit) != (0, size)]
     is_dense = params["strides"] is None or set(params["strides"]) == {1}
@@ -96,14 +96,14 @@ def _sliced_axis(params: dict[str, Any], shape: tuple[int, ...]) -> int | None:
 
 
 def program_of(equations: Sequence[Equation], operands: Sequence[Var], results: Sequence[Var]) -> jex.Jaxpr:
-    """The program of some equations."""
+    """Returns the program of some equations."""
     empty = jax.make_jaxpr(lambda: ())().jaxpr
     unnamed = getattr(empty.debug_info, "with_unknown_names", lambda: empty.debug_info)()  # older versions have no such
     return empty.replace(invars=[*operands], outvars=[*results], eqns=[*equations], debug_info=unnamed)
 
 
 def split(program: jex.Jaxpr, pieces: dict[Var, Piece], least: int) -> list[Equation | Loop]:
-    """The equations of a program, in an order in which they can be computed, with loops in place of equal parts."""
+    """Returns the equations of a program, in an order in which they can run, with loops in place of equal parts."""
     return list(_rolled(_in_order(program, pieces), pieces, least))
 
 
@@ -137,12 +137,12 @@ def _in_order(program: jex.Jaxpr, pieces: dict[Var, Piece]) -> list[Equation]:
 
 
 def variables(equation: Equation) -> list[Var]:
-    """The operands of an equation that are no constants."""
+    """Returns the operands of an equation that are not constants."""
     return [operand for operand in equation.invars if not isinstance(operand, jex.Literal)]
 
 
 def _rolled(equations: list[Equation], pieces: dict[Var, Piece], least: int) -> Iterator[Equation | Loop]:
-    """The best loop, and what is before and behind it in the same way."""
+    """Yields the best loop, and recursively the loops and equations before and after it."""
     found = _best(equations, pieces, least)
     if found is None:
         yield from equations
@@ -196,7 +196,7 @@ def _is_slow_in_loops(equation: Equation) -> bool:
 
 
 def _as_loop(equations: list[Equation], period: int, pieces: dict[Var, Piece]) -> Loop | None:
-    """The loop of these equations, if each part takes what the others take from the same places."""
+    """Returns the loop of these equations, if each part gets its operands from the same places as the others."""
     parts = [equations[i : i + period] for i in range(0, len(equations), period)]
     made = {
         var: (number, (k, o))
@@ -260,7 +260,10 @@ _ORDERS = 2  # of derivatives, to which rules for them are compared
 
 
 def _kind(equation: Equation, pieces: dict[Var, Piece]) -> Any:
-    """Equal for equations that do the same with operands of the same types, and with pieces of the same arrays."""
+    """Returns a key that is equal for equations that do the same.
+
+    Their operands then have the same types, or are pieces of the same arrays.
+    """
     types = tuple([
         (isinstance(operand, jex.Literal), operand.aval)
         if isinstance(operand, jex.Literal) or operand not in pieces
@@ -314,7 +317,7 @@ def _of_program(program: jex.Jaxpr, orders: int) -> Any:
 
 
 def _rule(equation: Equation, orders: int) -> Any:
-    """The program of a derivative of an equation; of one that has none, what equals nothing else."""
+    """Returns the program of an equation's derivative; if it has none, a value that equals nothing else."""
     moves = [jnp.issubdtype(operand.aval.dtype, jnp.inexact) for operand in equation.invars]
     try:
         if "jvp" in equation.primitive.name:

@@ -1,4 +1,4 @@
-"""The way back from a form to the model, or to single nodes of it."""
+"""The way back from a vector or stacks to the model, or to single nodes of it."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,15 +35,15 @@ Resting = Inexact[Array, " n"] | Mapping[str, Any] | Any
 
 
 class Restructure(Generic[M]):
-    """From a vector, or from stacks, back to the model: `restructure(vector) -> model`.
+    """Rebuilds the model from a vector or from stacks: `restructure(vector) -> model`.
 
-    A pytree whose leaves are the frozen arrays, with everything else static, so that it can be closed over, passed to
-    and returned from `jax.jit`, mapped, scanned and differentiated. You make one by `tp.ravel` or `tp.stack`. All that
-    is said here of a form holds for a vector and for stacks.
+    You get one from `tp.ravel` or `tp.stack`. It is a pytree whose leaves are the frozen arrays, with everything else
+    static, so you can close over it, pass it to `jax.jit` and return it, map it, scan with it and differentiate through
+    it. In its methods, *form* means either the vector or the stacks.
     """
 
     def __init__(self, rest: Rest[M], form: Form, held: Form = NOTHING, stacks: Sequence[Any] = ()) -> None:
-        """For this library's own use; users write `tp.ravel(model)` or `tp.stack(model)`."""
+        """Used by this library; write `tp.ravel(model)` or `tp.stack(model)`."""
         self._rest = rest  # without the frozen arrays that are in stacks
         self._form = form
         self._held = held  # which frozen arrays are in which of the stacks
@@ -51,11 +51,11 @@ class Restructure(Generic[M]):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the model: where each parameter lies in the form."""
+        """The layout of the model, with the place of each parameter in the vector and in the stacks."""
         return self._rest.layout
 
     def __call__(self, form: Resting) -> M:
-        """The model of these parameters.
+        """Builds the model with these parameters.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> vector, restructure = tp.ravel({"w": jnp.ones((2, 2)), "b": jnp.zeros(1, jnp.bfloat16), "n": 7})
@@ -64,37 +64,41 @@ class Restructure(Generic[M]):
                [2., 2.]], dtype=float32)}
 
         Args:
-            form: as `tp.ravel` or `tp.stack` gave it, of the same shapes, in any floating dtype; complex only if a slot
-                in it is complex (a real one then takes the real part). NumPy arrays are fine.
+            form: a vector or stacks with the shapes that `tp.ravel` or `tp.stack` returned, in any floating dtype. It
+                may be complex only if a slot in it is complex; a real slot then takes the real part. NumPy arrays are
+                fine.
 
         Returns:
-            The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and all
-            else as they were. (Beside stacks, frozen arrays of one shape are cut out too, and so are new objects.)
+            The model: each parameter in its own shape and dtype, one array at all paths of a tie, frozen arrays and
+            everything else unchanged. (With stacks, frozen arrays of one shape are cut out of a stack as well, so they
+            are new objects.)
 
         Raises:
-            ValueError: another shape; a stack too many, or missing.
-            TypeError: an integer dtype, or complex where all is real.
+            ValueError: an array has another shape; there is a stack too many, or one is missing.
+            TypeError: the dtype is an integer one, or complex although every parameter is real.
         """
         return put_together(released(self), self._form.cut(form))
 
     def ravel(self, model: PyTree) -> Any:
-        """The form of a model's values, the inverse of calling.
+        """Collects the values of a model into the vector or the stacks; the inverse of calling.
 
         Args:
-            model: a tree with an array for every slot, at the same paths: the model itself, a canonical tree, another
-                type. At a tie the value at the slot's own path counts. Frozen leaves are ignored.
+            model: a tree with an array for every slot at the same paths: the model, a canonical tree, or another type.
+                For a tied parameter, the value at the slot's own path counts. Frozen leaves are ignored.
 
         Returns:
-            The vector or the stacks, as `tp.ravel` or `tp.stack` gives them, in buffers of their own.
+            The vector or the stacks, as `tp.ravel` or `tp.stack` returns them, in new buffers.
 
         Raises:
-            ValueError: a slot is missing or has another shape; an entry stands where the model has no leaf.
-            TypeError: an entry is no array, or complex where the slot is real.
+            ValueError: a slot is missing or has another shape; there is an entry where the model has no leaf.
+            TypeError: an entry is not an array, or is complex although the slot is real.
         """
         return self._form.join(read_slots(index_in(self._rest), model, exact_shapes=True))
 
     def ravel_gradient(self, grads: PyTree) -> Any:
-        """The form of a gradient, the transpose of calling: ties are summed, missing leaves are zero.
+        """Collects a gradient into the vector or the stacks; the transpose of calling.
+
+        The gradients of a tied parameter are summed, and missing leaves become zeros.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
         >>> shared = jnp.array([1.0, 2.0])
@@ -104,19 +108,19 @@ class Restructure(Generic[M]):
         Array([11., 11.,  0.], dtype=float32)
 
         Args:
-            grads: as for `tp.project`.
+            grads: a gradient in any form that `tp.project` accepts.
 
         Returns:
-            The vector or the stacks, as `tp.ravel` or `tp.stack` gives them.
+            The vector or the stacks, as `tp.ravel` or `tp.stack` returns them.
 
         Raises:
-            ValueError: an entry has another shape than its leaf, or stands where the model has no leaf.
-            TypeError: an entry is no array.
+            ValueError: an entry has another shape than its leaf; there is an entry where the model has no leaf.
+            TypeError: an entry is not an array.
         """
         return self._form.join(slot_gradients(index_in(self._rest), grads, "zeros", self._form.dtype))
 
     def view(self, form: Resting) -> View:
-        """Names over a form: of parameters, a gradient, an optimiser's moments, a tangent.
+        """Returns a view with names over a vector or stacks: parameters, a gradient, an optimiser's moments, a tangent.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> model = {"a": {"w": jnp.ones(2), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
@@ -128,40 +132,40 @@ class Restructure(Generic[M]):
         Array([0., 5., 5., 5., 5., 5.], dtype=float32)
 
         Args:
-            form: as for calling.
+            form: see `restructure(form)`.
 
         Returns:
             A mapping from paths to arrays; see `View`.
 
         Raises:
-            ValueError: as for calling.
-            TypeError: as for calling.
+            ValueError: see `restructure(form)`.
+            TypeError: see `restructure(form)`.
         """
         return View(self.layout, self._form, self._form.leaves(form))
 
     def place(self, path: str) -> tuple[str | None, str, int]:
-        """Where a parameter lies in stacks.
+        """Returns where a parameter is stored in the stacks.
 
         Args:
-            path: of a parameter; an alias means its slot.
+            path: the path of a parameter; an alias means its slot.
 
         Returns:
-            Its group (`None` without groups), the key of its stack and its row: `stacks[key][row]`, with groups
-            `stacks[group][key][row]`.
+            Its group (`None` without groups), the key of its stack and its row. So you find it in `stacks[key][row]`,
+            or with groups in `stacks[group][key][row]`.
 
         Raises:
-            KeyError: there is no such slot, as `layout[path]`.
-            ValueError: the parameters rest in a vector; there it is `layout.slice(path)`.
+            KeyError: there is no such slot; see `layout[path]`.
+            ValueError: the form is a vector; use `layout.slice(path)`.
         """
         slot = slot_at(self.layout, path)
         if self._form.is_bare:
-            raise ValueError(f"{path!r} lies in a vector, at layout.slice({path!r}); rows are of tp.stack")
+            raise ValueError(f"{path!r} is in a vector, at layout.slice({path!r}); only stacks (tp.stack) have rows")
         block, row = self._form.locations[slot]
         *group, key = [entry.key for entry in self._form.keys[block]]
         return (group[0] if group else None), key, row
 
     def part(self, form: Resting, where: Where) -> Any:
-        """One node of the model, or one array, by itself: an embedding, a head. No other node is built.
+        """Builds one node of the model, or one array, such as an embedding or a head, and no other node.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> model = {"layers": [{"w": jnp.ones(2)}] * 2, "head": {"w": jnp.zeros(2), "n": 3}}
@@ -169,23 +173,24 @@ class Restructure(Generic[M]):
         >>> restructure.part(stacks, "head")
         {'n': 3, 'w': Array([0., 0.], dtype=float32)}
 
-        Beside `repeated` and `scan`, in which `restructure(stacks)` would put each leaf into the program once more.
+        Use it together with `repeated` and `scan`: `restructure(stacks)` would put each leaf into the program a second
+        time.
 
         Args:
-            form: as for calling.
-            where: a `where` that matches one node, or one leaf, itself.
+            form: see `restructure(form)`.
+            where: a `where` that matches exactly one node or leaf.
 
         Returns:
-            The node, of its own class.
+            The node, in its own class.
 
         Raises:
-            ValueError: `where` matches nothing, or several nodes; as for calling.
-            TypeError: as for calling.
+            ValueError: `where` matches nothing, or several nodes; see also `restructure(form)`.
+            TypeError: see `restructure(form)`.
         """
         return part(self._source(form), where)
 
     def repeated(self, form: Resting, where: Where) -> Any:
-        """Equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
+        """Returns equal nodes, such as the layers of a net, as one node whose arrays have a leading axis over them.
 
         >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
         >>> keys = jax.random.split(jax.random.key(0), 3)
@@ -195,22 +200,23 @@ class Restructure(Generic[M]):
         >>> every.weight.shape, jax.vmap(lambda expert: expert(jnp.ones(2)))(every).shape
         ((3, 4, 2), (3, 4))
 
-        It takes a few operations, however many nodes there are; its gradient is that of the form.
+        This takes a few operations, however many nodes there are. The gradient is that of the vector or the stacks.
 
         Args:
-            form: as for calling.
-            where: a `where` that itself matches the nodes: `"layers.*"`, a class, a function from the model to nodes
-                (or a list of them). The outermost ones, in tree order.
+            form: see `restructure(form)`.
+            where: a `where` that matches the nodes themselves: `"layers.*"`, a class, or a function from the model to
+                nodes (or a list of them). You get the outermost matches, in tree order.
 
         Returns:
             One node of their class. Its arrays, frozen ones too, have a leading axis over the nodes. An array that is
-            tied across all nodes is repeated, and its gradient summed. A leaf that is no array is as in each node, so
-            where nodes hold functions write `eqx.filter_vmap` for `jax.vmap`.
+            tied across all nodes is repeated, and its gradient summed. A leaf that is not an array is the one that all
+            nodes share, so if the nodes hold functions, use `eqx.filter_vmap` instead of `jax.vmap`.
 
         Raises:
-            ValueError: `where` selects nothing, or a list of nodes in place of those in it; the nodes differ in
-                structure, shape, dtype, static fields or in a leaf that is no array, with paths; as for calling.
-            TypeError: as for calling.
+            ValueError: `where` selects nothing, or a list of nodes instead of the nodes in it; the nodes differ in
+                structure, shape, dtype, static fields or in a leaf that is not an array (the message gives the paths);
+                see also `restructure(form)`.
+            TypeError: see `restructure(form)`.
         """
         source = self._source(form)
         found = alike_nodes(source, where)
@@ -220,7 +226,7 @@ class Restructure(Generic[M]):
     def scan(
         self, step: Callable[..., tuple[C, Any]], carry: C, form: Resting, where: Where, xs: Any = None, **options: Any
     ) -> tuple[C, Any]:
-        """`jax.lax.scan` over equal nodes, such as the layers of a net: they are traced, and compiled, as one.
+        """Runs `jax.lax.scan` over equal nodes, such as the layers of a net, so that you trace and compile them once.
 
         >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
         >>> keys = jax.random.split(jax.random.key(0), 50)
@@ -233,22 +239,22 @@ class Restructure(Generic[M]):
         (50, 3, 3)
 
         Args:
-            step: `step(carry, node) -> (carry, out)`; the node is of its own class, with the functions, numbers and
-                frozen arrays that it has in the model. To compute it again on the way back, where nodes hold functions,
-                write `eqx.filter_checkpoint(step)`.
-            carry: the first carry.
-            form: as for calling.
-            where: as for `repeated`.
-            xs: a tree of arrays with a leading axis over the nodes, such as keys for dropout; then it is
-                `step(carry, node, x)`.
-            **options: of `jax.lax.scan`: `reverse`, `unroll`.
+            step: `step(carry, node) -> (carry, out)`. The node has its own class, with the functions, numbers and
+                frozen arrays that it has in the model. To recompute it in the backward pass when nodes hold functions,
+                pass `eqx.filter_checkpoint(step)`.
+            carry: the initial carry.
+            form: see `restructure(form)`.
+            where: see `repeated`.
+            xs: a tree of arrays with a leading axis over the nodes, such as keys for dropout; the step is then called
+                as `step(carry, node, x)`.
+            **options: options of `jax.lax.scan`: `reverse`, `unroll`.
 
         Returns:
-            The last carry, and the outs with a leading axis over the nodes.
+            The final carry, and the outs with a leading axis over the nodes.
 
         Raises:
-            ValueError: as for `repeated`.
-            TypeError: as for calling.
+            ValueError: see `repeated`.
+            TypeError: see `restructure(form)`.
         """
         source = self._source(form)
         found = alike_nodes(source, where)
@@ -263,13 +269,13 @@ class Restructure(Generic[M]):
         return jax.lax.scan(body, carry, (source.along(found.columns), *further), found.nodes, **options)
 
     def with_frozen(self, model: M) -> "Restructure[M]":
-        """Takes the frozen leaves from another model.
+        """Returns a `Restructure` with the frozen leaves of another model.
 
         Args:
             model: a model of equal structure.
 
         Returns:
-            A `Restructure` of the same layout, whose frozen arrays, functions and numbers are those of `model`.
+            A `Restructure` with the same layout and the frozen arrays, functions and numbers of `model`.
 
         Raises:
             ValueError: the model does not fit the layout.
@@ -308,7 +314,7 @@ jtu.register_pytree_with_keys(Restructure, _flatten_with_keys, _unflatten, _flat
 
 
 def released(restructure: Restructure[M]) -> Rest[M]:
-    """The `Rest` with each frozen array by itself."""
+    """Returns the `Rest` with each frozen array cut out of its stack."""
     rest, stacks, _, held = halves_of(restructure)
     if not held.blocks:
         return rest
@@ -319,13 +325,13 @@ def released(restructure: Restructure[M]) -> Rest[M]:
 
 
 def with_forms(restructure: Restructure[M], form: Form, held: Form) -> Restructure[M]:
-    """The same over other forms, whose arrays have other dtypes."""
+    """Returns the same `Restructure` over other forms, whose arrays have other dtypes."""
     rest, stacks, _, _ = halves_of(restructure)
     return Restructure(rest, form, held, stacks)
 
 
 def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], dict[str, str]]:
-    """All that a `Restructure` knows without a form: its index, the leaves that are no arrays, where each slot lies."""
+    """Returns a `Restructure`'s index, its leaves that are not arrays, and the place of each slot in words."""
     rest, _, form, _ = halves_of(restructure)
     index, singles = index_in(rest), others(rest)
     leaves = {
@@ -336,9 +342,9 @@ def known_leaves(restructure: Restructure[Any]) -> tuple[Index, dict[int, Any], 
 
 
 def restructure_over(rest: Rest[M], form: Form, groups: Sequence[str] | None = None) -> Restructure[M]:
-    """The way back from a form. Beside stacks, frozen arrays of one shape are stacked too, to be scanned with them.
+    """Returns the way back from a form; beside stacks it also stacks frozen arrays of one shape, to be scanned too.
 
-    `groups`: as for `stacks_of_arrays`.
+    `groups`: see `stacks_of_arrays`.
     """
     if form.is_bare:
         return Restructure(rest, form)

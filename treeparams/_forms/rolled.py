@@ -1,4 +1,4 @@
-"""A loop over the layers of a net, found in the program of a function and rolled up into a scan."""
+"""Finds a loop over the layers of a net in the program of a function and turns it into a scan."""
 
 import functools
 import itertools
@@ -24,12 +24,12 @@ _LEAST = 8
 
 
 def rolled(function: F) -> F:
-    """Compiles equal layers once: finds the loop over them in a function, and makes a `jax.lax.scan` of it.
+    """Compiles equal layers once: finds the loop over them in a function and replaces it by a `jax.lax.scan`.
 
-    A model says `for layer in self.layers: x = layer(x)`, and `jax.jit` compiles each layer anew. This function traces
-    `function`, looks for equal parts of its program, each fed by the one before, and replaces them by one scan. The
-    layers' parameters have to come from stacks, so call `restructure(stacks)` within the function. You change nothing
-    in the model.
+    A model runs `for layer in self.layers: x = layer(x)`, and `jax.jit` compiles each layer separately. `rolled` traces
+    `function`, looks for equal parts of its program that each use the result of the part before, and replaces them by
+    one scan. The parameters of the layers must come from stacks, so call `restructure(stacks)` inside the function. You
+    do not have to change the model.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> net = eqx.nn.MLP(4, 4, 4, depth=50, key=jax.random.key(0))
@@ -40,23 +40,23 @@ def rolled(function: F) -> F:
     >>> gradient(stacks, jnp.ones(4))["float32[4,4]"].shape
     (51, 4, 4)
 
-    The result is that of `function`, up to how XLA rounds within a loop. You can differentiate, map and compile it as
-    you can `function`. Layers may take keys (`jax.random.split(key, n)[i]`, or in a `zip`) and numbers that differ,
-    share parameters (a tie), and be of several kinds, in turn (A B A B) or one kind after another (A A A B B B).
+    The result is that of `function`, up to how XLA rounds inside a loop. You can differentiate, map and compile it like
+    `function`. Layers may use keys (`jax.random.split(key, n)[i]`, or in a `zip`) and numbers that differ from layer to
+    layer, share parameters (a tie), and be of several kinds, alternating (A B A B) or in sequence (A A A B B B).
 
-    Layers are not found where shapes, functions or static fields differ from one to the next, where a layer takes
-    results of two layers before it, where parameters come from a vector (a scan over a vector is slow), and within a
-    function that you compile by `jax.jit` inside of this one. A program with side effects, such as `jax.debug.print`,
-    stays as it is. So do convolutions on a CPU: there XLA computes them several times slower within a loop.
+    Layers are not found if shapes, functions or static fields differ from one to the next; if a layer uses results of
+    two layers before it; if parameters come from a vector (a scan over a vector is slow); or inside a function that you
+    compile by `jax.jit` within this one. A program with side effects, such as `jax.debug.print`, stays as it is. So do
+    convolutions on a CPU, where XLA computes them several times slower inside a loop.
 
     Args:
-        function: any function of arrays, and of trees with arrays in them; a `Restructure` is one.
+        function: any function of arrays and of trees that hold arrays; a `Restructure` is such a tree.
 
     Returns:
-        A function of the same arguments and results. Each call traces `function` once more, so call it under `jax.jit`.
+        A function with the same arguments and results. Each call traces `function` again, so call it under `jax.jit`.
 
     Warns:
-        UserWarning: nothing was rolled up, with the reason. The result is right all the same.
+        UserWarning: no loop was found, with the reason. The result is still correct.
     """
 
     @functools.wraps(function)
@@ -88,12 +88,12 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         reason = "the program has side effects, such as those of jax.debug.print"
     elif not pieces:
         reason = "no parameter comes from a stack; write `stacks, restructure = tp.stack(model)`, call the function "
-        reason += "with the stacks, and `restructure(stacks)` within it"
+        reason += "with the stacks, and call `restructure(stacks)` inside it"
     else:
-        reason = "no equal layers follow one another, each fed by the one before"
+        reason = "there are no equal layers in sequence, each of which uses the result of the one before"
         if jax.default_backend() == "cpu":
             reason += ", or they hold convolutions, which are slow in loops on a CPU"
-    warnings.warn(f"nothing was rolled up, and each layer is compiled by itself: {reason}", stacklevel=3)
+    warnings.warn(f"tp.rolled found no loop, so each layer is compiled separately: {reason}", stacklevel=3)
     return jex.jaxpr_as_fun(closed)(*operands)
 
 
@@ -101,7 +101,7 @@ def _evaluated(closed: jex.ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 class Rows(NamedTuple):
-    """Columns of equal steps that lie within one another: cut out of their array at once, one row for each part."""
+    """Columns of equal steps that fit into the same rows: cut out of their array at once, one row for each part."""
 
     root: Var
     start: int
@@ -129,7 +129,7 @@ def _rows_of(loop: Loop) -> list[Rows]:
 
 
 class Wanted(NamedTuple):
-    """A part of an array that is cut out."""
+    """A part of an array to cut out."""
 
     start: int
     size: int
@@ -138,7 +138,7 @@ class Wanted(NamedTuple):
 
 
 def _taken(array: jax.Array, rank: int, wanted: Sequence[Wanted]) -> dict[Any, jax.Array]:
-    """Parts of an array: all that do not overlap at once, as the transpose of each cut is as large as the array."""
+    """Cuts parts out of an array, as many at once as do not overlap: a cut's transpose is as large as the array."""
     longest = max((each.start + each.size for each in wanted), default=0)
     axis = array.ndim - 1 - rank
     missing = longest - array.shape[axis]
@@ -151,7 +151,7 @@ def _taken(array: jax.Array, rank: int, wanted: Sequence[Wanted]) -> dict[Any, j
 
 
 def _apart(spans: Iterable[S]) -> Iterator[list[S]]:
-    """Spans, which have a `start` and a `size`, as lists in which none overlaps with another."""
+    """Sorts spans, which have a `start` and a `size`, into lists without overlaps."""
     left = sorted(spans, key=lambda each: each.start)
     while left:
         now, later, at = [], [], 0
@@ -164,7 +164,7 @@ def _apart(spans: Iterable[S]) -> Iterator[list[S]]:
 
 
 def _cut(array: jax.Array, rank: int, spans: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[jax.Array]:
-    """Pieces of the axis before the last `rank` ones; axes before that are a batch."""
+    """Cuts pieces out of the axis before the last `rank` ones; axes before that are a batch."""
     axis = array.ndim - 1 - rank
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         slices = [jax.lax.slice_in_dim(array, start, start + size, axis=axis) for start, size, _ in spans]
@@ -265,7 +265,7 @@ def _result(part: Sequence[Equation], place: Place) -> Var:
 
 
 def _columns(array: jax.Array, rows: Rows) -> dict[Place, jax.Array]:
-    """The pieces of rows, with a leading axis over the parts."""
+    """Cuts the pieces out of rows; each gets a leading axis over the parts."""
     # Cut here and not in the body: what a body cuts it would save for the way back, as a copy of the parameters.
     found: dict[Column, jax.Array] = {}
     for some in _apart(set(rows.columns.values())):
@@ -277,16 +277,16 @@ def _columns(array: jax.Array, rows: Rows) -> dict[Place, jax.Array]:
 
 
 def _operands(step: Equation | Loop) -> Iterable[Var]:
-    """What a step needs from elsewhere, beside the columns of a loop."""
+    """Returns the values that a step needs from elsewhere, besides the columns of a loop."""
     if not isinstance(step, Loop):
         return variables(step)
     return [*step.carries.values(), *_body(step)[1]]
 
 
 def _body(loop: Loop) -> tuple[Callable[[Sequence[Place]], jex.Jaxpr], list[Var]]:
-    """The program of one part, by which of its results are wanted, and its operands that are the same for all parts.
+    """Returns the program of one part, by the results wanted from it, and the operands that all parts share.
 
-    Its operands are what is carried, then the columns, the numbers, and those that are the same for all.
+    Its operands are the carried values, then the columns, the numbers, and the operands that all parts share.
     """
     first, second = loop.parts[:2]
     handed = [_result(first, place) for place in loop.carries]
@@ -309,12 +309,12 @@ def _body(loop: Loop) -> tuple[Callable[[Sequence[Place]], jex.Jaxpr], list[Var]
 
 
 def _variables(types: Sequence[Any]) -> list[Var]:
-    """New variables, which no program has."""
+    """Makes new variables that are in no program."""
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
     return list(jax.make_jaxpr(lambda *xs: xs)(*structs).jaxpr.invars)
 
 
 def _strong(array: Any) -> Any:
-    """Without a weak type, which the first carry might have and the next one not."""
+    """Returns the array without a weak type: the first carry might have one and the next one not."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return array if is_key else jax.lax.convert_element_type(array, array.dtype)

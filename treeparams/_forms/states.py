@@ -1,12 +1,12 @@
 """The state of a rule: copies of the form that it was shown, and arrays that all parameters share.
 
-All that happens to a state between steps follows from who owns its arrays (`owners`): `regroup` cuts the arrays of some
-states into pieces, one for each parameter, and joins them as another state. So parameters freeze and thaw, step without
-the others, wait, move to another model by name, and lie over devices.
+Every change to a state between steps follows from the owners of its arrays (`owners`). `regroup` cuts the arrays of
+some states into pieces, one for each parameter, and joins them into another state. So parameters freeze and thaw, step
+without the others, wait, move to another model by name, and are placed on devices.
 
-A piece is found by two things: the path of its parameter, and its place - the entries before and after the parameter's
-own in the path of the array, as `0.mu` for Adam's first moment. So it does not matter in which form either state is: in
-one a piece may be a row, in the other a span of a vector, and in a third an array by itself.
+A piece is identified by two things: the path of its parameter, and its place, which is the entries before and after the
+parameter's own in the path of the array, such as `0.mu` for Adam's first moment. So it does not matter which form
+either state has: a piece may be a row in one, a span of a vector in another, and a separate array in a third.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from .owners import UNDIVIDED, Division, Entries, Owners, Place
 
 
 class Piece(NamedTuple):
-    """The piece of an array that is of one parameter."""
+    """The piece of an array that belongs to one parameter."""
 
     array: Any
     owners: Owners
     number: int  # of the parameter among the owners
 
     def alone(self, shape: tuple[int, ...]) -> Any:
-        """The piece by itself, as a rule keeps it beside a leaf of this shape."""
+        """Returns the piece as a rule keeps it for a leaf of this shape."""
         axis = self.owners.axis
         if axis is None:
             return self.array
@@ -47,12 +47,12 @@ class Piece(NamedTuple):
         if self.owners.has_rows:
             return piece.reshape(piece.shape[:axis] + piece.shape[axis + 1 :])
         if piece.ndim > 1:
-            raise ValueError(f"{UNDIVIDED}; an array of it has {piece.ndim} axes, one of which is the vector's")
+            raise ValueError(f"{UNDIVIDED}; an array of the state has {piece.ndim} axes, one of them the vector's")
         return piece.reshape(shape)
 
 
 def _between(array: ArrayLike, start: int, stop: int, axis: int) -> Any:
-    """A span of an array along an axis; of NumPy's no more than that is copied to where JAX has its own."""
+    """Returns a span of an array along an axis; of a NumPy array, only the span is copied to a device."""
     if isinstance(array, np.ndarray):
         return array[(slice(None),) * axis + (slice(start, stop),)]
     return jax.lax.slice_in_dim(jnp.asarray(array), start, stop, axis=axis)
@@ -67,18 +67,18 @@ class Copies:
     division: Division
 
     def check(self) -> None:
-        """Refuses a state whose owners could not be told."""
+        """Raises a `ValueError` if the owners of the state could not be found."""
         if self.division.problem:
             raise ValueError(self.division.problem)
 
     def owned(self) -> Iterator[tuple[Entries, Owners | None]]:
-        """The entries and owners of each array; an error where these could not be told."""
+        """Returns the entries and owners of each array; raises an error if the owners could not be found."""
         self.check()
         return zip(self.arrays, self.division.owners, strict=True)
 
     @functools.cached_property
     def at(self) -> dict[tuple[Place, str], tuple[Entries, Owners, int]]:
-        """Where each parameter has its piece at a place: in which array, and its number among the owners of that."""
+        """Where each parameter has its piece at a place: the array, and the parameter's number among its owners."""
         return {
             (owners.place, path): (entries, owners, number)
             for entries, owners in self.owned()
@@ -87,30 +87,30 @@ class Copies:
         }
 
     def piece(self, place: Place, path: str) -> Piece:
-        """The piece of a parameter at a place; a `KeyError` if there is none."""
+        """Returns the piece of a parameter at a place; raises a `KeyError` if there is none."""
         entries, owners, number = self.at[place, path]
         return Piece(self.arrays[entries], owners, number)
 
     @functools.cached_property
     def common(self) -> frozenset[Entries]:
-        """Which arrays are shared."""
+        """The arrays that are shared, by their entries."""
         return frozenset(entries for entries, owners in self.owned() if owners is None)
 
     def shared(self, entries: Entries) -> Any:
-        """A shared array; a `KeyError` if there is none."""
+        """Returns a shared array; raises a `KeyError` if there is none."""
         if entries not in self.common:
             raise KeyError(entries)
         return self.arrays[entries]
 
 
 def entries_of(state: PyTree) -> dict[Entries, Any]:
-    """The arrays of a state by the entries of their paths."""
+    """Returns the arrays of a state by the entries of their paths."""
     leaves = jtu.tree_flatten_with_path(state)[0]
     return {key_entries(path): leaf for path, leaf in leaves}
 
 
 def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
-    """The arrays of a state like a fresh one: pieces, and shared arrays, from the first source that has them."""
+    """Returns the arrays of a state like a fresh one; each piece and shared array is from the first source with it."""
     pieces: dict[tuple[Place, str], Copies] = {}
     shared: dict[Entries, Copies] = {}
     for each in reversed(sources):
@@ -124,7 +124,7 @@ def regroup(sources: Sequence[Copies], like: Copies) -> list[Any]:
 
 
 def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[[Entries], Any]) -> list[Any]:
-    """The arrays of a state like a fresh one, of each parameter's piece at a place, and of shared arrays."""
+    """Returns the arrays of a state like a fresh one, from each parameter's piece at a place and from shared arrays."""
     made = []
     for entries, owners in like.owned():
         try:
@@ -135,7 +135,7 @@ def joined(like: Copies, piece: Callable[[Place, str], Piece], shared: Callable[
                 made.append(_join(owners, its, like.arrays[entries].shape, like.shapes))
         except KeyError:
             raise ValueError(
-                f"the state has nothing at {join_path(entries)!r}, which a fresh one has: it was made by another "
+                f"the state has nothing at {join_path(entries)!r}, which a fresh state has: it was made by another "
                 "transformation, or a parameter is now in another group"
             ) from None
     return made
@@ -161,7 +161,7 @@ def _join(owners: Owners, pieces: Sequence[Piece], shape: tuple[int, ...], shape
 
 
 def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
-    """The pieces along an axis, those that follow one another in one array at once."""
+    """Returns the pieces along an axis, neighbouring pieces of one array as one."""
     # A slice for each piece would be a thousand operations for a thousand parameters. Most often a whole array, or a
     # long run of it, goes over: when a layer freezes, two runs are left of the vector, before it and after it.
     runs: list[tuple[Any, list[tuple[int, int]]]] = []  # arrays, and spans of each
@@ -190,10 +190,10 @@ def _runs(pieces: Sequence[Piece], axis: int) -> list[Any]:
 
 
 def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies]:
-    """The structure, and the arrays as shapes, of the arrays that a state has of some parameters, or shares.
+    """Returns the part of a state for some parameters, shared arrays included: its structure, and its arrays as shapes.
 
-    An array that is of others alone is left out, and a joined one is shorter. The result need not be the state that the
-    rule makes of these parameters, but has the same pieces, so it can be regrouped as that.
+    An array that belongs only to other parameters is left out, and a joined one is shorter. The result need not be the
+    state that the rule makes for these parameters, but it has the same pieces, so it can be regrouped into that state.
     """
     if paths >= copies.shapes.keys():
         return state, copies
@@ -216,7 +216,7 @@ def only(state: PyTree, copies: Copies, paths: Set[str]) -> tuple[PyTree, Copies
 
 
 def _without(node: PyTree, absent: Sequence[Any]) -> PyTree:
-    """A tree with nothing at some paths; of stacks there is not even the key."""
+    """Returns a tree with nothing at some paths; stacks lose even the key."""
     # One level at a time, since a `None` at a path takes the structure below it away too, which a map over leaves would
     # keep.
     below: dict[Any, list[Any]] = {}

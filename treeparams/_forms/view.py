@@ -1,4 +1,4 @@
-"""Names over a form: a mapping from paths to parameters, and changes of some of them that give a new form."""
+"""Names over a vector or stacks: a mapping from paths to parameters, and updates that return a new vector or stacks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -20,11 +20,11 @@ from .mesh import laid_as, replicated
 from .primitives import cut, join
 
 Values = Mapping[str, Any] | Sequence[Any] | ArrayLike
-"""What a user gives for some parameters: a number, an array, or an array for each path."""
+"""The values that a user passes for some parameters: a number, an array, or an array for each path."""
 
 
 class View(Mapping[str, Any]):
-    """A mapping from paths to the parameters in a vector or in stacks. You make one by `restructure.view(vector)`.
+    """A mapping from paths to the parameters in a vector or in stacks. You get one from `restructure.view(vector)`.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> model = {"a": {"w": jnp.ones((1, 2)), "b": jnp.zeros(1)}, "c": {"w": jnp.ones(3)}}
@@ -33,26 +33,26 @@ class View(Mapping[str, Any]):
     >>> {path: array.shape for path, array in view.items()}
     {'a.b': (1,), 'a.w': (1, 2), 'c.w': (3,)}
 
-    A path gives the array in the shape of its leaf and the dtype of the vector or stack that it is read from (an alias
-    gives that of its slot, through its transform). Any other `where` - a glob, a regex, a class - gives the view of the
+    A path returns the array in the shape of its leaf and the dtype of the vector or stack. An alias returns the array
+    of its slot, through its transform. Any other `where` - a glob, a regex, a class - returns the view of the
     parameters that it selects:
 
     >>> dict(view["a"])
     {'a.b': Array([0.], dtype=float32), 'a.w': Array([[1., 1.]], dtype=float32)}
 
-    You can read a gradient as you read parameters, and differentiate a function that reads from a view:
+    You can read a gradient in the same way as parameters, and differentiate a function that reads from a view:
 
     >>> restructure.view(jax.grad(lambda v: jnp.sum(restructure.view(v)["a.w"] ** 2))(vector))["a.w"]
     Array([[2., 2.]], dtype=float32)
 
-    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` give the changed vector, or stacks. A view is
-    neither an array nor a pytree: do arithmetic on `view.form`, and pass `view.form` into `jax.jit`.
+    `view.at[where].set(value)`, `.add(value)` and `.multiply(value)` return the changed vector or stacks. A view is
+    neither an array nor a pytree: do arithmetic on `view.form`, and pass `view.form` to `jax.jit`.
     """
 
     def __init__(
         self, layout: Layout, form: Form, leaves: Sequence[Any], chosen: tuple[int, ...] | None = None
     ) -> None:
-        """For this library's own use; users write `restructure.view(vector)`."""
+        """Used by this library; write `restructure.view(vector)`."""
         self._layout = layout
         self._form = form
         self._leaves = leaves
@@ -68,12 +68,12 @@ class View(Mapping[str, Any]):
 
     @property
     def form(self) -> Any:
-        """The vector, or the stacks, that it was made of."""
+        """The vector, or the stacks, of this view."""
         return jtu.tree_unflatten(self._form.treedef, self._leaves)
 
     @property
     def at(self) -> "At":
-        """For `view.at[where].set(value)`: the form with some parameters changed."""
+        """Selects parameters to change: `view.at[where].set(value)` returns the new vector or stacks."""
         return At(self._change)
 
     def __getitem__(self, where: Where) -> Any:
@@ -108,7 +108,7 @@ class View(Mapping[str, Any]):
         return f"View({first_few(list(map(repr, self)))})"
 
     def _select(self, where: Where) -> tuple[int, ...]:
-        """The slots of this view that `where` selects."""
+        """Returns the slots of this view that `where` selects."""
         if self._is_path(where):
             return (self._slot(where),)
         try:
@@ -116,11 +116,11 @@ class View(Mapping[str, Any]):
         except ValueError as error:
             raise KeyError(str(error)) from None
         if not found:
-            raise KeyError(f"{where!r} selects nothing of this part of the view, which has {list(self)}")
+            raise KeyError(f"{where!r} selects nothing in this part of the view, which has {list(self)}")
         return tuple(found)
 
     def _change(self, where: Where) -> "Change":
-        """The slots that `where` selects, for writing."""
+        """Returns the slots that `where` selects, for writing."""
         slots, index = self._select(where), index_of(self._layout)
         change = Change(self._form, self._leaves, slots, tuple([self._layout.slots[i] for i in slots]))
         if not index.computed:
@@ -132,7 +132,7 @@ class View(Mapping[str, Any]):
             its = [leaf for leaf in sorted(leaves) if index.by_leaf.get(leaf) == i]
             if index.follows.keys() >= set(its):
                 path, source = index.structure.paths[its[0]], self._layout.slots[i].path
-                raise KeyError(f"{path!r} is computed from {source!r}; change it there")
+                raise KeyError(f"{path!r} is computed from {source!r}; change {source!r} instead")
         return change
 
     def _is_path(self, where: Where) -> TypeGuard[str]:
@@ -145,7 +145,7 @@ class View(Mapping[str, Any]):
         return slot
 
     def _array(self, i: int) -> jax.Array:
-        """The array of a slot, in its own shape."""
+        """Returns the array of a slot, in its own shape."""
         b, number = self._form.locations[i]
         if b in self._pieces:
             return self._pieces[b][number]
@@ -162,7 +162,7 @@ View.__module__ = "treeparams"
 
 
 class At:
-    """`view.at`; waits for a `where`."""
+    """`view.at`: index it with a `where`."""
 
     def __init__(self, change: "Callable[[Where], Change]") -> None:
         self._change = change
@@ -172,11 +172,11 @@ class At:
 
 
 class Change(NamedTuple):
-    """`view.at[where]`; waits for how it is to be changed.
+    """`view.at[where]`: call one of its methods to change the selected parameters.
 
-    Each method takes a number, for all elements; an array, for one parameter in its shape or flat, for several as one
-    vector in the order of the view; or a mapping with an array for each path, such as a view. It returns the whole new
-    vector, or all stacks.
+    Each method accepts a number, which applies to all elements; an array, for one parameter in its shape or flat, for
+    several as one vector in the order of the view; or a mapping with an array for each path, such as a view. It returns
+    the whole new vector, or all stacks.
     """
 
     form: Form
@@ -185,15 +185,15 @@ class Change(NamedTuple):
     slots: tuple[Slot, ...]
 
     def set(self, value: Values) -> Any:
-        """The form with these elements in place of those that were there."""
+        """Returns the form with the selected elements replaced by `value`."""
         return self._changed(lambda old, new: jnp.broadcast_to(new, old.shape), value)
 
     def add(self, value: Values) -> Any:
-        """The form with this added to the selected elements."""
+        """Returns the form with `value` added to the selected elements."""
         return self._changed(jnp.add, value)
 
     def multiply(self, value: Values) -> Any:
-        """The form with the selected elements multiplied by this."""
+        """Returns the form with the selected elements multiplied by `value`."""
         return self._changed(jnp.multiply, value)
 
     def _changed(self, change: Callable[[Any, Any], Any], value: Values) -> Any:
@@ -216,7 +216,7 @@ class Change(NamedTuple):
 
 
 def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list[jax.Array]:
-    """The value for each slot: a number, or an array in its shape or flat."""
+    """Returns the value for each slot: a number, or an array in its shape or flat."""
     if isinstance(value, Mapping):
         paths = [slot.path for slot in slots]
         if set(value) != set(paths):
@@ -235,7 +235,7 @@ def _values(slots: Sequence[Slot], dtypes: Sequence[Any], value: Values) -> list
         values = cut(replicated(whole), tuple((slot.size,) for slot in slots)) if whole.ndim else [whole] * len(slots)
     for slot, dtype, new in zip(slots, dtypes, values, strict=True):
         if is_complex(new.dtype) and not is_complex(dtype):
-            raise TypeError(f"{slot.path!r} lies in an array of {dtype}, got {new.dtype}")
+            raise TypeError(f"{slot.path!r} is in an array of {dtype}, which cannot hold {new.dtype}")
     return values
 
 

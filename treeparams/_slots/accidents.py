@@ -1,9 +1,9 @@
-"""Warnings of accidents with ties: arrays that are one though nobody says so, and arrays that no longer are.
+"""Warnings of accidental ties: one array at several paths that nobody tied, and tied arrays that became two.
 
-JAX arrays are values, and so an array that stands at two places may be one parameter that is shared, or a value that
-two parameters begin with. Nobody can tell for sure, but two cases are nearly always the second: an array that is one
-number throughout, as zeros for two biases, and a list of one and the same node, as an ensemble. Values are read from
-the device for this once, and only where nobody has said that the two are one.
+JAX arrays are values. So an array at two paths may be one shared parameter, or an initial value that two parameters
+happen to have in common. The code cannot tell for sure, but two cases are nearly always the second: an array whose
+elements are all equal, such as zeros for two biases; and a list of the same node repeated, such as an ensemble. To find
+these, values are read from the device once, and only if nothing declares that the two are tied.
 """
 
 import functools
@@ -28,9 +28,9 @@ _compared = Marks()  # pairs that are two arrays, whose values have been compare
 
 
 def warn_of_accidents(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns of ties that nobody can have meant, and of ties that a trace has parted.
+    """Warns of ties that nobody can have meant, and of ties that a trace has broken.
 
-    A kind of model that is known costs nothing: it is looked at again only when another tie has been met since.
+    A kind of model that is known costs nothing: the check runs again only after the library has met another tie.
     """
     structure = index.structure
     if not structure.is_traced and index.looked_at == changes():
@@ -71,7 +71,7 @@ def _warn_of_unsaid(index: Index, leaves: Sequence[Any]) -> None:
 
 
 def _copies(structure: Structure) -> list[Node]:
-    """The nodes that a model is made of, where it is a list, tuple or dictionary of one and the same node alone."""
+    """Returns the nodes of a model that is only a list, tuple or dictionary of the same node, repeated."""
     nodes = structure.nodes
     if not nodes or nodes[0].cls not in (list, tuple, dict):
         return []
@@ -87,16 +87,16 @@ def _copies(structure: Structure) -> list[Node]:
 
 
 def _arrays_below(structure: Structure, node: Node) -> list[tuple[tuple[str, ...], int]]:
-    """The parameters of a node: where they lie in it, and which array they are."""
+    """Returns the parameters of a node: their paths in it, and their arrays."""
     its = [i for i in range(node.start, node.stop) if structure.is_parameter(i)]
     return [(structure.entries[i][len(node.entries) :], structure.first[i]) for i in its]
 
 
 def _is_accident(structure: Structure, pair: Pair, is_constant: Callable[[int], bool]) -> bool:
-    """Whether one array at two leaves is one number throughout, and not a part of two nodes that are one.
+    """Returns whether all elements of the array at two leaves are equal, outside of nodes that are used twice.
 
-    A layer that is used twice has its norms and biases at two places, too. It is known by its weights: all that the
-    two nodes hold is one, and not all of it is constant.
+    A layer that is used twice has its norms and biases at two places, too. It is recognised by its weights: the two
+    nodes hold the same arrays throughout, and not all of these are constant.
     """
     if not is_constant(pair[0]):
         return False
@@ -121,14 +121,14 @@ def _in_words(structure: Structure, pairs: Sequence[Pair]) -> str:
 
 
 _UNSAID = (
-    "{0}: one array, the same number throughout, so they train as one parameter. Where they only begin alike, write "
-    "model = tp.untie(model), or give each an array of its own. Where they are meant to be one, say so: "
-    "tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
+    "{0} are one array, whose elements are all equal, so they train as one parameter. If they only start with equal "
+    "values, write model = tp.untie(model), or make a separate array for each. If they are meant to be tied, declare "
+    "it: tp.field(tied_to=...) in the class, tp.tie(model, {2}, to={1}), or tp.layout(model, ties={{{2}: {1}}})"
 )
 _COPIES = (
-    "the model is {0} times one and the same node: {1} hold the same arrays, so they train as one. Where they are to "
-    "train apart (an ensemble, a target network), write model = tp.untie(model), or tp.copy for each. Where they are "
-    "meant to be one, hold it once, or say so: tp.field(tied_to=...) in a class, tp.tie(model, alias, to=path), or "
+    "the model is the same node {0} times: {1} hold the same arrays, so they train as one. To train them separately "
+    "(an ensemble, a target network), write model = tp.untie(model), or use tp.copy for each. If they are meant to be "
+    "tied, hold the node once, or declare it: tp.field(tied_to=...) in a class, tp.tie(model, alias, to=path), or "
     "tp.layout(model, ties={{alias: path}})"
 )
 
@@ -137,9 +137,9 @@ _COPIES = (
 
 
 def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
-    """Warns of ties of a concrete model that an operation has parted: where it is said what trains, from now on.
+    """Warns of ties of a concrete model that an operation has broken. Called where the layout that trains is known.
 
-    Others that meet it, such as a summary, do not know by which layout it trains: one that knows the tie is enough.
+    Other functions that see the model, such as a summary, do not know that layout, and it may record the tie.
     """
     structure = index.structure
     seen = structure.remember(("compared", index.trained, index.ties), lambda: [-1])
@@ -166,9 +166,9 @@ def warn_of_parted_ties(index: Index, leaves: Sequence[Any]) -> None:
 
 
 _PARTED = (
-    "{} were one array in a model of this structure that was met before. In this one they are two, equal bit for bit, "
-    "as jax.jit, jax.tree.map, a cast or a loaded file leaves them, and each trains by itself. Tie them again: model = "
-    "{}; tp.jit and tp.saving keep ties. Where they are to part, write model = tp.untie(model)"
+    "{} were one array in an earlier model of this structure. In this model they are two, equal bit for bit, as after "
+    "jax.jit, jax.tree.map, a cast or a loaded file, and each trains separately. Tie them again: model = {}; tp.jit "
+    "and tp.saving keep ties. To train them separately, write model = tp.untie(model)"
 )
 
 
@@ -176,7 +176,7 @@ _PARTED = (
 
 
 def _is_one_number(values: Sequence[np.ndarray]) -> bool:
-    """Whether all elements of an array are equal; `False` where they cannot be seen."""
+    """Returns whether all elements of an array are equal; `False` if they cannot be read."""
     first = [each[0] for each in values if each.size][:1]
     parts = [part for each in values for part in (each[:_FEW], each)]  # nearly always the first few elements tell
     return bool(values) and all(bool((part == number).all()) for part in parts for number in first)
@@ -186,7 +186,7 @@ _FEW = 1024
 
 
 def _are_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
-    """Whether two arrays that lie alike are equal bit for bit."""
+    """Returns whether two arrays that are split alike are equal bit for bit."""
     ours, theirs = ([(each.dtype, each.view(np.uint8)) for each in values] for values in (one, other))
     if len(ours) != len(theirs):
         return False
@@ -194,7 +194,7 @@ def _are_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
 
 
 def _values(array: Any) -> list[np.ndarray]:
-    """The elements of an array that this process can see, in one line for each piece; none without values."""
+    """Returns the elements of an array that this process can read, one flat array for each piece."""
     if isinstance(array, np.ndarray):
         return [np.ascontiguousarray(array).reshape(-1)]
     if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():

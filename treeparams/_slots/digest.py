@@ -1,4 +1,4 @@
-"""A short text that tells layouts apart, in files, in messages and between processes."""
+"""A short text that differs between different layouts, for files, messages and other processes."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from .ties import Alias
 
 
 def digest_of(structure: Structure, trained: Sequence[bool], ties: Iterable[Alias]) -> str:
-    """A digest of paths, shapes, dtypes, trained leaves and ties.
+    """Returns a digest of paths, shapes, dtypes, trained leaves and ties.
 
-    Node types, static values and leaves that are no arrays are not in it: a dictionary that becomes a class keeps its
-    digest.
+    It leaves out node types, static values and leaves that are not arrays, so a dictionary that becomes a class keeps
+    its digest.
     """
     paths = structure.paths
     # In tree order, since that is how slots follow one another in a vector and in stacks.

@@ -10,7 +10,7 @@ from .untrained import no_arrays
 
 
 def blocks(index: Index) -> list[Table | str]:
-    """The table of the parameters, and the lines below it."""
+    """Returns the table of the parameters, and the lines below it."""
     slots, frozen, tied_to = index.slots, index.frozen, index.tied_to
     rows = [_row(slot, str(slot.row), f"{slot.offset:,}", tied_to) for slot in slots]
     rows += [_row(slot, "", "frozen", tied_to) for slot in frozen]
@@ -26,12 +26,12 @@ def _row(slot: Slot, row: str, offset: str, tied_to: Mapping[str, str]) -> list[
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things."""
+    """Returns a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def differences(these: Index, those: Index) -> list[Difference]:
-    """How two models differ: structure, static values, shapes, dtypes, trained parameters, and ties."""
+    """Returns how two models differ: structure, static values, shapes, dtypes, trained parameters, and ties."""
     here, there = these.structure, those.structure
 
     def at_leaves(i: int, j: int) -> Iterator[Difference]:
@@ -45,7 +45,7 @@ def differences(these: Index, those: Index) -> list[Difference]:
 
 
 def _groups(index: Index) -> dict[str, dict[str, Any]]:
-    """The paths of each tie, and with an alias its transforms."""
+    """Returns the paths of each tie, and for each alias its transforms."""
     paths = index.structure.paths
     # The notes are compared between two models, in which leaves have other numbers: so these are left out.
     return {

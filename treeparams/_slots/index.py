@@ -1,4 +1,4 @@
-"""Where each leaf of a model lies: among the slots, in the canonical tree, in the vector, in stacks."""
+"""The place of each leaf of a model: among the slots, in the canonical tree, in the vector, in stacks."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from .ties import Alias, followers
 
 
 class Slot(NamedTuple):
-    """One distinct trained parameter, and where it lies in the vector and in the stacks."""
+    """One distinct trained parameter, and its place in the vector and in the stacks."""
 
     path: str
     aliases: tuple[str, ...]
@@ -34,7 +34,7 @@ Slot.__module__ = "treeparams"
 
 
 class Gathers(NamedTuple):
-    """Pieces of the list of a model's leaves, and the way back: each is one call that runs in C."""
+    """Functions that pick parts of the list of a model's leaves, and the way back: each is one call that runs in C."""
 
     slots: Callable[[Any], tuple[Any, ...]]  # from the leaves of a model to one array per slot
     kept: Callable[[Any], tuple[Any, ...]]  # ... to all arrays that are no slots, each object once
@@ -46,7 +46,7 @@ class Gathers(NamedTuple):
 
 
 class Index:
-    """Where leaves lie. Leaves are numbered in tree order, slots in the order of the leaves that they are at."""
+    """The places of leaves. Leaves are numbered in tree order, slots in the order of their leaves."""
 
     def __init__(self, structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, ...]) -> None:
         self.structure = structure
@@ -74,7 +74,7 @@ class Index:
 
     @functools.cached_property
     def tied_to(self) -> dict[str, str]:
-        """The aliases of each parameter that has any, in words."""
+        """The aliases of each tied parameter, in words."""
         paths = self.structure.paths
         return {
             paths[source]: ", ".join(paths[each.leaf] + f" ({each})" * bool(each.transforms) for each in aliases)
@@ -89,21 +89,21 @@ class Index:
 
     @property
     def size(self) -> int:
-        """The number of trained elements, ties once."""
+        """The number of trained elements; a tied parameter counts once."""
         return sum(slot.size for slot in self.slots)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the trained leaves, ties once."""
+        """The bytes of the trained leaves; a tied parameter counts once."""
         return sum(slot.size * slot.dtype.itemsize for slot in self.slots)
 
     @functools.cached_property
     def frozen(self) -> tuple[Slot, ...]:
-        """The frozen parameters, ties once, as if they were slots."""
+        """The frozen parameters, each once, described like slots."""
         return self.described([i for i in self.distinct if not self.trained[i]])
 
     def described(self, leaves: Iterable[int]) -> tuple[Slot, ...]:
-        """Parameters as if they, and no others, were slots."""
+        """Describes these parameters as if they, and no others, were slots."""
         slots, offset, paths = [], 0, self.structure.paths
         rows: dict[str, int] = {}
         for i in leaves:
@@ -129,17 +129,17 @@ class Index:
 
     @functools.cached_property
     def narrow_slots(self) -> tuple[int, ...]:
-        """Those with fewer bits than single precision, in which small steps round to none."""
+        """The slots with fewer bits than single precision, in which small steps round to zero."""
         return tuple([slot for slot, dtype in enumerate(self.dtypes) if dtype.itemsize < 4])
 
     # -- Trees
 
     @functools.cached_property
     def gathers(self) -> Gathers:
-        """Worked out when a model is first taken apart, which a layout by itself is not.
+        """The functions that take a model apart, made when a model is first taken apart.
 
-        Each leaf is one of four: at a slot, an array that is kept, a value that is no array, or computed from a slot.
-        A leaf that is an array met before, at an earlier leaf, is looked up where that one is.
+        Each leaf is one of four kinds: at a slot, an array that is kept, a value that is not an array, or computed from
+        a slot. A leaf that holds the array of an earlier leaf shares the place of that leaf.
         """
         structure = self.structure
         others = [i for i in range(len(self.trained)) if i not in self.by_leaf]
@@ -154,7 +154,7 @@ class Index:
 
     @functools.cached_property
     def canonical_leaves(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From one value per slot and `None` to the leaves of the canonical tree."""
+        """The function from one value per slot, followed by `None`, to the leaves of the canonical tree."""
         slots = {leaf: slot for slot, leaf in enumerate(self.positions)}  # without aliases, unlike `by_leaf`
         return getter([slots.get(leaf, len(slots)) for leaf in range(len(self.trained))])
 
@@ -163,11 +163,11 @@ class Index:
         return jtu.tree_structure(self.canonical([0] * len(self.positions), self.structure.treedef))
 
     def canonical(self, slots: Sequence[Any], treedef: TreeDef) -> PyTree:
-        """The canonical tree of one value per slot."""
+        """Returns the canonical tree of one value per slot."""
         return jtu.tree_unflatten(treedef, self.canonical_leaves([*slots, None]))
 
     def computed_from(self, slots: Sequence[Any]) -> list[Any]:
-        """The values of `computed`, from one value per slot; `None` where that is none."""
+        """Returns the values of `computed` from one value per slot; `None` stays `None`."""
         spec, positions = self.structure.spec, self.positions
         return [
             None if slots[slot] is None else alias.value_from(slots[slot], spec(positions[slot]))
@@ -176,7 +176,7 @@ class Index:
 
     @functools.cached_property
     def everywhere(self) -> Callable[[Any], tuple[Any, ...]]:
-        """From slots + `None` + computed to the leaves of a tree with a value at every path of a tie."""
+        """The function from slots + `None` + computed to the leaves of a tree with a value at every path of a tie."""
         nothing = len(self.positions)
         positions = self.by_leaf | {alias.leaf: nothing + 1 + n for n, (_, alias) in enumerate(self.computed)}
         return getter([positions.get(leaf, nothing) for leaf in range(len(self.trained))])

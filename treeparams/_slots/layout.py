@@ -1,6 +1,6 @@
-"""The layout of a model: which leaves are trained, which of them are one, and where each lies in vector and stacks.
+"""The layout of a model: its trained parameters, its ties, and the place of each parameter in vector and stacks.
 
-It is static and holds no array, so that it goes into `jax.jit` as a static argument or a closure.
+A layout is static and holds no array, so you can pass it to `jax.jit` as a static argument or close over it.
 """
 
 import functools
@@ -29,10 +29,10 @@ from .where import Where, select
 
 
 class Layout:
-    """The static map of a model's parameters: which are trained, and which are one.
+    """The static map of a model's parameters: which are trained, and which are tied.
 
-    Made by `tp.layout`. Two layouts are equal when they describe models of the same structure, static fields, shapes,
-    dtypes, trained leaves and ties.
+    You get one from `tp.layout`. Two layouts are equal if they describe models of the same structure, static fields,
+    shapes, dtypes, trained leaves and ties.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> layout = tp.layout(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
@@ -49,14 +49,16 @@ class Layout:
     _notes: tuple[str, ...] = ()  # lines that are printed below the table, and no part of the value
 
     def __init__(self, index: Index) -> None:
-        """For this library's own use; users write `tp.layout(model)`."""
+        """Used by this library; write `tp.layout(model)`."""
         vars(self)["_index"] = index  # equal models share one layout, so it must not change
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Layout does not change; {name!r} cannot be set. layout.freeze and thaw make another")
+        raise AttributeError(
+            f"a Layout is immutable, so {name!r} cannot be set; layout.freeze and layout.thaw return a new one"
+        )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Layout does not change; {name!r} cannot be deleted")
+        raise AttributeError(f"a Layout is immutable, so {name!r} cannot be deleted")
 
     # -- What it says
 
@@ -72,31 +74,31 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The number of trained elements, ties once."""
+        """The number of trained elements; a tied parameter counts once."""
         return self._index.size
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the trained leaves, ties once."""
+        """The size of the trained leaves in bytes; a tied parameter counts once."""
         return self._index.nbytes
 
     @functools.cached_property
     def dtype(self) -> np.dtype:
-        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float when none has."""
+        """The dtype of the vector: `jnp.result_type` of the slots that have elements; JAX's float if none has."""
         return common_dtype(slot.dtype for slot in self.slots if slot.size)
 
     @property
     def ties(self) -> dict[str, tuple[str, ...]]:
-        """The further paths of each parameter that has any, frozen ones included: `{path: (aliases, ...)}`."""
+        """The other paths of each tied parameter, including frozen parameters: `{path: (aliases, ...)}`."""
         paths, aliases = self._index.structure.paths, self._index.aliases
         return {paths[source]: tuple(paths[alias.leaf] for alias in its) for source, its in aliases.items()}
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal for layouts of equal paths, shapes, dtypes, trained leaves and ties.
+        """16 hexadecimal digits that are equal for layouts with equal paths, shapes, dtypes, trained leaves and ties.
 
-        They are the same in all processes, on all machines and in all versions of this library. Compare them where two
-        programs exchange arrays. Classes, static values and leaves that are no arrays do not count: a model has the
+        They are the same in all processes, on all machines and in all versions of this library. Compare them when two
+        programs exchange arrays. Classes, static values and leaves that are not arrays do not count: a model has the
         digest of a dictionary with its paths. Dtypes are JAX's, as everywhere in a layout.
 
         >>> import jax.numpy as jnp, numpy as np, treeparams as tp
@@ -109,15 +111,15 @@ class Layout:
 
     @property
     def mask(self) -> PyTree:
-        """A tree of the model's structure: `True` at each trained parameter, aliases included.
+        """A tree with the structure of the model: `True` at each trained parameter and its aliases, `False` elsewhere.
 
-        `eqx.partition(model, mask)` and `optax.adamw(1e-3, mask=mask)` take it as it is, also where the model is
-        callable: Optax looks at the leaves of a mask.
+        You can pass it to `eqx.partition(model, mask)` and `optax.adamw(1e-3, mask=mask)` as it is. The latter works
+        even if the model is callable, because Optax looks at the leaves of a mask.
         """
         return jtu.tree_unflatten(self._index.structure.treedef, self._index.trained)
 
     def __getitem__(self, path: str) -> Slot:
-        """The slot at a path; an alias finds its slot."""
+        """Returns the slot at a path; for an alias, the slot of its source."""
         return self.slots[slot_at(self, path)]
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -126,7 +128,7 @@ class Layout:
     # -- Positions in the vector
 
     def slice(self, path: str) -> slice:
-        """Where a parameter lies in the vector.
+        """Returns the slice of the vector that holds a parameter.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones((2, 2))})
@@ -134,13 +136,13 @@ class Layout:
         slice(2, 6, None)
 
         Raises:
-            KeyError: as `layout[path]`.
+            KeyError: there is no slot at this path.
         """
         slot = self[path]
         return slice(slot.offset, slot.offset + slot.size)
 
     def indices(self, where: Where) -> np.ndarray:
-        """The positions in the vector of all that `where` selects, in ascending order, each once.
+        """Returns the positions in the vector of all elements that `where` selects, in ascending order, each once.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"w": jnp.ones(2)}})
@@ -148,7 +150,7 @@ class Layout:
         [1 2 3 4]
 
         Raises:
-            ValueError: `where` selects nothing that is trained.
+            ValueError: `where` selects no trained parameter.
         """
         slots = [self.slots[i] for i in slots_in(self, where)]
         return np.concatenate([np.arange(slot.offset, slot.offset + slot.size) for slot in slots])
@@ -160,7 +162,7 @@ class Layout:
     def block(self, matrix: jax.Array, rows: Where, columns: Where) -> jax.Array: ...
 
     def block(self, matrix: Any, rows: Where, columns: Where) -> jax.Array | np.ndarray:
-        """The block of a matrix over the vector - a Hessian, a covariance - that belongs to two parameters.
+        """Cuts the block for two parameters out of a matrix over the vector, such as a Hessian or a covariance.
 
         >>> import jax, jax.numpy as jnp, treeparams as tp
         >>> vector, restructure = tp.ravel({"a": jnp.ones(2), "b": jnp.ones(3)})
@@ -169,16 +171,16 @@ class Layout:
         (2, 3)
 
         Args:
-            matrix: shape `(n, n)`, with n the size of the layout, or a stack of such, `(*batch, n, n)`. Of a matrix
-                over a padded vector pass `matrix[..., :n, :n]`.
+            matrix: shape `(n, n)`, with n the size of the layout, or a stack of such matrices, `(*batch, n, n)`. For a
+                matrix over a padded vector, pass `matrix[..., :n, :n]`.
             rows: a path, or a `where` that selects several parameters.
-            columns: the same.
+            columns: the same for the columns.
 
         Returns:
-            The block, shape `(*batch, n_rows, n_columns)`.
+            The block, of shape `(*batch, n_rows, n_columns)`.
 
         Raises:
-            ValueError: the matrix has another shape; as `layout.indices`.
+            ValueError: the matrix has another shape; see also `layout.indices`.
         """
         size, shape = self.size, getattr(matrix, "shape", None)
         if shape is None or shape[-2:] != (size, size):
@@ -194,23 +196,23 @@ class Layout:
     # -- Other trained leaves
 
     def freeze(self, where: Where) -> "Layout":
-        """The layout with the parameters frozen that you select. Ties are remembered.
+        """Returns the layout with the selected parameters frozen. Ties are kept.
 
         Raises:
-            ValueError: `where` selects nothing, or half of a tie.
+            ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
         return changed(self, where, None)
 
     def thaw(self, where: Where) -> "Layout":
-        """The layout with the parameters trained that you select, also those that a class declares frozen.
+        """Returns the layout with the selected parameters trained, even those that a class declares frozen.
 
         Raises:
-            ValueError: `where` selects nothing, or half of a tie.
+            ValueError: `where` selects nothing, or only some paths of a tied parameter.
         """
         return changed(self, None, where)
 
     def diff(self, other: "Layout") -> Diff:
-        """The differences of two layouts: structure, static values, shapes, dtypes, trained parameters, and ties.
+        """Lists how two layouts differ: structure, static values, shapes, dtypes, trained parameters, and ties.
 
         >>> import jax.numpy as jnp, treeparams as tp
         >>> layout = tp.layout({"a": jnp.ones(2), "b": jnp.ones(3)})
@@ -221,7 +223,7 @@ class Layout:
         1 difference
 
         Returns:
-            A `Diff`, false where there are none; `tp.diff` of two layouts gives the same.
+            A `Diff`, which is false if there are no differences; `tp.diff` returns the same for two layouts.
         """
         if not isinstance(other, Layout):
             raise TypeError(f"expected another Layout, tp.layout(model), got {describe(other)}")
@@ -266,9 +268,9 @@ class Layout:
 
 Layout.__module__ = "treeparams"
 Trainable = Where | PyTree | Layout | None
-"""The ways to say which parameters are trained: `None` (as declared), a mask, a `where` or a `Layout`.
+"""The ways to choose the trained parameters: `None` (as declared), a mask, a `where` or a `Layout`.
 
-Annotate with it what you pass on: `def train(model, trainable: tp.Trainable = None)`.
+Use it to annotate an argument that you pass on: `def train(model, trainable: tp.Trainable = None)`.
 """
 index_of: Callable[[Layout], Index] = operator.attrgetter("_index")
 """The `Index` of the models that a layout was made from."""
@@ -291,35 +293,37 @@ def _again(structure: Structure, trained: tuple[bool, ...], ties: tuple[Alias, .
 
 
 def slot_at(layout: Layout, path: str) -> int:
-    """The number of the slot at a path."""
+    """Returns the number of the slot at a path."""
     if not isinstance(path, str):
-        raise TypeError(f"a layout is asked by path, got {path!r}; the slots in order are layout.slots")
+        raise TypeError(f"expected a path, got {path!r}; layout.slots are the slots in order")
     index, structure = index_of(layout), index_of(layout).structure
     leaf = structure.index.get(path)
     if leaf in index.by_leaf:
         return index.by_leaf[leaf]
     if leaf is None and any(path == node.path for node in structure.nodes):
-        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) tells where what is trained below it lies")
+        raise KeyError(f"{path!r} is a node; layout.indices({path!r}) are the positions of the parameters below it")
     if leaf is None:
-        raise KeyError(f"{path!r} is no path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}")
+        raise KeyError(
+            f"{path!r} is not a path of the model{nearest(path, [structure.paths[i] for i in index.by_leaf])}"
+        )
     if structure.is_parameter(leaf):
         raise KeyError(f"{path!r} is frozen, so it has no slot; layout.thaw({path!r}) gives it one")
-    raise KeyError(f"{structure.describe(leaf)} is no parameter")
+    raise KeyError(f"{structure.describe(leaf)} is not a parameter")
 
 
 def slots_in(layout: Layout, where: Where) -> tuple[int, ...]:
-    """The numbers of the slots that `where` selects, in order."""
+    """Returns the numbers of the slots that `where` selects, in order."""
     index = index_of(layout)
     leaves = select(index.structure, where, index.follows)
     found = {index.by_leaf[leaf] for leaf in leaves if leaf in index.by_leaf}
     if not found:
         path = index.structure.paths[min(leaves)]
-        raise ValueError(f"{where!r} selects only what is frozen, such as {path!r}; layout.thaw({path!r}) trains it")
+        raise ValueError(f"{where!r} selects only frozen parameters, such as {path!r}; layout.thaw({path!r}) trains it")
     return tuple(sorted(found))
 
 
 def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
-    """The layout after both statements; only then are the ties looked at."""
+    """Returns the layout after both statements; ties are checked only after the second."""
     index = index_of(layout)
     said = {i: index.trained[i] for i in index.structure.parameters if i not in index.follows}
     change(index.structure, index.follows, said, freeze, False)
@@ -328,21 +332,21 @@ def changed(layout: Layout, freeze: Where | None, thaw: Where | None) -> Layout:
 
 
 def relaid(layout: Layout, said: Said) -> Layout:
-    """The layout of the same models and ties with other trained leaves: the one way from one layout to another."""
+    """Returns the layout of the same models and ties with other trained leaves; every change of a layout goes here."""
     index = index_of(layout)
     trained = settle(index.structure, index.ties, said)
     return layout if trained == index.trained else Layout(Index(index.structure, trained, index.ties))
 
 
 def noted(layout: Layout, notes: Sequence[str]) -> Layout:
-    """An equal layout that prints these lines too."""
+    """Returns an equal layout that prints these lines too."""
     made = Layout(index_of(layout))
     vars(made)["_notes"] = tuple(notes)
     return made
 
 
 def trained_at(layout: Layout, leaves: Sequence[int]) -> Layout:
-    """The layout in which the parameters at these leaves, and no others, are trained, with their ties."""
+    """Returns the layout that trains exactly the parameters at these leaves, with their ties."""
     index, chosen = index_of(layout), frozenset(leaves)
 
     def make() -> Layout:

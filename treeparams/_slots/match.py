@@ -1,4 +1,4 @@
-"""Other trees - gradients, averages, partial ones, other types - matched by path to a model's slots; project."""
+"""Other trees - gradients, averages, partial trees, other types - matched by path to a model's slots; project."""
 
 import functools
 import operator
@@ -26,7 +26,7 @@ _float0 = jax.dtypes.float0  # of a gradient that is none, of an integer
 
 
 def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = False) -> list[Any]:
-    """Looks up the entry of another tree for each slot; `None` where it has none."""
+    """Looks up the entry of another tree for each slot; `None` if the tree has none."""
     if tied not in ("sum", "first", None):
         raise ValueError(f'tied must be "sum" (gradients), "first" (values) or None, got {tied!r}')
     leaves, treedef = flatten(tree)
@@ -52,7 +52,7 @@ def per_slot(index: Index, tree: PyTree, tied: Tied, *, exact_shapes: bool = Fal
 
 
 def read_slots(index: Index, tree: PyTree, *, exact_shapes: bool = False) -> list[Any]:
-    """The values of the slots in a tree that has them all, as a model of another type has."""
+    """Returns the values of the slots in a tree that must have all of them, such as a model of another type."""
     values = per_slot(index, tree, "first", exact_shapes=exact_shapes)
     missing = [slot.path for slot, value in zip(index.slots, values, strict=True) if value is None]
     if missing:
@@ -81,13 +81,13 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
     model, paths = index.structure, structure.paths
     if not structure.nodes and model.nodes:
         raise ValueError(
-            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes one by "
-            "restructure(vector)"
+            f"expected a tree with arrays at paths of the model, got {describe(leaves[0])}; a vector becomes a "
+            "model by restructure(vector)"
         )
     if type(tree) is tuple and model.nodes and model.nodes[0].cls is not tuple:
         raise ValueError(
             f"expected a tree with arrays at paths of the model, got a tuple of {len(tree)}: if these are all results "
-            "of one call, pass the one that is meant"
+            "of one call, pass only the one that you mean"
         )
     if any(path not in model.index for path in paths) and all(len(entries) == 1 for entries in structure.entries):
         # A dictionary with whole paths as its keys, as of `tp.trainables`: one with dots in it stands in quotes.
@@ -98,14 +98,14 @@ def _by_path(index: Index, tree: PyTree) -> list[tuple[int, Any]]:
         has = "a node" if any(node.path == unknown[0] for node in model.nodes) else "no leaf"
         # Functions are in a model, and not in what is made of one.
         is_model = all(callable(leaves[paths.index(path)]) for path in unknown)
-        remedy = "; the model comes first, then what is made of it" if is_model else nearest(unknown[0], model.paths)
+        remedy = "; the model comes first, then the other tree" if is_model else nearest(unknown[0], model.paths)
         raise ValueError(f"the tree has an entry at {unknown[0]!r}, where the model has {has}{remedy}")
     pairs = ((model.index[path], value) for path, value in zip(paths, leaves, strict=True))
     return [(leaf, value) for leaf, value in pairs if leaf in index.by_leaf]
 
 
 def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
-    """One value of the entries at the paths of a tie."""
+    """Returns one value from the entries at the paths of a tie."""
     its = (Alias(position, position, ()), *index.aliases.get(position, ()))
     entries = [(alias, found[alias.leaf]) for alias in its if alias.leaf in found]
     if not entries:
@@ -117,12 +117,12 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
         paths, source = [index.structure.paths[alias.leaf] for alias, _ in entries], index.structure.paths[position]
         if tied == "first":
             raise ValueError(
-                f"the tree has a value at {paths[0]!r} only, which is computed from {source!r}; give it at {source!r}"
+                f"the tree has a value only at {paths[0]!r}, which is computed from {source!r}; put it at {source!r}"
             )
         raise ValueError(
-            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say what they mean: "
+            f"the tree has entries at {paths}, which are one parameter, {source!r}. Say how to read them: "
             'tied="sum" adds them, as is right for gradients, tied="first" takes the first, as is right for values; '
-            'of several trees a word for each, tied=("sum", "first")'
+            'for several trees pass one word per tree, tied=("sum", "first")'
         )
     if tied != "sum" or (len(entries) == 1 and not only_computed):
         return entries[0][1]
@@ -142,7 +142,7 @@ def _one(index: Index, found: dict[int, Any], position: int, tied: Tied) -> Any:
 def project(
     model: PyTree, grads: PyTree, trainable: Trainable = None, *, missing: Literal["zeros"] | None = None
 ) -> PyTree:
-    """The canonical tree of a gradient, however you came by it.
+    """Turns a gradient, however you computed it, into the canonical tree.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.array([1.0, 2.0])
@@ -152,23 +152,24 @@ def project(
     >>> tp.project(model, grads, ("a", "b"))
     {'a': Array([16., 16.], dtype=float32), 'b': None, 'mean': None}
 
-    Only here are gradients of ties summed; those at an alias with a transform go through its transpose. Complex
-    gradients stay in JAX's convention, they are never conjugated.
+    This is the only function that sums the gradients of tied parameters; at an alias with a transform, it applies the
+    transpose. Complex gradients stay in JAX's convention and are never conjugated.
 
     Args:
         model: any pytree.
         grads: a tree with entries at paths of the model: of the model's type or another, whole or partial. `None`,
-            `optax.MaskedNode`, `float0` and a missing branch are no gradient; entries at frozen leaves are dropped.
+            `optax.MaskedNode`, `float0` and a missing branch mean no gradient; entries at frozen leaves are dropped.
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        missing: for a slot without a gradient: `None` stays `None` (this leaf takes no step); `"zeros"`.
+        missing: the result for a slot without a gradient: `None` (you take no step there), or `"zeros"`.
 
     Returns:
-        A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real where
-        the slot is real, and `None` everywhere else.
+        A tree of the model's structure: at every slot's path the gradient in the slot's shape and dtype, real if the
+        slot is real, and `None` everywhere else.
 
     Raises:
-        ValueError: an entry has another shape than its leaf, or stands where the model has no leaf; as `tp.layout`.
-        TypeError: an entry is no array.
+        ValueError: an entry has another shape than its leaf; there is an entry where the model has no leaf; see also
+            `tp.layout`.
+        TypeError: an entry is not an array.
     """
     if missing not in (None, "zeros"):
         raise ValueError(f'missing must be None or "zeros", got {missing!r}')
@@ -186,10 +187,11 @@ def slot_gradients(
     wide: bool = False,
     tied: Tied = "sum",
 ) -> list[Any]:
-    """The projected gradient of each slot, real where the slot is; or a tangent, a value (`tied="first"`) that must be.
+    """Returns the projected gradient of each slot, real if the slot is.
 
-    Each has its slot's dtype, or the one given; `wide`, for a step, keeps at least single precision of a gradient in
-    another dtype, and refuses integers.
+    With `tied="first"` it returns a tangent, a value, which must be real if the slot is. Each has the dtype of its
+    slot, or the given one. With `wide`, for a step, a gradient in another dtype keeps at least single precision, and
+    integers are an error.
     """
     found = per_slot(index, grads, tied, exact_shapes=True)
     try:  # the usual case: arrays of JAX, all as they should be
@@ -205,8 +207,8 @@ def slot_gradients(
             array = jnp.asarray(value)
             if wide and not is_inexact(array.dtype):
                 raise TypeError(
-                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; where it is one, "
-                    "write gradient.astype(float)"
+                    f"expected a floating gradient at {index.slots[i].path!r}, got {describe(value)}; if it is a "
+                    "gradient, write gradient.astype(float)"
                 )
             if jnp.iscomplexobj(array) and not (is_complex(own) and is_complex(to)):
                 if tied == "first":

@@ -13,9 +13,9 @@ from .where import Where, found_in, name_of, read
 
 
 def nodes_in(structure: Structure, where: Where, are_alike: bool) -> list[Span]:
-    """The outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
+    """Returns the outermost nodes, or leaves, that a `where` matches, in tree order; an error if they are not alike.
 
-    Remembered, but for functions, which may find others at the next call.
+    The result is remembered, except for functions, which may find others at the next call.
     """
 
     def find() -> list[Span]:
@@ -42,15 +42,15 @@ def _find_nodes(structure: Structure, where: Where) -> list[Span]:
                 covered.update(leaves)
         elif not taken.issuperset(leaves):
             raise ValueError(
-                f"{name_of(where)} takes away a part of the node {span.path!r}; name the nodes that you mean"
+                f"{name_of(where)} excludes a part of the node {span.path!r}; name the nodes that you mean"
             )
     if not found:
-        raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
+        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
 def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[Span]:
-    """The nodes, if they have one structure, with leaves of the same shapes and dtypes."""
+    """Returns the nodes, if they have one structure, with leaves of the same shapes and dtypes."""
     first = spans[0]
     cls = None if first.number is None else structure.nodes[first.number].cls
     if len(spans) == 1 and cls in (list, tuple, dict) and _is_one(structure, where, cls):
@@ -60,16 +60,16 @@ def _check_alike(structure: Structure, where: Where, spans: list[Span]) -> list[
         difference = next(_differences(structure, first, span), None)
         if difference is not None:
             raise ValueError(
-                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Name those "
-                "that are alike"
+                f"{first.path!r} and {span.path!r} cannot be one node with an axis over both: {difference}. Select "
+                "nodes that are alike"
             )
     return spans
 
 
 def _is_one(structure: Structure, where: object, cls: type | None) -> bool:
-    """Whether a `where` that found one list, or dictionary, means that and not the nodes in it.
+    """Returns whether a `where` that found one list, or dictionary, means that node and not the nodes in it.
 
-    A glob may stand for the layers of a net of which there is one, a dictionary; hardly for one that is a list.
+    A glob that matches one dictionary may mean the layers of a net with a single layer; for a list that is unlikely.
     """
     if isinstance(where, str):
         return cls is not dict or not set("*?[") & set("".join(split_path(where)[-1:])) or where.endswith("**")
@@ -82,11 +82,11 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
     ours, theirs = _entries_within(structure, first), _entries_within(structure, other)
     if ours != theirs:
         only = set(ours) ^ set(theirs)
-        yield f"one of them alone has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
+        yield f"only one of them has {quoted(sorted(map(join_path, only - {()})) or ['leaves'])}"
         return
     for i, j in zip(range(first.start, first.stop), range(other.start, other.stop), strict=True):
         if structure.specs[i] != structure.specs[j]:
-            yield f"{structure.describe(i)} is not as {structure.describe(j)}"
+            yield f"{structure.describe(i)} differs from {structure.describe(j)}"
     if first.number is None or other.number is None:
         return
     nodes = [structure.nodes[n : structure.nodes[n].last] for n in (first.number, other.number)]
@@ -102,5 +102,5 @@ def _differences(structure: Structure, first: Span, other: Span) -> Iterator[str
 
 
 def _entries_within(structure: Structure, span: Span) -> list[tuple[str, ...]]:
-    """The entries of the leaves in a node, from the node on."""
+    """Returns the entries of the leaves in a node, relative to the node."""
     return [entries[len(span.entries) :] for entries in structure.entries[span.start : span.stop]]

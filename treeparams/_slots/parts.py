@@ -1,6 +1,6 @@
-"""A model taken apart into its trained parameters, one array per slot, and the rest; and put together again.
+"""Splits a model into its trained parameters, one array per slot, and the rest; and puts it together again.
 
-Every function of this library is `take_apart`, a line of its own work on `parts.slots`, and `parts.model(...)` or
+Every function of this library is `take_apart`, its own operation on `parts.slots`, and `parts.model(...)` or
 `parts.canonical(...)`.
 """
 
@@ -73,12 +73,12 @@ def _static(layout: Layout, structure: Structure, values: tuple[Any, ...]) -> _S
 class Rest(Generic[M]):
     """A model without its trained parameters, as `tp.partition` returns it.
 
-    A pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and ties
-    are static. `rest.layout` is the layout of the model.
+    It is a pytree whose only leaves are the frozen arrays, each object once; functions, strings, numbers, structure and
+    ties are static. You can pass it to plain `jax.jit`. `rest.layout` is the layout of the model.
     """
 
     def __init__(self, frozen: tuple[Any, ...], static: _Static) -> None:
-        """For this library's own use; users write `tp.partition(model)`."""
+        """Used by this library; write `tp.partition(model)`."""
         self._kept = frozen
         self._static = static
 
@@ -111,7 +111,7 @@ index_in: Callable[[Rest[Any]], Index] = operator.attrgetter("_static.index")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Parts(Generic[M]):
-    """A model taken apart."""
+    """A model taken apart: one array per slot, and the rest."""
 
     slots: tuple[Any, ...]  # one array per slot
     rest: Rest[M]
@@ -123,7 +123,7 @@ class Parts(Generic[M]):
 
     @property
     def index(self) -> Index:
-        """The `Index` of this very model."""
+        """The `Index` of this model, with its own structure."""
         return index_in(self.rest)
 
     @property
@@ -132,15 +132,15 @@ class Parts(Generic[M]):
         return _halves(self.rest)[1].treedef
 
     def model(self, slots: Sequence[Any]) -> M:
-        """The model with these values in its slots, at all paths of each."""
+        """Returns the model with these values in its slots, at all paths of each."""
         return put_together(self.rest, slots)
 
     def canonical(self, slots: Sequence[Any]) -> PyTree:
-        """The canonical tree of one value per slot."""
+        """Returns the canonical tree of one value per slot."""
         return self.index.canonical(slots, self.treedef)
 
     def everywhere(self, slots: Sequence[Any]) -> PyTree:
-        """The tree of one value per slot at all paths of each, `None` elsewhere."""
+        """Returns a tree with one value per slot at all paths of each, and `None` elsewhere."""
         static = _halves(self.rest)[1]
         index = static.index
         computed = index.computed_from(slots) if index.computed else ()
@@ -148,7 +148,7 @@ class Parts(Generic[M]):
 
 
 def take_apart(model: M, trainable: Trainable) -> Parts[M]:
-    """A model as one array per slot and the rest."""
+    """Splits a model into one array per slot and the rest."""
     leaves, treedef, structure = structure_of(model)
     check_is_model(leaves, structure)
     layout, index = look_up(structure, trainable, leaves)
@@ -159,10 +159,10 @@ def take_apart(model: M, trainable: Trainable) -> Parts[M]:
 
 
 def as_rest(tree: M, *, by_shape: bool = True) -> Rest[M]:
-    """Any tree as a `Rest` that is all of it: nothing is trained. `put_together(rest, ())` is the tree.
+    """Returns any tree as a `Rest` that holds all of it: nothing is trained. `put_together(rest, ())` is the tree.
 
-    Its static half is equal to that of a tree that differs in shapes and dtypes alone. Without `by_shape` there is one
-    structure for all of these.
+    Its static half equals that of a tree that differs only in shapes and dtypes. Without `by_shape`, all of these share
+    one structure.
     """
     leaves, treedef, structure = structure_of(tree, by_shape=by_shape)
     layout = structure.remember("nothing trained", lambda: _nothing_trained(structure))
@@ -182,7 +182,7 @@ _ANY_ARRAY = Spec((), None, False)
 
 
 def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
-    """The model of one value per slot."""
+    """Returns the model of one value per slot."""
     frozen, static = _halves(rest)
     index, values = static.index, [*slots, *frozen, *static.values.values]
     # A model is put together here with its ties, and a later trace may lose them: it is noted that they are one, or of
@@ -200,13 +200,13 @@ def put_together(rest: Rest[M], slots: Sequence[Any]) -> M:
 
 
 def kept_arrays(rest: Rest[Any]) -> dict[str, Any]:
-    """The arrays that are no slots, each object once, by path."""
+    """Returns the arrays that are not slots, each object once, by path."""
     frozen, static = _halves(rest)
     return dict(zip(static.index.gathers.kept_paths, frozen, strict=True))
 
 
 def other_values(rest: Rest[Any]) -> dict[str, Any]:
-    """The leaves that are no arrays, by path."""
+    """Returns the leaves that are not arrays, by path."""
     static = _halves(rest)[1]
     structure = static.index.structure
     paths = [path for path, spec in zip(structure.paths, structure.specs, strict=True) if spec is None]
@@ -214,13 +214,13 @@ def other_values(rest: Rest[Any]) -> dict[str, Any]:
 
 
 def others(rest: Rest[Any]) -> list[Any]:
-    """The leaves that are no slots: the arrays, each object once, and then the values that are no arrays."""
+    """Returns the leaves that are not slots: the arrays, each object once, and then the values that are not arrays."""
     frozen, static = _halves(rest)
     return [*frozen, *static.values.values]
 
 
 def with_kept_arrays(rest: Rest[M], frozen: Sequence[Any], values: Sequence[Any] | None = None) -> Rest[M]:
-    """A `Rest` with other arrays in place of those that are no slots, and other values that are no arrays."""
+    """Returns a `Rest` with other arrays in place of those that are not slots, and optionally other values."""
     static = _halves(rest)[1]
     if values is not None:
         static = _Static(static.layout, static.index, static.treedef, tuple(values))
@@ -247,20 +247,21 @@ def partition(model: M, trainable: Trainable = None) -> tuple[PyTree, Rest[M]]:
         trainable: the parameters to train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        `params`, the canonical tree: of the model's own structure, with the array at each slot's path and `None`
-        everywhere else (frozen, aliases, no parameter); and `rest`, everything else. Arrays are not copied, so a step
-        that donates `params` takes them from `model` too: if you need it after, write `tp.partition(tp.copy(model))`.
+        `params`, the canonical tree: it has the structure of the model, with the array at each slot's path and `None`
+        everywhere else (frozen parameters, aliases, other leaves); and `rest`, which holds everything else. Arrays are
+        not copied, so a step that donates `params` deletes them in `model` too. If you need the model afterwards, write
+        `tp.partition(tp.copy(model))`.
 
     Raises:
-        ValueError: as `tp.layout`.
-        TypeError: as `tp.layout`.
+        ValueError: see `tp.layout`.
+        TypeError: see `tp.layout`.
     """
     parts = take_apart(model, trainable)
     return parts.canonical(parts.slots), parts.rest
 
 
 def combine(params: PyTree, rest: Rest[M]) -> M:
-    """The inverse of `tp.partition`: the model of these parameters.
+    """Puts a model together from its parameters and the rest; the inverse of `tp.partition`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> shared = jnp.array([1.0, 2.0])
@@ -270,18 +271,18 @@ def combine(params: PyTree, rest: Rest[M]) -> M:
     True
 
     Args:
-        params: the canonical tree, or another tree with arrays at the same paths. Each has the shape of its leaf, or is
-            a stack of such, as in an ensemble.
+        params: the canonical tree, or another tree with arrays at the same paths. Each array has the shape of its leaf,
+            or is a stack of such arrays, as in an ensemble.
         rest: from `tp.partition`.
 
     Returns:
-        The model. One array object stands at all paths of a tie, also inside a trace, so that its gradient is summed;
-        where the tie has a transform, the alias is computed.
+        The model. One array object is at all paths of a tie, also inside a trace, so that its gradient is summed. If
+        the tie has a transform, the alias is computed.
 
     Raises:
-        ValueError: `params` lacks a parameter, has one of another shape, or has an entry at a path that the model has
-            not.
-        TypeError: `rest` is no `Rest`.
+        ValueError: `params` lacks a parameter, has one of another shape, or has an entry at a path that the model does
+            not have.
+        TypeError: `rest` is not a `Rest`.
     """
     if not isinstance(rest, Rest):
         remedy = "params, rest = tp.partition(model); the two trees of eqx.partition go into eqx.combine"

@@ -1,4 +1,4 @@
-"""The one reader of `{where: value}`: the first entry that selects a parameter gives its value."""
+"""Reads `{where: value}`: the first entry that selects a parameter gives its value."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,17 +15,17 @@ def first_entries(
     kind: str = "parameter",
     may_be_empty: bool = False,
 ) -> dict[int, int]:
-    """The number of the entry that gives each leaf its value, for those that any entry selects.
+    """Returns, for each leaf that any entry selects, the number of the entry that gives its value.
 
-    A tie is asked by its source. An entry that selects nothing, or nothing that earlier entries left, is an error, but
-    for `**` at the end, the default.
+    A tied parameter gets the value for its source. An entry that selects nothing, or only leaves that earlier entries
+    selected, is an error, except for a final `**`, the default.
 
     Args:
         index: of a model.
         wheres: of the entries, in order.
         among: the leaves that an entry may select; `None`: the parameters.
-        asked: those of them for which an entry must be of use, if it selects any; `None`: the trained ones. An entry
-            that selects others alone is empty.
+        asked: the leaves for which an entry must have an effect, if it selects any of them; `None`: the trained ones.
+            An entry that selects only others has no effect.
         kind: of the leaves, in words.
         may_be_empty: whether an entry may select nothing, as in a tree of which only a part is shown.
     """
@@ -40,19 +40,19 @@ def first_entries(
             earlier = dict.fromkeys(found[leaf] for leaf in sorted(its & asked))
             raise ValueError(
                 f"{name_of(where)} comes too late: {', '.join(name_of(wheres[each]) for each in earlier)} before it "
-                "took all that it selects; the first that selects a parameter has it"
+                "selects the same parameters; the first entry that selects a parameter decides"
             )
         found |= dict.fromkeys(left, number)
     return found
 
 
 def _check_ties(index: Index, where: object, selected: frozenset[int]) -> None:
-    """Refuses an entry that selects nothing but further places of arrays, which are asked by their first one."""
+    """Raises a `ValueError` for an entry that selects only aliases of arrays, since the source decides for these."""
     if selected and selected <= index.sources.keys():
         leaf = min(selected)
         source, paths = index.sources[leaf], index.structure.paths
         raise ValueError(
             f"{name_of(where)} names {paths[leaf]!r}, but {paths[source]!r} and {paths[leaf]!r} are one array. "
-            f"Either give {paths[leaf]!r} a copy of its own (tp.copy, as for a target network; tp.untie), or write "
+            f"Either make {paths[leaf]!r} a separate array (tp.copy, as for a target network; tp.untie), or write "
             f"{paths[source]!r}"
         )

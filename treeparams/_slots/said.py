@@ -1,4 +1,4 @@
-"""Which parameters are trained: by a mask, a `where`, what classes declare, `freeze` and `thaw`."""
+"""Decides which parameters are trained: by a mask, a `where`, declarations of classes, `freeze` and `thaw`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,8 @@ from .._tree.types import TreeDef
 from .where import Follows, Leaves, Where, found_in, name_of, no_where, read, select, some, whole
 
 Said = dict[int, bool]
-"""Whether each parameter is to be trained. An alias of a declared or given tie has an entry only where a mask or a
-declaration names it; it must agree with the source."""
+"""Whether each parameter is trained. An alias of a declared or given tie has an entry only if a mask or a declaration
+names it; the entry must agree with the source."""
 
 
 def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
@@ -37,7 +37,7 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
         if found <= frozen:
             raise ValueError(
                 f"{name_of(match.where)} selects only leaves that are declared frozen ({some(structure, found)}); "
-                "to train them all the same, write thaw=... in place of trainable=..."
+                "to train them anyway, write thaw=... instead of trainable=..."
             )
         selected |= whole(found, follows)
     for match in away:
@@ -47,12 +47,12 @@ def choose(structure: Structure, follows: Follows, trainable: object) -> Said:
         own = each.intersection(structure.parameters)
         said |= dict.fromkeys(own if own <= follows.keys() else own.difference(follows), False)
     if away and not any(said.values()):
-        raise ValueError(f"{name_of(trainable)} selects nothing: all of it is taken away or declared frozen")
+        raise ValueError(f"{name_of(trainable)} selects nothing: everything is excluded or declared frozen")
     return said
 
 
 def change(structure: Structure, follows: Follows, said: Said, where: Where | None, trained: bool) -> None:
-    """Adds the statement of `freeze=` or `thaw=`, which stands above all that was said before."""
+    """Applies `freeze=` or `thaw=`, which overrides everything before it."""
     if where is None:
         return
     selected = select(structure, where, follows)
@@ -63,17 +63,17 @@ def change(structure: Structure, follows: Follows, said: Said, where: Where | No
 
 
 def declared_frozen(structure: Structure) -> frozenset[int]:
-    """The leaves that the classes of the nodes above them declare frozen."""
+    """Returns the leaves that the classes of the nodes above them declare frozen."""
     return frozenset[int]().union(*_declarations(structure))
 
 
 def _declarations(structure: Structure) -> list[frozenset[int]]:
-    """The leaves that each declaration freezes."""
+    """Returns the leaves that each declaration freezes."""
     return [each for node, said in declaring_nodes(structure) for each in _frozen_below(structure, node, said)]
 
 
 def declaring_nodes(structure: Structure) -> list[tuple[Node, Declared]]:
-    """The nodes whose classes declare something, with the declarations."""
+    """Returns the nodes whose classes declare something, with the declarations."""
     found = [(node, declared(node.cls, registry.version)) for node in structure.nodes]
     return [(node, said) for node, said in found if any(said)]
 
@@ -91,7 +91,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
         below.setdefault(structure.entries[i][depth : depth + 1][0], []).append(i)
     if any(entry.isdigit() for entry in below):
         raise TypeError(
-            f"{node.cls.__qualname__} says of its fields what is trained but is a pytree without names; register "
+            f"{node.cls.__qualname__} declares which fields train but is a pytree without field names; register "
             "it with keys (jax.tree_util.register_dataclass), or write tp.declare(cls, frozen=...) with positions"
         )
     for name, trained in said.fields.items():
@@ -109,7 +109,7 @@ def _frozen_below(structure: Structure, node: Node, said: Declared) -> Iterator[
 
 
 def as_mask(structure: Structure, value: object) -> list[bool] | None:
-    """The flags per leaf if `value` is a mask; `None` if it is something else."""
+    """Returns the flag of each leaf if `value` is a mask, otherwise `None`."""
     if value is None or isinstance(value, (str, re.Pattern, type, Leaves)):
         return None
     # A mask and a `where` may both be a sequence, a function or a Module. A tree whose leaves are all bools is a mask;
@@ -127,23 +127,23 @@ def as_mask(structure: Structure, value: object) -> list[bool] | None:
         if any(hasattr(flag, "dtype") and flag.dtype.kind != "b" and flag.ndim for flag in flags):
             raise TypeError(no_where(structure, value))
         kinds = ", ".join(sorted({describe(flag) for flag in flags})[:3])
-        raise TypeError(f"a mask holds Python bools, got {kinds}; write jax.tree.map(bool, mask) where these are flags")
+        raise TypeError(f"a mask must hold Python bools, got {kinds}; write jax.tree.map(bool, mask) if they are flags")
     return [] if has_its_structure and not flags else None
 
 
 def _other_structure(structure: Structure, mask: object, flags: Sequence[Any], treedef: TreeDef) -> str:
-    """The message on a mask that has not the structure of the model."""
+    """Returns the error message for a mask that does not have the structure of the model."""
     if jtu.treedef_is_leaf(treedef):
         return (
-            f"trainable={mask!r} is no mask, which has a bool at every leaf of the model. Everything that is not "
-            "declared frozen trains by itself; write freeze='**' in tp.layout to train nothing"
+            f"trainable={mask!r} is not a mask, which has a bool at every leaf of the model. Everything that is not "
+            "declared frozen trains by default; write freeze='**' in tp.layout to train nothing"
         )
     paths = scan(mask, flags, treedef).paths
     missing, extra = set(structure.paths) - set(paths), set(paths) - set(structure.paths)
     differs = (
         f"it has no {min(missing)!r}"
         if missing
-        else f"it has {min(extra)!r}, which the model has not"
+        else f"it has {min(extra)!r}, which the model does not have"
         if extra
         else f"its nodes are of other types: got {treedef}"
     )

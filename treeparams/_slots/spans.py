@@ -1,4 +1,4 @@
-"""The nodes and leaves of a structure as spans of leaves: all, those below a node, those that look alike."""
+"""The nodes and leaves of a structure as spans of leaves: all of them, those below a node, those that look alike."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from .._tree.types import TreeDef
 
 
 class Span(NamedTuple):
-    """A node, or a leaf, by the leaves in it."""
+    """A node, or a leaf, given by the leaves in it."""
 
     start: int
     stop: int
@@ -24,13 +24,13 @@ class Span(NamedTuple):
 
 
 def spans_of(structure: Structure) -> list[Span]:
-    """All nodes, in preorder, and then all leaves."""
+    """Returns all nodes, in preorder, and then all leaves."""
     nodes = [Span(node.start, node.stop, node.entries, n) for n, node in enumerate(structure.nodes)]
     return nodes + [Span(i, i + 1, entries, None) for i, entries in enumerate(structure.entries)]
 
 
 def below(structure: Structure) -> Mapping[Any, list[Span]]:
-    """The children of each node, by its entries; under `None` the root."""
+    """Returns the children of each node, by its entries; under `None` the root."""
 
     def find() -> dict[Any, list[Span]]:
         found: dict[Any, list[Span]] = {}
@@ -42,7 +42,7 @@ def below(structure: Structure) -> Mapping[Any, list[Span]]:
 
 
 def outermost(structure: Structure, matches: Callable[[Span], bool]) -> tuple[Span, ...]:
-    """The nodes and leaves for which this holds, without those below another one."""
+    """Returns the nodes and leaves for which a predicate holds, without those below another one."""
     found: list[Span] = []
     inside = set[int]()  # leaves; a node stands before those in it, and all leaves stand last
     for span in spans_of(structure):
@@ -53,21 +53,21 @@ def outermost(structure: Structure, matches: Callable[[Span], bool]) -> tuple[Sp
 
 
 def items_in(structure: Structure, span: Span) -> int:
-    """How many items a list or tuple has, also those that are `None`, as frozen ones may be; none in other nodes."""
+    """Returns the number of items of a list or tuple, including `None`, which frozen ones may be; 0 for other nodes."""
     if span.number is None or structure.nodes[span.number].cls not in (list, tuple):
         return 0
     return len(subtreedefs(structure)[span.number].children())
 
 
 def by_treedef(structure: Structure) -> Mapping[tuple[int, TreeDef], Span]:
-    """The nodes by their first leaf and their treedef."""
+    """Returns the nodes by their first leaf and their treedef."""
     treedefs = subtreedefs(structure)
     make = lambda: {(span.start, treedefs[span.number]): span for span in spans_of(structure)}
     return structure.remember("by treedef", make)
 
 
 def subtreedefs(structure: Structure) -> dict[int | None, TreeDef]:
-    """The treedef of each node of a structure, and of a leaf."""
+    """Returns the treedef of each node of a structure, and of a leaf."""
 
     def find() -> dict[int | None, TreeDef]:
         # In preorder, as a structure numbers its nodes: the children are put on the stack last first.

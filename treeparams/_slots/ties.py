@@ -1,8 +1,8 @@
-"""Ties, parameters that are one: found by identity, declared on classes, or passed to `tp.layout`.
+"""Ties: parameters at several paths that are found by identity, declared on classes, or passed to `tp.layout`.
 
 A tie has a *source*, whose array is the parameter, and *aliases*, which hold that array or a fixed linear function of
-it. Ties by identity are found among the array objects; a declared or given tie joins two such sets, and the path it
-names as source is the source, wherever it is in the tree.
+it. Ties by identity are found among the array objects. A declared or given tie joins two such sets, and the path that
+it names as source is the source, wherever it is in the tree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +37,14 @@ class Alias(NamedTuple):
         return hash(self[:3])
 
     def __str__(self) -> str:
-        """The transforms in words; empty where there is none."""
+        """Returns the transforms in words; empty if there are none."""
         return " of ".join(map(repr, reversed(self.transforms)))
 
     def value_from(self, value: Any, source: Spec) -> Any:
-        """The alias's value, from the source's.
+        """Computes the value of the alias from the value of the source.
 
-        The source's may be a stack of such arrays, as in an ensemble. Anything else goes to all paths of a tie as it
-        is: a label per parameter, a norm.
+        The value may be a stack of such arrays, as in an ensemble. Any other value goes to all paths of a tie
+        unchanged: a label per parameter, a norm.
         """
         shape = getattr(value, "shape", None)
         stacked = -1 if shape is None else len(shape) - len(source.shape)
@@ -71,7 +71,7 @@ class Alias(NamedTuple):
 
 
 def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, ...]:
-    """All aliases of a model, of frozen parameters too, in the order of their sources."""
+    """Returns all aliases of a model, including those of frozen parameters, in the order of their sources."""
     # Sets of leaves that are one array object are named by their first leaf. Each knows at most one set above it.
     above: dict[int, tuple[int, Transform | None]] = {}  # alias -> (source, transform), as sets
     named: dict[int, int] = {}  # the leaf that a tie names as source, of the set it is in
@@ -108,7 +108,7 @@ def find_ties(structure: Structure, given: Given | None = None) -> tuple[Alias, 
 
 
 def followers(ties: Sequence[Alias]) -> Follows:
-    """The aliases that are said to be tied, and the places of the parameter that each follows: one array object."""
+    """Returns the aliases of declared or given ties, and for each the leaves of its source: one array object."""
     places: dict[int, set[int]] = {}
     for alias in ties:
         its = places.setdefault(alias.source, {alias.source})
@@ -119,13 +119,13 @@ def followers(ties: Sequence[Alias]) -> Follows:
 def _root(
     structure: Structure, start: int, above: Mapping[int, tuple[int, Transform | None]]
 ) -> tuple[int, tuple[Transform, ...]]:
-    """The set at the end of a chain of ties, and the transforms on the way back from it, in the order they apply."""
+    """Returns the set at the end of a chain of ties, and the transforms back from it, in order of application."""
     at, transforms, passed = start, (), {start}
     while at in above:
         at, transform = above[at]
         transforms = transforms if transform is None else (transform, *transforms)
         if at in passed:
-            raise ValueError(f"the ties of {structure.paths[start]!r} run in a circle; name one path as the source")
+            raise ValueError(f"the ties of {structure.paths[start]!r} form a cycle; name one path as the source")
         passed.add(at)
     return at, transforms
 
@@ -160,19 +160,19 @@ def _tie(
 
 
 def parameter_at(structure: Structure, path: str) -> int:
-    """The leaf at a path."""
+    """Returns the leaf at a path."""
     i = structure.index.get(join_path(split_path(path)))
     if i is None:
         known = [structure.paths[at] for at in structure.parameters]
         has = "a node; name an array in it" if any(node.path == path for node in structure.nodes) else "no leaf"
         raise ValueError(f"a tie names {path!r}, where the model has {has}{nearest(path, known)}")
     if not structure.is_parameter(i):
-        raise ValueError(f"a tie names {structure.describe(i)}, which is no parameter")
+        raise ValueError(f"a tie names {structure.describe(i)}, which is not a parameter")
     return i
 
 
 def checked(structure: Structure, alias: int, source: int, function: Callable[..., Any] | None) -> Transform | None:
-    """The transform of a tie, `None` where it is the identity."""
+    """Returns the transform of a tie, `None` if it is the identity."""
     if alias == source:
         raise ValueError(f"{structure.paths[alias]!r} is tied to itself; name two paths")
     want, have = structure.spec(alias), structure.spec(source)
@@ -191,7 +191,7 @@ def checked(structure: Structure, alias: int, source: int, function: Callable[..
 
 
 def settle(structure: Structure, ties: tuple[Alias, ...], said: Said) -> tuple[bool, ...]:
-    """Decides for each leaf whether it is trained, with every tie trained or frozen as a whole."""
+    """Decides for each leaf whether it is trained, so that every tied parameter is trained or frozen as a whole."""
     trained = dict(said)
     for alias in ties:
         # A source is no alias, so its own entry is final. An alias that nothing is said of agrees with its source.
@@ -209,12 +209,12 @@ def _half_trained(structure: Structure, ties: tuple[Alias, ...], alias: Alias, o
         how = f"is {alias} of" if alias.transforms else "is tied to"
         return (
             f"{names[1]!r} {how} {names[0]!r}, its source, and is trained or frozen with it, but the source is {is_} "
-            f"and the alias {other}; say it of the source {names[0]!r} (or of both)"
+            f"and the alias {other}; select the source {names[0]!r} (or both)"
         )
     every = [structure.paths[each.leaf] for each in ties if each.source == alias.source and not each.is_said]
     every.insert(0, names[0])
     return (
-        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either give one of them a copy of "
-        f"its own (tp.copy, as for a target network; tp.untie), or name all in one call: "
-        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... of all these"
+        f"{names[0]!r} is {is_} and {names[1]!r} is {other}, but they are one array. Either make one of them a "
+        f"separate array (tp.copy, as for a target network; tp.untie), or name all in one call: "
+        f"tp.layout(model, freeze={every!r}), or thaw=... or trainable=... with all these"
     )

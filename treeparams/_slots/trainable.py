@@ -1,4 +1,4 @@
-"""layout: from the argument `trainable` - nothing, a mask, a `where`, a layout - to the layout it means."""
+"""layout: turns the argument `trainable` - nothing, a mask, a `where`, a layout - into a layout."""
 
 import functools
 import re
@@ -30,16 +30,16 @@ def layout(
     thaw: Where | None = None,
     ties: Given | None = None,
 ) -> Layout:
-    """The static map of a model: which leaves are trained and which of them are one.
+    """Makes the static map of a model: which parameters are trained, and which are tied.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     >>> tp.layout(mlp, "!layers.0").paths, tp.layout(mlp, freeze="layers.0").paths  # the same in two ways
     (('layers.1.weight', 'layers.1.bias'), ('layers.1.weight', 'layers.1.bias'))
 
-    Two paths with the same array object are one parameter. (If that array is one number throughout, as zeros that two
-    biases begin with, a warning asks whether you mean it: `tp.untie`, or `tp.tie`.) So is an alias that a class
-    declares (`tp.field`), or one that is passed:
+    Two paths with the same array object are one parameter. (If all elements of that array are equal, like zeros that
+    two biases start with, you get a warning that asks whether you mean it: use `tp.untie` or `tp.tie`.) An alias that a
+    class declares (`tp.field`), or that you pass, is tied as well:
 
     >>> codec = {"encoder": jnp.ones((2, 3)), "decoder": jnp.ones((3, 2))}
     >>> print(tp.layout(codec, ties={"decoder": ("encoder", jnp.transpose)}))
@@ -47,9 +47,9 @@ def layout(
     encoder  float32[2,3]    0       0     6  decoder (transpose)
     1 slot, 6 elements, 24 bytes
 
-    **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like a model passed as an argument has lost its
-    ties by identity**: JAX hands over a separate tracer for each leaf. Make the layout outside and pass it in: it is
-    static, and every function of this library takes it as its `trainable`.
+    **Inside `jax.jit`, `vmap`, `scan`, `equinox.filter_jit` and the like, a model passed as an argument has lost its
+    ties by identity**: JAX passes a separate tracer for each leaf. Make the layout outside and pass it in. It is
+    static, and every function of this library accepts it as `trainable`.
 
     >>> shared = jnp.array([1.0, 2.0])
     >>> tied = {"a": shared, "b": shared}
@@ -57,42 +57,44 @@ def layout(
     >>> jax.jit(lambda model: tp.grad(lambda m: jnp.sum(m["a"] + m["b"]), known)(model))(tied)
     {'a': Array([2., 2.], dtype=float32), 'b': None}
 
-    You may also use `tp.partition`, `tp.ravel` or `tp.jit`, or declare the ties in a class.
+    You can also use `tp.partition`, `tp.ravel` or `tp.jit`, or declare the ties in a class.
 
     Args:
         model: any pytree; its leaves may be `jax.ShapeDtypeStruct`s (then there are no ties by identity).
-        trainable: `None`: all parameters but those that classes declare frozen (`tp.field`, `tp.declare`). A mask, a
-            tree of the model's structure with a bool at every leaf: trained where `True`, whatever is declared; it is
-            ignored at leaves that are no parameters. A `where`: only the parameters that it selects and that are not
-            declared frozen. A `Layout`: that one, after a check that the model fits it.
+        trainable: `None` trains all parameters except those that classes declare frozen (`tp.field`, `tp.declare`). A
+            mask is a tree of the model's structure with a bool at every leaf: a parameter is trained where it is
+            `True`, whatever is declared; leaves that are not parameters are ignored. A `where` trains only the
+            parameters that it selects and that are not declared frozen. A `Layout` is used as it is, after a check that
+            the model fits it.
         freeze: a `where` of parameters to freeze.
-        thaw: a `where` of parameters to train, read after `freeze`, also where a class declares them frozen.
-        ties: `{alias: path}` or `{alias: (path, transform)}`; the array at the alias is that at the path, or a linear
-            function of it. The function is one at module level or a `functools.partial` of one. Where the parameter is
-            frozen its aliases stay as the model has them.
+        thaw: a `where` of parameters to train, applied after `freeze`, even if a class declares them frozen.
+        ties: `{alias: path}` or `{alias: (path, transform)}`. The array at the alias is the one at the path, or a
+            linear function of it. The function must be defined at module level, or be a `functools.partial` of one that
+            is. If the parameter is frozen, its aliases keep the arrays that the model has.
 
-    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`, `"layers.-1"`; one that matches a node selects all
-    below it, one that starts with `!` takes away), a compiled regex that matches a whole path, a class,
-    `tp.leaves(predicate)`, a callable from the model to nodes of it, or a sequence of these. It selects a tie that a
-    class declares, or that you pass, by its source or by an alias alone. A `where` that selects the alias beside other
-    leaves, as `"decoder"` does where the decoder has a bias too, says nothing of the tie. Of one array at several paths
-    it must name all of them.
+    A `where` is a glob over paths (`"layers.*.bias"`, `"**.bias"`, `"layers.-1"`), a compiled regex that matches a
+    whole path, a class, `tp.leaves(predicate)`, a callable from the model to nodes of it, or a sequence of these. A
+    glob that matches a node selects everything below it; a glob that starts with `!` excludes its matches. To select a
+    tie that a class declares or that you pass, select its source, or only an alias. A `where` that selects the alias
+    and other leaves, as `"decoder"` does if the decoder has a bias too, does not change the tie. If one array is at
+    several paths, select all of them.
 
     Returns:
         The layout.
 
     Raises:
-        ValueError: a `where` selects nothing, or a mask has another structure; a tie is trained at one path and
-            frozen at another, or its ends do not agree; the model is cyclic; it does not fit the given `Layout`.
+        ValueError: a `where` selects nothing; a mask has another structure; a tied parameter is trained at one path and
+            frozen at another; the shapes or dtypes of a tie do not match; the model is cyclic; it does not fit the
+            given `Layout`.
         TypeError: `trainable` is none of these; a field declared trained holds no floating or complex array.
 
     Warns:
-        UserWarning: once for each kind of model. The model is traced, and one of its structure was met before with ties
-            that it no longer has. Or it is not traced, and what was one array are now two that are equal bit for bit.
-            Or trained paths hold one array that is one number throughout, though nobody says that they are one (a
-            class, `ties`, `tp.tie`) and they are no part of a layer that is used twice; or the model is a list, tuple
-            or dictionary of one and the same node. Or a dict, list or tuple holds a Python float beside parameters; it
-            does not train.
+        UserWarning: once for each kind of model, in any of these cases. The model is traced, and the library has met a
+            model of its structure with ties that this one no longer has. The model is not traced, and one array has
+            become two that are equal bit for bit. Trained paths hold one array whose elements are all equal, although
+            nothing (a class, `ties`, `tp.tie`) ties them and they are not part of a layer that is used twice. The model
+            is a list, tuple or dictionary of the same node, repeated. A Python float, which does not train, is beside
+            parameters in a dict, list or tuple.
     """
     leaves, _, structure = structure_of(model)
     check_is_model(leaves, structure)
@@ -105,7 +107,7 @@ def layout(
         return made
     if isinstance(trainable, Layout):
         if ties is not None:
-            raise ValueError("the Layout passed as `trainable` has its ties already; give `ties` where it is made")
+            raise ValueError("the Layout passed as `trainable` has its ties already; pass `ties` where you make it")
         return changed(look_up(structure, trainable)[0], freeze, thaw)
     made = _make(structure, trainable, freeze, thaw, ties)
     if ties is not None:
@@ -116,15 +118,15 @@ def layout(
 
 
 def check_is_model(leaves: Sequence[Any], structure: Structure) -> None:
-    """Refuses what is no pytree, but a class, a path or a layout, where a model is expected."""
+    """Raises a `TypeError` for a class, a path or a layout that is passed instead of a model."""
     if len(leaves) == 1 and not structure.nodes and isinstance(leaves[0], (type, str, Layout)):
         got = f"the class {leaves[0].__name__}" if isinstance(leaves[0], type) else describe(leaves[0])
-        remedy = "; make one of it first" if isinstance(leaves[0], type) else ""
+        remedy = "; make an instance of it first" if isinstance(leaves[0], type) else ""
         raise TypeError(f"expected a model, a pytree with arrays, got {got}{remedy}")
 
 
 def warn_of_forgotten_ties(index: Index) -> None:
-    """Warns, once, of ties that another layout of such models was given, where training would part them."""
+    """Warns, once, of ties that another layout of such models was given and that training would break."""
     given = given_to(index.structure)
     if not given:
         return
@@ -132,15 +134,15 @@ def warn_of_forgotten_ties(index: Index) -> None:
     names = [f"{paths[tie.leaf]!r} to {paths[tie.source]!r}" for tie in given if _is_forgotten(index, tie)]
     if names:
         warn(
-            f"a layout of such a model ties {first_few(names)}; without it they are trained apart. Pass it in (known = "
-            "tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or, where they are to "
-            "part, tp.layout(model)",
+            f"a layout of such a model ties {first_few(names)}; without that layout they are trained separately. Pass "
+            "it (known = tp.layout(model, ties=...); tp.grad(loss, known), optim.trainable(tx, known)), or pass "
+            "tp.layout(model) to train them separately",
             about=(*likeness(index.structure), *names),
         )
 
 
 def _is_forgotten(index: Index, tie: Alias) -> bool:
-    """Whether a layout trains the two ends of a tie, or one of them, and does not know that they are one."""
+    """Returns whether a layout trains at least one end of a tie and does not record that the two are tied."""
     if index.structure.is_traced and not tie.transforms:
         return False  # `warn_of_accidents` looks at these
     if not (index.trained[tie.leaf] or index.trained[tie.source]):
@@ -151,9 +153,9 @@ def _is_forgotten(index: Index, tie: Alias) -> bool:
 
 
 def look_up(structure: Structure, trainable: Trainable, leaves: Sequence[Any] | None = None) -> tuple[Layout, Index]:
-    """The layout that `trainable` means for models of a structure, and where everything lies in these very models.
+    """Returns the layout that `trainable` means for models of a structure, and the `Index` of these models.
 
-    With the leaves of the model, accidents with its ties are warned of.
+    If you pass the leaves of the model, accidental ties are warned of.
     """
     if isinstance(trainable, Layout):
         index = index_of(trainable)
@@ -188,7 +190,7 @@ def _make(
 
 
 def retrained(layout: Layout, trainable: Trainable) -> Layout:
-    """Reads `trainable` for the models of a layout, whose ties stay: arrays in a trace no longer tell them."""
+    """Reads `trainable` for the models of a layout and keeps its ties, which traced arrays do not show."""
     index = index_of(layout)
     if not isinstance(trainable, Layout):
         return relaid(layout, choose(index.structure, index.follows, trainable))
@@ -203,18 +205,18 @@ def retrained(layout: Layout, trainable: Trainable) -> Layout:
 
 
 class MisfitError(ValueError):
-    """A model does not fit a layout; `differences` are the first few, in words."""
+    """A model does not fit a layout; `differences` lists the first few differences in words."""
 
     def __init__(self, differences: str) -> None:
         super().__init__(
-            "the model does not fit the layout (the first below; the model is the second); make the layout from this "
-            f"model, tp.layout(model):\n{differences}"
+            "the model does not fit the layout; make the layout from this model, tp.layout(model). The layout is the "
+            f"first, the model the second:\n{differences}"
         )
         self.differences = differences
 
 
 def _index_for(structure: Structure, layout: Layout) -> Index:
-    """The `Index` of models of a structure that may differ from the layout's in which arrays are one."""
+    """Returns the `Index` for models of a structure that may have fewer ties by identity than the layout."""
     index = index_of(layout)
     want = index.structure
     # Where the layout has a value, the model may have an array: a Python number that `jit` has made a tracer.
@@ -232,7 +234,7 @@ def _index_for(structure: Structure, layout: Layout) -> Index:
         if first != i and index.sources.get(first, first) != index.sources.get(i, i):
             paths = structure.paths
             raise ValueError(
-                f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, which the "
-                f"layout does not know; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
+                f"the model does not fit the layout: {paths[first]!r} and {paths[i]!r} are one array, but the "
+                f"layout does not tie them; make it from this model, or with ties={{{paths[i]!r}: {paths[first]!r}}}"
             )
     return Index(structure, index.trained, index.ties)

@@ -1,4 +1,4 @@
-"""Linear functions that are recognised again, from the source of a tie to an alias."""
+"""Linear functions from the source of a tie to an alias, which can be recognised again in other processes."""
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ class Transform:
         try:
             hash(self._bound)
         except TypeError as error:
-            raise ValueError(f"a tie's transform binds what cannot be compared: {error}") from error
+            raise ValueError(f"a tie's transform binds an argument that cannot be hashed: {error}") from error
         self._key = static_key(self._bound)  # `2` and `np.float32(2)` are equal and give other dtypes
 
     def __call__(self, value: ArrayLike) -> Any:
@@ -55,33 +55,33 @@ class Transform:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - transforms are few, and compared by value
     def tried(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, bool]:
-        """The shape and dtype of the result, and whether it is the array itself, as by a transpose of one axis.
+        """Returns the shape and dtype of the result, and whether it is the array itself (a transpose of one axis).
 
-        The array at an alias is then that at its source, and nothing tells such a tie from one without a transform.
+        The array at an alias is then the array at its source, and such a tie is the same as one without a transform.
         """
         source = jax.ShapeDtypeStruct(shape, dtype)
         try:
             jaxpr, result = jax.make_jaxpr(self.__call__, return_shape=True)(source)
             jax.eval_shape(jax.linear_transpose(self.__call__, source), result)
         except Exception as error:
-            raise ValueError(f"a tie's transform must be linear, and JAX cannot transpose {self}: {error}") from error
+            raise ValueError(f"a tie's transform must be linear, but JAX cannot transpose {self}: {error}") from error
         with jax.ensure_compile_time_eval():
             zeros = jnp.zeros(shape, dtype)
             at_zero = self(zeros)
             if not isinstance(at_zero, jax.Array) or jnp.any(at_zero != 0):
-                raise ValueError(f"a tie's transform must be linear, and {self} of zeros is not an array of zeros")
+                raise ValueError(f"a tie's transform must be linear, but {self} of zeros is not an array of zeros")
         return result, at_zero is zeros or jaxpr.jaxpr.outvars[0] is jaxpr.jaxpr.invars[0]
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, str]:
-    """The module and the name by which a function is found in another process."""
+    """Returns the module and the name by which another process finds a function."""
     module = getattr(function, "__module__", None)
     for name in (getattr(function, "__qualname__", None), getattr(function, "__name__", None)):
         if module and name and found_at(module, name) is function:
             return module, name
     raise ValueError(
-        f"a tie's transform must be found again by `jit` and in the next process, and {function_name(function)} is "
-        "made anew each time; write a function at module level, jnp.transpose, or a functools.partial of one"
+        f"a tie's transform must be found again by `jit` and in the next process, but {function_name(function)} is "
+        "made anew each time; use a function at module level, such as jnp.transpose, or a functools.partial of one"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is said of leaves that look like parameters and are none: numbers, and models that train nothing."""
+"""Messages about leaves that look like parameters and are not: numbers, and models that train nothing."""
 
 from .._tree.messages import AS_ARRAY, warn
 from .._tree.structure import Structure
@@ -11,19 +11,19 @@ _PLAIN = (dict, list, tuple)
 
 
 def numbers(structure: Structure) -> list[int]:
-    """The leaves that are floating or complex numbers of Python or NumPy."""
+    """Returns the leaves that are floating or complex numbers of Python or NumPy."""
     return [i for i, kind in enumerate(structure.values) if kind in _FLOATS]
 
 
 def no_arrays(structure: Structure) -> str:
-    """The leaves that are no arrays, in words; numbers first, since one of them may be taken for a parameter."""
+    """Describes the leaves that are not arrays; numbers come first, since they may be mistaken for parameters."""
     first = numbers(structure)
     rest = [i for i, kind in enumerate(structure.values) if kind is not None and i not in first]
     return first_few([f"{structure.paths[i] or repr('')} ({structure.values[i]})" for i in (*first, *rest)])
 
 
 def warn_of_floats(structure: Structure) -> None:
-    """Warns, once per kind, of numbers in plain containers that hold parameters: no class could declare these."""
+    """Warns, once per kind, of numbers beside parameters in plain containers, which no class can declare."""
     its = numbers(structure)
     if not its or structure.is_traced:
         return
@@ -36,8 +36,8 @@ def warn_of_floats(structure: Structure) -> None:
     paths = [structure.paths[i] for i in its if i not in frozen and structure.entries[i][:-1] in plain]
     if paths:
         warn(
-            f"{quoted(paths)}: a Python number is no parameter, and does not train. To train it, {AS_ARRAY}. If "
-            "it is a constant, hold it in a static field, or outside of the model",
+            f"{quoted(paths)}: a Python number is not a parameter and does not train. To train it, {AS_ARRAY}. If "
+            "it is a constant, hold it in a static field, or outside the model",
             about=("floats", *structure.kinds[:1]),
         )
 
@@ -47,8 +47,11 @@ def warn_of_nothing(index: Index) -> None:
     structure = index.structure
     frozen = [structure.paths[i] for i in structure.parameters]
     if frozen:
-        warn(f"nothing is trained: frozen are {quoted(frozen, 5)}; thaw them with tp.layout(model, thaw=...)")
+        warn(
+            f"nothing is trained: all parameters are frozen ({quoted(frozen, 5)}); thaw them with "
+            "tp.layout(model, thaw=...)"
+        )
         return
     its = quoted([structure.paths[i] for i in numbers(structure)])
-    numbers_too = f", and {its}: numbers are no parameters; {AS_ARRAY}" if its else ""
+    numbers_too = f", and {its}: numbers are not parameters; {AS_ARRAY}" if its else ""
     warn(f"nothing is trained: the model has no floating or complex arrays{numbers_too}")

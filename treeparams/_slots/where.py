@@ -1,4 +1,4 @@
-"""The one reader of a `where` (see `tp.layout`): the nodes and leaves that it matches, and the leaves in these."""
+"""Reads a `where` (see `tp.layout`): the nodes and leaves that it matches, and the leaves in these."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from .spans import Span, below, by_treedef, items_in, outermost, spans_of, subtr
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """A `where` that asks each parameter by itself."""
+    """A `where` that applies a predicate to each parameter."""
 
     predicate: Callable[[str, jax.ShapeDtypeStruct], bool]
 
@@ -32,7 +32,7 @@ Where = str | re.Pattern[str] | type | Leaves | Callable[[Any], Any] | Sequence[
 
 
 def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
-    """A `where` that selects the parameters for which a predicate holds.
+    """Returns a `where` that selects the parameters for which a predicate holds.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> mlp = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
@@ -40,17 +40,17 @@ def leaves(predicate: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Where:
     ('layers.0.weight', 'layers.1.weight')
 
     Args:
-        predicate: called as `predicate(path, leaf)` once per path, with a `jax.ShapeDtypeStruct` for the leaf, and
-            returns a bool. A tie is asked at each of its paths and must be selected as a whole.
+        predicate: called as `predicate(path, leaf)` once per path, with a `jax.ShapeDtypeStruct` for the leaf; returns
+            a bool. It is called for each path of a tie, and must select all of them or none.
 
     Returns:
-        The `where`, for any function of this library that takes one.
+        The `where`, which you can pass to any function of this library that accepts one.
 
     Raises:
-        TypeError: the predicate cannot be called; when it is used: it does not return a bool.
+        TypeError: the predicate is not callable; or, when it is used, it does not return a bool.
     """
     if not callable(predicate):
-        raise TypeError(f"tp.leaves takes a function of path and leaf, got {describe(predicate)}")
+        raise TypeError(f"tp.leaves expects a function of path and leaf, got {describe(predicate)}")
     return Leaves(predicate)
 
 
@@ -65,12 +65,12 @@ class Match(NamedTuple):
     is_listed: bool = False  # one of several nodes that a callable returns
 
     def leaves(self) -> frozenset[int]:
-        """The leaves in these nodes."""
+        """Returns the leaves in these nodes."""
         return frozenset(leaf for span in self.spans for leaf in range(span.start, span.stop))
 
 
 def read(structure: Structure, where: object, *, may_only_take: bool = False) -> tuple[list[Match], list[Match]]:
-    """What a `where` selects and what it takes away, for each single one in it."""
+    """Returns the matches that a `where` selects and those that it excludes, one for each single `where` in it."""
     chosen: list[Match] = []
     away: list[Match] = []
     for each in _single(where):
@@ -89,12 +89,12 @@ def read(structure: Structure, where: object, *, may_only_take: bool = False) ->
         else:
             raise TypeError(no_where(structure, each))
     if not (chosen or may_only_take):
-        raise ValueError(f"{name_of(where)} only takes away; write what it takes from before it: ['**', {where!r}]")
+        raise ValueError(f"{name_of(where)} only excludes; write what to select before it: ['**', {where!r}]")
     return chosen, away
 
 
 def no_where(structure: Structure, value: object) -> str:
-    """The message on what says in no way which parameters are meant."""
+    """Returns the error message for a value that is not a `where`."""
     expected = (
         "expected a mask or a `where` (a glob, a compiled regex, a class, tp.leaves(predicate), a callable from the "
         "model to nodes of it, or a sequence of these)"
@@ -113,13 +113,11 @@ def no_where(structure: Structure, value: object) -> str:
         remedy = (
             f"write its path, {' or '.join(places[:3])}"
             if places
-            else (
-                "the model has none like it; write a path. A model goes into what is returned: tp.grad(loss)(model, x)"
-            )
+            else ("the model has none like it; write a path. Pass the model to the result: tp.grad(loss)(model, x)")
         )
         return f"{expected}, got {describe(value)} itself: {remedy}"
     if leaves and not jtu.treedef_is_leaf(treedef) and all(isinstance(leaf, (bool, np.bool_)) for leaf in leaves):
-        return f"{expected}, got a mask where none is taken: pass it as trainable="
+        return f"{expected}, got a mask, which is not accepted here: pass it as trainable="
     return f"{expected}, got {describe(value)}: {value!r:.80}"
 
 
@@ -136,7 +134,7 @@ def _single(where: object) -> Iterator[object]:
 def _by_glob(structure: Structure, text: str) -> Iterator[Span]:
     if any(entry.startswith(("['", '["')) for entry in Glob(text).entries):
         raise ValueError(
-            f"{text!r} is written as jax.tree_util.keystr writes paths; write entries with dots between them, such as "
+            f"{text!r} is a path in the style of jax.tree_util.keystr; write entries with dots between them, such as "
             "'layers.0.weight'"
         )
     # From the root down, so that a glob is followed only where it can still match.
@@ -181,13 +179,13 @@ def _by_predicate(structure: Structure, where: Leaves) -> Iterator[Span]:
 
 
 def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Match]:
-    """The nodes that a callable returns, each by itself."""
+    """Returns the nodes that a callable returns, as one match each."""
     # Called with a tree that has an object of its own at each leaf, so that its nodes can be found again: the model's
     # own leaves may be one object at several paths.
     objects = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) if spec else object() for spec in structure.specs]
     tree: PyTree = jtu.tree_unflatten(structure.treedef, objects)
     expected = f"{name_of(where)} must return nodes of the model it is given, as for eqx.tree_at"
-    to_ask = "To ask each leaf, write tp.leaves(lambda path, leaf: ...)"
+    to_ask = "To test each leaf, write tp.leaves(lambda path, leaf: ...)"
     try:
         found: Any = where(tree)
     except Exception as error:
@@ -209,7 +207,7 @@ def _by_callable(structure: Structure, where: Callable[[Any], Any]) -> list[Matc
 
 
 def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) -> Iterator[Span]:
-    """The nodes of the model in a tree that is one, or is made of some."""
+    """Yields the nodes of the model in a tree that is one, or that contains some."""
     node = _node(structure, number, found)
     if node is not None:
         yield node
@@ -219,7 +217,7 @@ def _nodes_in(structure: Structure, number: Mapping[int, int], found: PyTree) ->
 
 
 def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Span | None:
-    """The node of the model that a tree is; `None` if it is none."""
+    """Returns the node of the model that a tree is, or `None`."""
     own, treedef = jtu.tree_flatten(found)
     numbers = [number[id(leaf)] for leaf in own]
     # Leaves one after another may be a node of the model; a new list of them is none, by its treedef.
@@ -230,7 +228,7 @@ def _node(structure: Structure, number: Mapping[int, int], found: PyTree) -> Spa
 # -- Leaves ------------------------------------------------------------------------------------------------------------
 
 Follows = Mapping[int, frozenset[int]]
-"""The places of the parameter that each alias of a declared or given tie follows."""
+"""For each alias of a declared or given tie, the leaves of its source."""
 
 
 def select(
@@ -242,24 +240,26 @@ def select(
     kind: str = "parameter",
     may_be_empty: bool = False,
 ) -> frozenset[int]:
-    """The leaves that `where` selects: of the parameters, or among others.
+    """Returns the leaves that `where` selects, among the parameters or among other leaves.
 
-    `follows` says which aliases are selected as their source is, and else only where they are named alone.
+    `follows` holds the aliases that are selected together with their source; otherwise they are selected only if
+    nothing else is.
     """
     among = structure.parameters if among is None else among
     chosen, away = read(structure, where)
     find = functools.partial(found_in, structure, among=among, kind=kind, may_be_empty=may_be_empty)
     sides = [frozenset[int]().union(*[whole(find(each), follows) for each in side]) for side in (chosen, away)]
     if sides[0] <= sides[1] and not may_be_empty:
-        raise ValueError(f"{name_of(where)} selects nothing: all that it selects is taken away")
+        raise ValueError(f"{name_of(where)} selects nothing: everything that it selects is excluded")
     return sides[0] - sides[1]
 
 
 def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
-    """The places of parameters that a single `where` selects, of all leaves that it does.
+    """Returns the leaves of parameters that a single `where` selects, from all leaves that it matches.
 
-    A tie that a class declares, or a layout was given, is selected by its source, or by an alias alone. A `where` that
-    selects an alias beside others, as a node does that holds it, says nothing of the tie.
+    A tie that a class declares, or a layout was given, is selected by its source, or by an alias if nothing else is
+    selected. A `where` that selects an alias together with others, as the node that holds it does, leaves the tie as it
+    is.
     """
     # `freeze="decoder"` is about a weight tied to the encoder's only if the decoder holds nothing else: with a bias of
     # its own beside the weight, it is about the bias alone.
@@ -272,7 +272,7 @@ def whole(selected: frozenset[int], follows: Follows | None) -> frozenset[int]:
 def found_in(
     structure: Structure, match: Match, among: Collection[int], kind: str = "parameter", may_be_empty: bool = False
 ) -> frozenset[int]:
-    """The leaves that a single `where` selects; an error if there are none."""
+    """Returns the leaves that a single `where` selects; raises a `ValueError` if there are none."""
     selected = match.leaves()
     found = selected.intersection(among)
     if found or may_be_empty:
@@ -286,13 +286,13 @@ def found_in(
 
 
 def some(structure: Structure, selected: Collection[int], count: int = 3) -> str:
-    """A few of these leaves, in words."""
+    """Describes a few of these leaves."""
     shown = ", ".join(structure.describe(i) for i in sorted(selected)[:count])
     return shown + (f" and {len(selected) - count} more" if len(selected) > count else "")
 
 
 def name_of(where: object, *, with_line: bool = True) -> str:
-    """The name of a `where` in messages; of a lambda with its line, which names it until somebody edits the file."""
+    """Returns the name of a `where` for messages; for a lambda its line, which is right until the file changes."""
     if isinstance(where, re.Pattern):
         return repr(where.pattern)
     if isinstance(where, Leaves):
@@ -309,13 +309,13 @@ _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "
 def _hint(structure: Structure, where: object) -> str:
     known = [structure.paths[i] for i in structure.parameters]
     if isinstance(where, str) and where in _DTYPES:
-        return f"; a dtype is passed by name, tp.ravel(model, dtype={where!r})"
+        return f"; pass a dtype by keyword, tp.ravel(model, dtype={where!r})"
     if isinstance(where, (str, re.Pattern)):
         text = where if isinstance(where, str) else where.pattern
         return nearest(text, [*known, *(node.path for node in structure.nodes if node.entries)])
     if isinstance(where, type):
         if isinstance(getattr(where, "dtype", None), np.dtype) or issubclass(where, np.generic):
-            return f"; a dtype is passed by name, tp.ravel(model, dtype={where.__name__})"
+            return f"; pass a dtype by keyword, tp.ravel(model, dtype={where.__name__})"
         classes = {node.cls.__qualname__ for node in structure.nodes}
         return f"; the model has nodes of {', '.join(sorted(classes))}"
     return f"; the model's parameters are {quoted(known, 5)}" if known else ""

@@ -1,4 +1,4 @@
-"""copy: a tree with every array in a buffer of its own."""
+"""copy: a tree with every array in a new buffer."""
 
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ M = TypeVar("M")
 
 
 def copy(tree: M) -> M:
-    """The tree with every array in a buffer of its own; ties are kept.
+    """Copies every array of a tree into a new buffer; ties are kept.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> online = {"w": jnp.ones(2)}
@@ -24,13 +24,15 @@ def copy(tree: M) -> M:
     >>> target["w"] is online["w"], bool((target["w"] == online["w"]).all())
     (False, True)
 
-    If you made the target network by assignment, it would be tied to the online one, and gone when a step donates that.
+    If you made the target network by assignment, it would share its arrays with the online network, and a step that
+    donates the online network would delete them.
 
     Args:
         tree: any pytree.
 
     Returns:
-        A tree of the same structure. An array at several paths is copied once; leaves that are no arrays stay.
+        A tree of the same structure. An array at several paths is copied once; leaves that are not arrays are
+        unchanged.
     """
     leaves, treedef = flatten(tree)
     if not NUMBERS.isdisjoint(map(type, leaves)):
@@ -47,7 +49,7 @@ def copy(tree: M) -> M:
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """A copy of an array; anything else as it is."""
+    """Returns a copy of an array; any other value unchanged."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf

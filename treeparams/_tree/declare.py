@@ -1,7 +1,7 @@
-"""Declarations of classes: which fields are trained, and which always hold one and the same array.
+"""Declarations of classes: which fields are trained, and which always hold the same array.
 
-A declaration belongs to a class, never to an instance, and comes from one of two: the metadata of a dataclass field
-(`field`, for classes that you write) and the registry below (`declare`, for classes that you do not own).
+A declaration belongs to a class, never to an instance. It comes from the metadata of a dataclass field (`field`, for
+classes that you write) or from the registry below (`declare`, for classes that you do not own).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Given = Mapping[str, str | tuple[str, Callable[[jax.Array], jax.Array]]]
 
 
 class Declared(NamedTuple):
-    """All that is declared of one class, bases included; paths are relative to an instance."""
+    """Everything that is declared for one class, bases included; paths are relative to an instance."""
 
     fields: dict[str, bool]  # `trainable` of the fields whose metadata have it
     frozen: tuple[str, ...]  # globs
@@ -40,7 +40,7 @@ _OF_BUFFERS = ("equinox.StateIndex", "equinox.State")  # those among them whose 
 
 
 class _Registry:
-    """The declarations made by `declare`, and their version: anything derived from an earlier one is stale."""
+    """The declarations made by `declare`, and their version: anything derived from an earlier version is stale."""
 
     def __init__(self) -> None:
         self.classes: weakref.WeakKeyDictionary[type, Declared] = weakref.WeakKeyDictionary()
@@ -60,7 +60,7 @@ else:
         transform: Callable[[jax.Array], jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """`equinox.field` that also says whether its parameters are trained, or to which parameter it is tied.
+        """Declares a field like `equinox.field`, and whether its parameters train or which parameter it is tied to.
 
         >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
         >>> class Codec(eqx.Module):
@@ -73,27 +73,28 @@ else:
         mean     float32[3]         frozen     3
         1 slot, 6 elements, 24 bytes; 3 elements frozen
 
-        The declaration is kept in the field's metadata, so it goes with `converter=`, `static=`, defaults and
-        inheritance (a subclass that defines the field anew decides anew). A plain dataclass that is a pytree says the
-        same with `dataclasses.field(metadata={"trainable": False})`.
+        The declaration is stored in the field's metadata, so it works with `converter=`, `static=`, defaults and
+        inheritance (a subclass that redefines the field decides anew). In a plain dataclass that is a pytree, write
+        `dataclasses.field(metadata={"trainable": False})`.
 
         Args:
             trainable: `False` freezes every parameter at or below the field; a `True` further down does not thaw it.
-                `True` is a promise: when the field's own value is a leaf that cannot be trained (a Python float, an
-                int array), `tp.layout` raises a `TypeError`. `None`, the default, says nothing: parameters are trained.
-            tied_to: the path, relative to the instance, of the parameter that this field's array is. It may lie deeper
-                (`"layers.0.weight"`). `None` in place of the array is no tie; ties of arrays further down are declared
-                by `tp.declare(cls, ties=...)`. `tp.tie(model)` sets the array at the field.
-            transform: the linear function from that parameter to the field's array, as for `tp.layout`. `None`: it is
-                the parameter itself.
-            **kwargs: as for `equinox.field`.
+                `True` is a promise: if the field's own value is a leaf that cannot be trained (a Python float, an int
+                array), `tp.layout` raises a `TypeError`. `None`, the default, declares nothing: parameters are trained.
+            tied_to: the path, relative to the instance, of the parameter that this field's array is tied to. It may be
+                deeper (`"layers.0.weight"`). If the field holds `None` instead of an array, there is no tie. To declare
+                ties of arrays further down, use `tp.declare(cls, ties=...)`. `tp.tie(model)` sets the array at the
+                field.
+            transform: the linear function from that parameter to the field's array, as for `tp.layout`. With `None`,
+                the field holds the parameter itself.
+            **kwargs: see `equinox.field`.
 
         Returns:
             A dataclass field.
 
         Raises:
-            TypeError: `trainable` is not a bool, or `tied_to` no path.
-            ValueError: the field is static, so it holds no leaves; a transform without `tied_to`.
+            TypeError: `trainable` is not a bool, or `tied_to` is not a path.
+            ValueError: the field is static, so it holds no leaves; you passed a transform without `tied_to`.
         """
         said: dict[str, Any] = {}
         if trainable is not None:
@@ -103,10 +104,10 @@ else:
             said["tied_to"] = tied_to if transform is None else (tied_to, transform)
             read_source(said["tied_to"], "tp.field")
         elif transform is not None:
-            raise ValueError('a transform is of another parameter: tp.field(tied_to="embed", transform=...) names it')
+            raise ValueError('transform= needs the path of a parameter: tp.field(tied_to="embed", transform=...)')
         if kwargs.get("static") and (trainable or tied_to is not None):
             name = "tied_to=" if tied_to is not None else "trainable=True"
-            raise ValueError(f"a static field is no part of the tree: drop `static=True` or `{name}`")
+            raise ValueError(f"a static field is not part of the tree: drop `static=True` or `{name}`")
         if said:
             kwargs["metadata"] = {**kwargs.get("metadata", {}), **said}
         try:
@@ -117,13 +118,13 @@ else:
 
 
 def _refuse_unknown(arguments: Mapping[str, object]) -> None:
-    """Raises an error that names an argument that no field takes, and the one that is meant."""
+    """Raises a `TypeError` that names an argument that no field accepts, and the one that is probably meant."""
     known = [*_FIELD, *inspect.signature(eqx.field).parameters, *inspect.signature(dataclasses.field).parameters]
     for name in arguments:
         if name not in known:
             is_frozen = name in ("frozen", "freeze", "requires_grad", "train")
             meant = "; write trainable=False" if is_frozen else nearest(name, known, 1)
-            raise TypeError(f"tp.field takes no {name!r}{meant}")
+            raise TypeError(f"tp.field has no argument {name!r}{meant}")
 
 
 _FIELD = ("trainable", "tied_to", "transform")
@@ -137,8 +138,7 @@ def declare(
 ) -> None:
     """Declares which fields of a class are frozen and which are tied in every instance.
 
-    It is for classes that you do not own. In a class of your own `tp.field` says so, except for ties of arrays that lie
-    deeper.
+    Use it for classes that you do not own. In your own classes use `tp.field`, except for ties of arrays further down.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> class Norm(eqx.nn.LayerNorm):  # stands for a class of another package
@@ -147,11 +147,11 @@ def declare(
     >>> tp.layout(Norm(4)).paths
     ('weight',)
 
-    Names in dictionaries are declared of `dict`: `tp.declare(dict, frozen="batch_stats")` freezes everything under that
-    key in any dictionary of the process, as Flax's variables have it.
+    To freeze names in dictionaries, declare them for `dict`: `tp.declare(dict, frozen="batch_stats")` freezes
+    everything under that key in any dictionary of the process, such as Flax's variables.
 
-    Subclasses inherit the declaration. Declaring a class again replaces its earlier declaration. Programs that plain
-    `jax.jit` has compiled do not notice; declare before the first call.
+    Subclasses inherit the declaration. A second declaration for a class replaces the first. Programs that plain
+    `jax.jit` has compiled do not change, so declare before the first call.
 
     Args:
         cls: the class of a pytree node.
@@ -164,10 +164,10 @@ def declare(
     """
     if not isinstance(cls, type):
         got = repr(cls) if isinstance(cls, str) else describe(cls)
-        raise TypeError(f"tp.declare takes a class, got {got}; for one model write tp.layout(model, freeze=...)")
+        raise TypeError(f"tp.declare expects a class, got {got}; for one model write tp.layout(model, freeze=...)")
     frozen = (frozen,) if isinstance(frozen, str) else frozen
     if not (isinstance(frozen, Sequence) and all(isinstance(glob, str) for glob in frozen)):
-        raise TypeError(f'frozen is a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
+        raise TypeError(f'frozen must be a glob over paths or several, such as "bias" or "**", got {describe(frozen)}')
     frozen, ties = tuple(frozen), read_ties(ties or {})
     sources = [read_source(source, f"tp.declare, {alias!r}")[0] for alias, source in ties.items()]
     names = getattr(cls, "_fields", ())  # of a NamedTuple
@@ -183,7 +183,7 @@ def declare(
 
 @functools.lru_cache(maxsize=1024)
 def declared(cls: type, version: int) -> Declared:
-    """The declarations of a class and its bases, as of a version of the registry."""
+    """Returns the declarations of a class and its bases, as of a version of the registry."""
     del version  # it is part of the cache's key
     fields: dict[str, bool] = {}
     ties: dict[str, Any] = {}
@@ -212,19 +212,19 @@ def _qualified(cls: type) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def holds_buffers(cls: type) -> bool:
-    """Whether the arrays of this class are buffers, such as running statistics, and no parameters of anybody."""
+    """Returns whether arrays of this class are buffers, such as running statistics, and never parameters."""
     is_state = any(_qualified(base) in _OF_BUFFERS for base in cls.__mro__)
     return is_state or _is_flax_state(cls)
 
 
 def _is_flax_state(cls: type) -> bool:
-    """Whether this is a class of Flax for variables that are no parameters."""
+    """Returns whether this is a Flax class for variables that are not parameters."""
     return _is_flax(cls, "Variable") and not _is_flax(cls, "Param")
 
 
 @functools.lru_cache(maxsize=1024)
 def is_box(cls: type) -> bool:
-    """Whether a node of this class only wraps one value, so that it adds no entry to a path (`flax.nnx.Variable`)."""
+    """Returns whether a node of this class only wraps one value and adds no entry to a path (`flax.nnx.Variable`)."""
     return _is_flax(cls, "Variable", "VariableState")
 
 
@@ -238,21 +238,23 @@ def _check_bool(value: object, where: str) -> None:
 
 
 def read_ties(ties: object) -> dict[str, Any]:
-    """Ties by their aliases."""
+    """Returns ties by their aliases."""
     if not isinstance(ties, Mapping):
-        raise TypeError(f"ties is a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}")
+        raise TypeError(
+            f"ties must be a dictionary {{alias: path}} or {{alias: (path, transform)}}, got {describe(ties)}"
+        )
     for alias in ties:
         if not isinstance(alias, str):
-            raise TypeError(f"ties: an alias is a path such as 'head.weight', got {function_name(alias)}")
+            raise TypeError(f"ties: an alias must be a path such as 'head.weight', got {function_name(alias)}")
     return dict(ties)
 
 
 def read_source(source: object, where: str) -> tuple[str, Callable[..., Any] | None]:
-    """The source of a tie: its path, and the function of a tie that has one."""
+    """Returns the source of a tie: its path, and the function of a tie that has one."""
     path, transform = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if not isinstance(path, str) or not (transform is None or callable(transform)):
         raise TypeError(
-            f"{where}: a tie is to a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
+            f"{where}: a tie needs a path such as 'embed.weight', or (path, transform), got {_in_short(source)}"
         )
     return path, transform
 

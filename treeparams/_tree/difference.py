@@ -1,7 +1,7 @@
-"""The differences of two trees, row by row: the rows, the table of them, and those that two structures tell.
+"""The differences of two trees, row by row: the rows, their table, and the rows that two structures give.
 
-A tree is read along with the other from the root. A subtree without a counterpart is named once, by its topmost node.
-Of two nodes at one path the class and the static values are compared. Two leaves at one path are handed over to the
+The two trees are read side by side from the root. A subtree without a counterpart is named once, by its topmost node.
+For two nodes at one path, the class and the static values are compared. Two leaves at one path are passed to the
 caller, who has more to compare: a layout whether they are trained, `tp.diff` the arrays themselves.
 """
 
@@ -25,11 +25,11 @@ _DEEPEST = 8  # containers within a static value, which may contain itself
 _WORDS = {"class": "is a", "static": "has other static values:", "value": "has other values:", "tie": "is tied to"}
 _AGAIN = {"class": "a ", "tie": "to "}  # before the second
 NOTHING = "nothing"
-"""Stands in a row for the tree that has nothing at the path."""
+"""Shown in a row for the tree that has nothing at the path."""
 
 
 class Difference(NamedTuple):
-    """One row: one difference at a path. The numbers are those of the elements of two arrays."""
+    """One row: one difference at a path. The numbers describe the elements of two arrays."""
 
     path: str
     what: str  # "structure", "class", "static", "type", "value", "shape", "dtype", ..., "tie", "trained", "elements"
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     nans: tuple[int, int] | None = None  # how many are NaN in the first, and in the second
 
     def in_words(self) -> str:
-        """The row as a line of an error message."""
+        """Returns the row as a line of an error message."""
         where = repr(self.path) if self.path else "the root"
         for side, other in (("first", self.second), ("second", self.first)):
             if other == NOTHING and self.what == "structure":
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
 
 
 class Diff:
-    """The differences of two trees or layouts, by path; false where there are none. Made by `tp.diff`.
+    """The differences of two trees or layouts, by path; false if there are none. You get one from `tp.diff`.
 
     It prints as a table, in a notebook too: first the differences that a compiler sees, in tree order, then arrays
     whose elements differ, the largest difference first.
@@ -63,13 +63,13 @@ class Diff:
     (True, ('b', 'a'))
 
     Attributes:
-        rows: one per difference, with `.path`, `.what`, and in words the `.first` and the `.second`. Where `.what` is
-            `"elements"` there are numbers too: `.absolute` and `.relative`, the largest differences, `.differing` of
-            `.size` elements, and `.nans`, how many the first and the second has.
+        rows: one per difference, with `.path` and `.what`, and the texts `.first` and `.second`. If `.what` is
+            `"elements"`, there are numbers too: `.absolute` and `.relative`, the largest differences; `.differing`
+            elements out of `.size`; and `.nans`, the number of NaNs in the first and in the second.
     """
 
     def __init__(self, rows: Iterable[Difference]) -> None:
-        """For this library's own use; users write `tp.diff(a, b)`."""
+        """Used by this library; write `tp.diff(a, b)`."""
         self.rows = tuple(rows)
 
     @property
@@ -135,7 +135,7 @@ AtLeaves = Callable[[int, int], Iterable[Difference]]
 """Compares two leaves at one path, by their numbers in the two trees."""
 
 rows_of: dict[type, Callable[[Any, Any], Iterable[Difference]]] = {}
-"""Classes whose objects, as static values, tell themselves how two of them differ."""
+"""Classes with a function that lists how two of their objects, as static values, differ."""
 
 
 def compare(
@@ -144,13 +144,13 @@ def compare(
     at_leaves: AtLeaves,
     leaves: tuple[Sequence[Any], Sequence[Any]] | None = None,
 ) -> Iterator[Difference]:
-    """The differences of the nodes of two structures, and of each two leaves at one path, in tree order.
+    """Yields the differences between the nodes of two structures, and between two leaves at one path, in tree order.
 
     Args:
         these: the first.
         those: the second.
         at_leaves: compares two leaves.
-        leaves: the leaves themselves, so that those that are no arrays are shown.
+        leaves: the leaves themselves, so that those that are not arrays are shown.
     """
     if these.entries == those.entries and these.has_statics_of(those):
         for i in range(len(these.entries)):
@@ -167,7 +167,7 @@ def compare(
 
 
 def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Difference]:
-    """How two leaves at a path differ in shape and dtype, or in that only one is an array."""
+    """Yields how two leaves at a path differ in shape and dtype, or that only one is an array."""
     if here == there:
         return
     what = "type"
@@ -178,7 +178,7 @@ def spec_rows(path: str, here: Spec | None, there: Spec | None) -> Iterator[Diff
 
 
 def static_differences(structure: Structure, here: Node, there: Node) -> Iterator[Difference]:
-    """How the static values of two nodes of one structure, of one class, differ: by field."""
+    """Yields how the static values of two nodes of one class in one structure differ, by field."""
     return _Pair(structure, structure, _no_rows).static_rows(here.entries, here.cls, here.static, there.static)
 
 
@@ -188,7 +188,7 @@ def _no_rows(i: int, j: int) -> Iterable[Difference]:
 
 
 def _numbered(structure: Structure) -> PyTree:
-    """A tree of this structure that holds the number of each leaf."""
+    """Returns a tree of this structure that holds the number of each leaf."""
     return jtu.tree_unflatten(structure.treedef, range(structure.treedef.num_leaves))
 
 
@@ -209,11 +209,11 @@ class _Pair:
         self.strict = not (these.is_unpickled or those.is_unpickled)
 
     def rows(self) -> Iterator[Difference]:
-        """All rows, in tree order."""
+        """Returns all rows, in tree order."""
         return self.visit((), *map(_numbered, self.structures))
 
     def visit(self, entries: tuple[str, ...], here: PyTree, there: PyTree) -> Iterator[Difference]:
-        """The rows at and below two nodes at one path; their leaves are numbers."""
+        """Yields the rows at and below two nodes at one path; their leaves are numbers."""
         take = jtu.default_registry.flatten_one_level_with_keys
         left, right = take(here), take(there)
         if left is None and right is None:
@@ -243,7 +243,7 @@ class _Pair:
                 yield Difference(join_path(below), "structure", NOTHING, self.text(1, theirs[entry]))
 
     def text(self, side: int, tree: PyTree) -> str:
-        """A subtree of one of the two in words; its leaves are numbers."""
+        """Describes a subtree of one of the two; its leaves are numbers."""
         if tree is None:
             return "None"
         if jtu.default_registry.flatten_one_level(tree) is None:
@@ -255,7 +255,7 @@ class _Pair:
         return f"{type(tree).__qualname__} of {count:,} lea{'f' if count == 1 else 'ves'}"
 
     def static_rows(self, entries: tuple[str, ...], cls: type, here: object, there: object) -> Iterator[Difference]:
-        """How the static values of two nodes differ; of a dataclass by field."""
+        """Yields how the static values of two nodes differ; for a dataclass by field."""
         if self.are_equal(here, there):
             return
         names = []
@@ -272,7 +272,7 @@ class _Pair:
     def value_rows(
         self, entries: tuple[str, ...], here: object, there: object, depth: int = _DEEPEST
     ) -> Iterator[Difference]:
-        """How two static values differ; of containers with the same keys, which of their values."""
+        """Yields how two static values differ; for containers with the same keys, which of their values differ."""
         if self.are_equal(here, there):
             return
         kind = type(here)
@@ -296,7 +296,7 @@ class _Pair:
 
 
 def _items(value: object) -> list[tuple[Hashable, tuple[str, ...], Any]]:
-    """The values in a static value, each with its key, whose type counts, and its entry of a path."""
+    """Returns the values in a static value, each with its key, whose type counts, and its entry of a path."""
     if type(value) in contents:
         return [(i, (), each) for i, each in enumerate(contents[type(value)](value))]
     if type(value) is tuple or type(value) is list:
@@ -313,7 +313,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 def groups_of(structure: Structure) -> Groups:
-    """The paths at which one array object stands, by the first of them."""
+    """Returns the paths of each array object that has several, by the first of them."""
     found: dict[str, dict[str, Any]] = {}
     for i, first in enumerate(structure.first):
         if first != i:
@@ -323,7 +323,7 @@ def groups_of(structure: Structure) -> Groups:
 
 
 def tie_rows(here: Groups, there: Groups, is_shared: Callable[[str], bool]) -> Iterator[Difference]:
-    """How the ties of two trees differ among the paths that both have: with which others the array at a path is one."""
+    """Yields how the ties of two trees differ among the paths that both have."""
     ours, theirs = _others(here, is_shared), _others(there, is_shared)
     for path in dict.fromkeys([*here, *there]):
         both = ours.get(path, {}), theirs.get(path, {})
@@ -337,7 +337,7 @@ def _with_notes(others: Mapping[str, Any]) -> str:
 
 
 def _others(groups: Groups, is_shared: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
-    """For each path that both trees have, the other such paths of its array."""
+    """Returns, for each path that both trees have, the other such paths of its array."""
     found = {}
     for group in groups.values():
         shared = {path: note for path, note in group.items() if is_shared(path)}

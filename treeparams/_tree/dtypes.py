@@ -15,19 +15,19 @@ Array = jax.Array | np.ndarray | np.number | np.bool_
 
 @functools.cache
 def is_inexact(dtype: Any) -> bool:  # any: the dtype of PRNG keys has no public type
-    """Whether a dtype is floating or complex."""
+    """Returns whether a dtype is floating or complex."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_complex(dtype: DTypeLike) -> bool:
-    """Whether a dtype is complex."""
+    """Returns whether a dtype is complex."""
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
-    """The dtype that holds all of these; JAX's float when there are none.
+    """Returns the dtype that holds all of these; JAX's float if there are none.
 
-    Beside others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
+    Together with others, floats of 8 bits count as bfloat16, which holds their values; JAX has no promotion for them.
     """
     distinct = list(dict.fromkeys(map(jnp.dtype, dtypes)))
     if len(distinct) == 1:
@@ -38,10 +38,10 @@ def common_dtype(dtypes: Iterable[Any]) -> np.dtype:
 
 
 def in_dtype(array: Array, dtype: Any) -> Array:
-    """An array in a dtype; one that has it already stays the same object."""
+    """Returns an array in a dtype; an array that has the dtype already stays the same object."""
     return array if array.dtype == dtype else jnp.asarray(array).astype(dtype)
 
 
 def widened(dtype: DTypeLike) -> np.dtype:
-    """The dtype to sum and average in: at least single precision."""
+    """Returns the dtype to sum and average in: at least single precision."""
     return jax.dtypes.canonicalize_dtype(dtype) if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

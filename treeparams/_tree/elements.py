@@ -16,7 +16,7 @@ _AT_ONCE = 1 << 18  # elements; of more than these no temporary is made
 def elements(
     path: str, here: jax.Array | np.ndarray, there: jax.Array | np.ndarray, tolerance: tuple[float, float]
 ) -> Iterator[Difference]:
-    """The row of two arrays of one shape, if their elements differ by more than a tolerance, absolute and relative."""
+    """Yields the row for two arrays of one shape, if their elements differ by more than `(atol, rtol)`."""
     are_keys = [jnp.issubdtype(each.dtype, jax.dtypes.prng_key) for each in (here, there)]
     if (any(are_keys) and here.dtype != there.dtype) or jax.dtypes.float0 in (here.dtype, there.dtype):
         return
@@ -51,7 +51,7 @@ def elements(
 
 
 def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """How far elements are apart, and how large those of the second are, in double precision; counts NaNs."""
+    """Returns the distances of elements, and the sizes of the second ones, in double precision; counts NaNs."""
     dtype = np.result_type(*(each.dtype if each.dtype.kind in "iu" else np.int64 for each in (x, y)))
     if not is_inexact(x.dtype) and not is_inexact(y.dtype) and dtype.kind in "iu":
         x, y = x.astype(dtype), y.astype(dtype)
@@ -69,5 +69,5 @@ def _gaps(x: np.ndarray, y: np.ndarray, nans: list[int]) -> tuple[np.ndarray, np
 
 
 def _are_equal(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Whether numbers are equal, or both NaN; of a complex number each part is asked alone."""
+    """Returns whether numbers are equal, or both NaN; pass each part of a complex number separately."""
     return (x == y) | ((x != x) & (y != y))

@@ -1,4 +1,4 @@
-"""Trees flattened as JAX does, with clear errors for one that contains itself or is too deep; treedefs compared."""
+"""Flattens trees as JAX does, with clear errors for one that contains itself or is too deep; compares treedefs."""
 
 import inspect
 import operator
@@ -16,7 +16,7 @@ take = jtu.default_registry.flatten_one_level_with_keys
 
 
 def same_treedef(a: TreeDef, b: TreeDef) -> bool:
-    """Whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
+    """Returns whether two treedefs are equal as JAX sees it: static fields by `==`, whatever their types."""
     try:
         return bool(a == b)
     except Exception:  # static arrays, whose `==` has no truth value
@@ -24,7 +24,7 @@ def same_treedef(a: TreeDef, b: TreeDef) -> bool:
 
 
 def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """`operator.itemgetter` that returns a tuple for any number of indices."""
+    """Returns an `operator.itemgetter` that returns a tuple for any number of indices."""
     if len(indices) == 1:
         only = indices[0]
         return lambda items: (items[only],)
@@ -32,7 +32,7 @@ def getter(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
-    """`jax.tree.flatten` with clear errors for a tree that contains itself, and for one of too many levels."""
+    """Flattens a tree like `jax.tree.flatten`, with clear errors if it contains itself or has too many levels."""
     try:
         return _one_level_down(tree)
     except Exception as error:  # JAX raises one of several, by what it was doing when the stack was full
@@ -47,8 +47,8 @@ def flatten(tree: PyTree) -> tuple[list[Any], TreeDef]:
         if not _is_of_depth(error):
             raise
         raise ValueError(
-            "the tree is nested too deeply for jax.tree.flatten, as a chain of nodes may be; keep the nodes of a chain "
-            "in one list"
+            "the tree is nested too deeply for jax.tree.flatten; if it is a chain of nodes, keep the nodes of the "
+            "chain in one list"
         ) from error
 
 
@@ -79,14 +79,14 @@ def _give_back_levels() -> None:
 
 
 def _is_of_depth(error: BaseException | None) -> bool:
-    """Whether an error comes of a stack that was full, whatever was made of it since."""
+    """Returns whether an error comes from a full stack, whatever it was turned into since."""
     while error is not None and not isinstance(error, RecursionError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _find_cycle(tree: PyTree) -> str | None:
-    """The path of the first node that is one of those above it."""
+    """Returns the path of the first node that is one of those above it."""
     # No recursion: the tree may be as deep as memory allows.
     above, entries = {id(tree)}, list[str]()
     opened = [(tree, _children_of(tree, entries))]
@@ -107,7 +107,7 @@ def _find_cycle(tree: PyTree) -> str | None:
 
 
 def _children_of(node: PyTree, entries: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The children of a node, each with its entry in a path."""
+    """Returns the children of a node, each with its entry in a path."""
     taken = take(node)
     children = list(taken[0]) if taken is not None else []
     names = sibling_entries([key for key, _ in children], entries)

@@ -1,7 +1,7 @@
-"""Globs over paths: which paths they match, and the text that their stars stand for.
+"""Globs over paths: which paths they match, and the text that their stars match.
 
-A glob is matched entry by entry, never as joined text, so `*` cannot run over a dot: `*`, `?` and `[..]` stand for text
-within one entry, as in `fnmatch`, and `**` for any number of entries, also none.
+A glob is matched entry by entry, never as joined text, so `*` cannot cross a dot: `*`, `?` and `[..]` match text within
+one entry, as in `fnmatch`, and `**` matches any number of entries, including none.
 """
 
 import fnmatch
@@ -20,10 +20,10 @@ _STARS = ("*", "**")
 class Glob:
     """A glob, read entry by entry.
 
-    `**` stands for any number of entries, so the entries read so far may have led to several positions in the glob. All
-    are kept, each with its stars, so that an entry is read once; to try one position after another would read some
-    often. They stand in the order in which a regex would try them: of two ways to one position the first `**` is the
-    longest in the one that is kept.
+    `**` matches any number of entries, so the entries read so far may lead to several positions in the glob. All of
+    them are kept, each with its stars, so that each entry is read only once; trying one position after another would
+    read some often. The positions are in the order in which a regex would try them: if two ways lead to one position,
+    the one with the longest first `**` is kept.
 
     >>> Glob("layers.*.**").match(("layers", "0", "linear", "weight"))
     ('0', ('linear', 'weight'))
@@ -37,7 +37,7 @@ class Glob:
         self._enter(self.start, 0, ())
 
     def step(self, states: States, entry: str) -> States:
-        """The positions after one more entry; none if the glob matches nothing that begins so."""
+        """Returns the positions after one more entry; empty if the glob matches nothing that begins so."""
         after: States = {}
         for at, stars in states.items():
             if at < len(self.entries) and self.entries[at] == "**":
@@ -49,15 +49,15 @@ class Glob:
         return after
 
     def end(self, states: States) -> tuple[Star, ...] | None:
-        """The stars, if the glob ends here."""
+        """Returns the stars if the glob ends here, otherwise `None`."""
         return states.get(len(self.entries))
 
     def match(self, entries: Iterable[str]) -> tuple[Star, ...] | None:
-        """The stars, if the glob matches these entries."""
+        """Returns the stars if the glob matches these entries, otherwise `None`."""
         return self.end(functools.reduce(self.step, entries, self.start))
 
     def selects(self, entries: Iterable[str]) -> bool:
-        """Whether the glob matches these entries or a node above them.
+        """Returns whether the glob matches these entries or a node above them.
 
         >>> globs = ("**.weight", "layers", "layers.*.0")
         >>> [Glob(glob).selects(("layers", "0", "weight")) for glob in globs]
@@ -71,7 +71,7 @@ class Glob:
         return self.end(states) is not None
 
     def filled(self, stars: Sequence[Star]) -> str:
-        """The path with something in place of the stars, whichever kind of star it stood for.
+        """Returns the path with these texts in place of the stars, of either kind.
 
         >>> Glob("blocks.*.w").filled(["0"]), Glob("blocks.*.w").filled([("0", "mlp")])
         ('blocks.0.w', 'blocks.0.mlp.w')
@@ -90,7 +90,7 @@ class Glob:
         return join_path(entries)
 
     def _enter(self, states: States, at: int, stars: tuple[Star, ...], *, is_within: bool = False) -> None:
-        """Adds a position, and those behind a `**` that stands for nothing more."""
+        """Adds a position, and the positions after a `**` that matches nothing more."""
         while at not in states:
             is_open = at < len(self.entries) and self.entries[at] == "**"
             states[at] = stars = (*stars, ()) if is_open and not is_within else stars
@@ -100,7 +100,7 @@ class Glob:
 
 
 def _joined(pieces: Sequence[str]) -> str:
-    """The entry that is made of these, each quoted as an entry of its own."""
+    """Joins pieces, each quoted like an entry, into one entry."""
     if len(pieces) == 1:
         return pieces[0]
     texts = [unquote(piece) for piece in pieces]
@@ -109,7 +109,7 @@ def _joined(pieces: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _tokens(entry: str) -> tuple[str, ...]:
-    """The stars, `?` and `[..]` of an entry of a glob, and the characters between them."""
+    """Returns the stars, `?` and `[..]` of an entry of a glob, and the characters between them."""
     if entry == "**" or unquote(entry) != entry:
         return (entry,)
     return tuple(re.findall(r"\*|\[!?\]?[^\]]*\]|.", entry, re.DOTALL))
@@ -117,7 +117,7 @@ def _tokens(entry: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def _match_entry(pattern: str, entry: str) -> tuple[str, ...] | None:
-    """The stars of one entry of a glob in one of a path; `None` if it does not match."""
+    """Returns the stars of one entry of a glob in one of a path; `None` if it does not match."""
     if pattern == "*":
         return (entry,)
     text = unquote(entry)

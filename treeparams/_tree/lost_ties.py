@@ -1,10 +1,10 @@
-"""The memory of ties that a trace, another operation, or a layout that is not passed on, would lose without a word.
+"""Remembers ties that a trace, another operation, or a layout that is not passed on, would lose silently.
 
-It takes in the ties by identity of trees met outside of a trace (`meet`, `note_ties`), the tracers that are apart
-because the arrays were (`keep_apart`), the ties that a layout was given (`note_given`), and pairs of leaves that
-somebody has said are one (`said`), or has parted (`note_untied`). It tells which pairs of a model are apart that were
-one (`parted`), and the ties given to models of a kind (`given_to`); it warns, once, of those that a trace has lost
-(`warn_of_lost_ties`). It holds no arrays.
+It records the ties by identity of trees that the library meets outside a trace (`meet`, `note_ties`), the tracers that
+are separate because the arrays were (`keep_apart`), the ties that a layout was given (`note_given`), and pairs of
+leaves that the user has tied (`said`) or untied (`note_untied`). From these it finds the pairs of a model that were one
+array and no longer are (`parted`), and the ties given to models of a kind (`given_to`). It warns, once, of those that a
+trace has lost (`warn_of_lost_ties`). It holds no arrays.
 """
 
 import collections
@@ -30,16 +30,16 @@ _changing = threading.Lock()
 _changes = 0
 
 said = Marks()
-"""Pairs that are one because somebody has said so: a class, a layout's `ties=`, `tp.tie`."""
+"""Pairs that the user has tied: by a class, a layout's `ties=`, or `tp.tie`."""
 _untied = Marks()  # pairs that are two because somebody has parted them
 _told = Marks()  # pairs that a trace has lost, and of which there was a warning
 
 
 def meet(structure: Structure, is_call: bool) -> None:
-    """Remembers the ties by identity of a tree, or of each argument of a call, that is met outside of a trace.
+    """Remembers the ties by identity of a tree, or of each argument of a call, that is met outside a trace.
 
-    It does not where the same kind was met apart before. The gradient of a sum has one object at two paths, and it has
-    the structure of its model; `tp.tie` and layouts, which tie a model met before, note that by themselves.
+    It does not if the same kind was met without ties before: the gradient of a sum has one object at two paths, and it
+    has the structure of its model. `tp.tie` and layouts, which tie a model met before, record that themselves.
     """
     first, pairs = structure.first, []
     if len(set(first)) < len(first):
@@ -56,10 +56,10 @@ def meet(structure: Structure, is_call: bool) -> None:
 
 
 def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: int | None = None) -> None:
-    """Remembers that parameters of a structure are one array, outside of any trace.
+    """Remembers that parameters of a structure are one array, outside any trace.
 
-    A model may be in something else, such as a state: each node that holds both leaves of a pair is remembered, if its
-    path has at least `above` entries; without `above` a node of a kind that was met apart is remembered too.
+    A model may be part of something else, such as a state. So each node that holds both leaves of a pair is remembered,
+    if its path has at least `above` entries; without `above`, even a node of a kind that was met without ties.
     """
     shapes = [spec and spec.shape for spec in structure.specs]
     inside: dict[int, list[tuple[int, int]]] = {}  # each node that holds pairs
@@ -82,7 +82,7 @@ def note_ties(structure: Structure, pairs: Sequence[tuple[int, int]], *, above: 
 
 
 def keep_apart(tracers: Iterable[Any]) -> None:
-    """Remembers that these are apart as the arrays are: arguments of `tp.jit`, slots of a `Rest`, untied copies."""
+    """Remembers tracers that are separate as their arrays are: arguments of `tp.jit`, slots of a `Rest`, copies."""
     if _met_tied:
         for each in tracers:
             if isinstance(each, Tracer):
@@ -92,38 +92,38 @@ def keep_apart(tracers: Iterable[Any]) -> None:
 
 
 def likeness(structure: Structure) -> tuple[int, ...]:
-    """Equal for models of one class with the same paths, shapes and dtypes."""
+    """Returns a key that is equal for models of one class with the same paths, shapes and dtypes."""
     return hash(structure), *structure.kinds[:1]
 
 
 def note_given(structure: Structure, ties: Iterable[Hashable]) -> None:
-    """Remembers ties that a layout was given, which neither arrays nor classes tell."""
+    """Remembers ties that a layout was given, which neither arrays nor classes show."""
     _given.setdefault(likeness(structure), {}).update(dict.fromkeys(ties))
     if len(_given) > _MET:
         _given.popitem(last=False)
 
 
 def given_to(structure: Structure) -> Iterable[Any]:
-    """The ties that layouts of such models were given."""
+    """Returns the ties that layouts of such models were given."""
     return _given.get(likeness(structure), ()) if _given else ()
 
 
 def note_said(structure: Structure, pairs: Sequence[tuple[int, int]]) -> None:
-    """Remembers pairs of leaves that somebody ties, by hand: parted before, they no longer are."""
+    """Remembers pairs of leaves that the user ties, even if they were untied before."""
     said.add(structure, pairs)
     _untied.discard(structure, pairs)
     _note_change()
 
 
 def note_untied(structure: Structure, leaves: Iterable[int]) -> None:
-    """Remembers that somebody parts these leaves from those that they are one with, or were in a model met before."""
+    """Remembers that the user unties these leaves from those that are, or were before, the same array."""
     chosen, identical = frozenset(leaves), enumerate(structure.first)
     pairs = {*[(first, i) for i, first in identical if first != i], *_met_pairs(structure)}
     _untied.add(structure, [pair for pair in pairs if not chosen.isdisjoint(pair)])
 
 
 def changes() -> int:
-    """How often this memory has changed so that a tie may count as lost that did not before."""
+    """Returns how often this memory has changed so that more ties may count as lost."""
     return _changes
 
 
@@ -133,16 +133,16 @@ def _note_change() -> None:
 
 
 def parted(structure: Structure, sources: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The pairs of leaves that were one array in a model met before, and are two in this one by all that is known.
+    """Returns the pairs of leaves that were one array in a model met before and are known to be two in this one.
 
-    Without those that somebody has parted.
+    Pairs that the user has untied are left out.
     """
     pairs = [pair for pair in dict.fromkeys(_met_pairs(structure)) if _are_two(structure, sources, *pair)]
     return _untied.without(structure, pairs)
 
 
 def _met_pairs(structure: Structure) -> Iterator[tuple[int, int]]:
-    """The pairs of leaves that were one array in models of the kind of this one, or of a node in it."""
+    """Yields the pairs of leaves that were one array in models of the kind of this one, or of a node in it."""
     for node, kind in zip(structure.nodes, structure.kinds, strict=True) if _met_tied else ():
         for shapes, pairs in _met_tied.get(kind, ()):
             if _are_mapped(structure.specs[node.start : node.stop], shapes):
@@ -152,10 +152,10 @@ def _met_pairs(structure: Structure) -> Iterator[tuple[int, int]]:
 def warn_of_lost_ties(
     structure: Structure, leaves: Sequence[Any], sources: Mapping[int, int], trained: Sequence[bool]
 ) -> None:
-    """Warns, once, where a traced model has two arrays in place of one that was met before.
+    """Warns, once, if a traced model has two arrays in place of one that was met before.
 
-    It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones: they have no gradient
-    that could part them.
+    It does not warn of aliases whose sources are known in spite of the trace, nor of frozen ones, which have no
+    gradient that could make them differ.
     """
     pairs = [pair for pair in parted(structure, sources) if any(trained[i] for i in pair)]
     pairs = [pair for pair in pairs if not all(id(leaves[i]) in _on_purpose for i in pair)]
@@ -168,16 +168,16 @@ def warn_of_lost_ties(
 
 
 def _are_two(structure: Structure, sources: Mapping[int, int], a: int, b: int) -> bool:
-    """Whether two leaves are of different parameters."""
+    """Returns whether two leaves belong to different parameters."""
     one, other = structure.first[a], structure.first[b]
     return sources.get(one, one) != sources.get(other, other)
 
 
 def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] | None]) -> bool:
-    """Whether arrays now have the shapes that were met, or these without their first axes.
+    """Returns whether arrays have the shapes that were met, or these without their first axes.
 
-    Within `vmap` and `scan` all leaves lack the axes that are mapped, as many of each. The kind of a node leaves shapes
-    out, so that it is found there too; a model that shares paths and dtypes alone is told apart here.
+    Inside `vmap` and `scan`, all leaves lack the axes that are mapped, the same number of each. The kind of a node does
+    not include shapes, so the node is found there too; a model that only shares paths and dtypes is excluded here.
     """
     now = [(spec.shape, shape) for spec, shape in zip(specs, shapes, strict=True) if spec is not None]
     mapped = {len(shape or ()) - len(inner) for inner, shape in now}
@@ -185,8 +185,8 @@ def _are_mapped(specs: Sequence[Spec | None], shapes: Sequence[tuple[int, ...] |
 
 
 _LOST = (
-    "{} were one array in a model of this structure that was met before. In this one, among the arguments of jax.jit, "
-    "vmap, scan or the like, they are two, each with a gradient and a step of its own. Make a layout outside and pass "
-    "it in (known = tp.layout(model); tp.grad(loss, known)), or (params, rest) of tp.partition, or a Restructure of "
-    "tp.ravel; or use tp.jit. For a model that only looks alike pass its own layout, and this warning is not given"
+    "{} were one array in an earlier model of this structure. In this model, an argument of jax.jit, vmap, scan or the "
+    "like, they are two, each with a separate gradient and step. Make a layout outside and pass it in (known = "
+    "tp.layout(model); tp.grad(loss, known)), or pass (params, rest) of tp.partition, or a Restructure of tp.ravel; or "
+    "use tp.jit. If this is another model that only looks alike, pass its own layout to silence this warning"
 )

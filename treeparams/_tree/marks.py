@@ -1,4 +1,4 @@
-"""Pairs of leaves that something is remembered of, in all models of a kind."""
+"""Pairs of leaves that are marked in all models of a kind."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +10,8 @@ Pair = tuple[int, int]
 class Marks:
     """Pairs of leaves, marked in every model of one kind, and in whatever holds such a model.
 
-    A pair is marked at each node that holds both leaves, and found at any of these: a model that was marked is known
-    again as a part of another, and a part that was marked within a model is known again by itself.
+    A pair is marked at each node that holds both leaves, and found at any of these. So a marked model is recognised as
+    a part of another, and a part that was marked within a model is recognised alone.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Marks:
         self._marked.difference_update(*(at for pair in pairs for at in _places(structure, pair)))
 
     def without(self, structure: Structure, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs that are not marked."""
+        """Returns the pairs that are not marked."""
         if not self._marked:
             return list(pairs)
         return [pair for pair in pairs if not any(map(self._marked.issuperset, _places(structure, pair)))]
@@ -37,13 +37,13 @@ class Marks:
 
 
 def _places(structure: Structure, pair: Pair) -> list[tuple[Pair, Pair]]:
-    """The two leaves as numbered within each node that holds both."""
+    """Returns the two leaves as numbered within each node that holds both."""
     found = [(structure.kinds[number], structure.nodes[number].start) for number in holding(structure, *pair)]
     return [((kind, pair[0] - start), (kind, pair[1] - start)) for kind, start in found]
 
 
 def holding(structure: Structure, a: int, b: int) -> list[int]:
-    """The nodes that hold both of two leaves, from the innermost to the root."""
+    """Returns the nodes that hold both of two leaves, from the innermost to the root."""
     above_leaves, above_nodes = structure.remember("above", lambda: _above(structure))
     found, number = [], above_leaves[min(a, b)]
     while number is not None:
@@ -54,7 +54,7 @@ def holding(structure: Structure, a: int, b: int) -> list[int]:
 
 
 def _above(structure: Structure) -> tuple[list[int | None], list[int | None]]:
-    """The innermost node that holds each leaf, and each node."""
+    """Returns the innermost node that holds each leaf, and each node."""
     leaves: list[int | None] = [None] * len(structure.entries)
     nodes: list[int | None] = [None] * len(structure.nodes)
     for number, node in enumerate(structure.nodes):  # in preorder: what lies deeper overwrites

@@ -1,4 +1,4 @@
-"""Warnings at the line that calls this library, and the error that names an array that is gone."""
+"""Warnings at the line that calls this library, and the error that names a deleted array."""
 
 import inspect
 import os
@@ -32,19 +32,19 @@ def warn(message: str, about: Hashable = None) -> None:
 
 
 def name_deleted(error: Exception, tree: PyTree) -> None:
-    """Raises an error that names the array of a tree that has been deleted, where there is one.
+    """Raises an error that names a deleted array of a tree, if there is one.
 
-    Call it where JAX has failed: to ask each array beforehand would cost more than all else that is asked.
+    Call it after JAX has failed: asking each array beforehand would cost more than all other checks.
     """
     leaves, treedef = flatten(tree)
     for leaf, path in zip(leaves, scan(tree, leaves, treedef).paths, strict=True):
         if is_concrete(type(leaf)) and leaf.is_deleted():
             raise RuntimeError(
-                f"the array at {path!r} has been deleted, as by a step that donates it; keep a copy of what is needed "
-                "after, tp.copy(model)"
+                f"the array at {path!r} has been deleted, as by a step that donates it; if you need the model after "
+                "the step, keep a copy, tp.copy(model)"
             ) from error
 
 
 def is_concrete(kind: type) -> bool:
-    """Whether a type is that of arrays of JAX that have values."""
+    """Returns whether a type is that of JAX arrays that have values."""
     return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)

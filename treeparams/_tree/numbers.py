@@ -1,7 +1,7 @@
-"""Where models hold Python numbers: inside of `jax.jit` these are scalars like any other.
+"""Remembers where models hold Python numbers: inside `jax.jit` these are scalars like any other.
 
-JAX makes a scalar of weak type of a number, and `jnp.asarray(0.5)` has that type too. So it is remembered where a
-number stood in a model that was met outside of a trace. No values are kept.
+JAX turns a number into a scalar of weak type, and `jnp.asarray(0.5)` has that type too. So the library remembers the
+paths of numbers in models that it has met outside a trace. It keeps no values.
 """
 
 import functools
@@ -17,7 +17,7 @@ _NAMES = frozenset(kind.__name__ for kind in NUMBERS)
 
 
 def note_numbers(structure: Structure) -> None:
-    """Remembers where a tree that is met outside of a trace holds numbers, and where it no longer does."""
+    """Remembers where a tree that is met outside a trace holds numbers, and where it no longer does."""
     numbers = [i for i, kind in enumerate(structure.values) if kind in _NAMES]
     if _met:
         scalars = [i for i, spec in enumerate(structure.specs) if spec is not None and not spec.shape]
@@ -26,12 +26,12 @@ def note_numbers(structure: Structure) -> None:
 
 
 def was_number(structure: Structure, leaf: int) -> bool:
-    """Whether a number stood at this leaf in such a model, or in such a part of one, that was met before."""
+    """Returns whether a number was at this leaf in such a model, or in such a part of one, that was met before."""
     return bool(_met) and not _met.isdisjoint(_places(structure, [leaf]))
 
 
 def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]]:
-    """Each leaf as numbered within each node that holds it."""
+    """Returns each leaf as numbered within each node that holds it."""
     found, made_of = [], functools.cache(functools.partial(_made_of, structure))
     for leaf in leaves:
         nodes = holding(structure, leaf, leaf)
@@ -40,7 +40,10 @@ def _places(structure: Structure, leaves: Iterable[int]) -> list[tuple[int, int]
 
 
 def _made_of(structure: Structure, number: int) -> int:
-    """Equal for nodes of the same paths and classes. A kind of node also says which leaves may train: no number may."""
+    """Returns a key that is equal for nodes of the same paths and classes.
+
+    The kind of a node would also include which leaves may train, and no number may.
+    """
     node = structure.nodes[number]
     entries = tuple([each[len(node.entries) :] for each in structure.entries[node.start : node.stop]])
     return hash((entries, tuple([each.cls for each in structure.nodes[number : node.last]])))

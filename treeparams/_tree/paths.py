@@ -1,9 +1,8 @@
 """Key paths as text and back, and the nearest path to a misspelt one.
 
-A *path* says where a node or leaf is in a pytree, with one entry per key and dots between them: `layers.0.weight`. The
-root is the empty text. An entry that would be read wrongly - it is empty, or holds a dot, a quote or a glob character,
-or starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into entries without a model at
-hand.
+A *path* identifies a node or leaf in a pytree, with one entry per key and dots between them: `layers.0.weight`. The
+root is the empty text. An entry that would be misread - it is empty, or holds a dot, a quote or a glob character, or
+starts with `!` - is written as a JSON string: `"a.b".weight`. So text splits back into entries without the model.
 """
 
 import difflib
@@ -22,7 +21,7 @@ _ENTRY = re.compile(r'"(?:[^"\\]|\\.)*"|(?!")(?:\[[^\]]*\]|[^.])*')
 
 @functools.lru_cache(maxsize=65536)
 def quote(text: str) -> str:
-    """`text` as one entry of a path: bare where that reads back, else as a JSON string.
+    """Returns `text` as one entry of a path: bare if that can be read back, otherwise as a JSON string.
 
     >>> quote("weight"), quote("a.b"), quote("")
     ('weight', '"a.b"', '""')
@@ -31,12 +30,12 @@ def quote(text: str) -> str:
 
 
 def unquote(entry: str) -> str:
-    """The text that `quote` wrote."""
+    """Returns the text that `quote` wrote."""
     return json.loads(entry) if _is_quoted(entry) else entry
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """The entries of a path or glob, still quoted where they were.
+    """Splits a path or glob into its entries, still quoted where they were.
 
     >>> split_path('layers.0."a.b"')
     ('layers', '0', '"a.b"')
@@ -68,12 +67,12 @@ def _is_readable(entry: str) -> bool:
 
 
 def join_path(entries: Iterable[str]) -> str:
-    """The inverse of `split_path`."""
+    """Joins entries into a path; the inverse of `split_path`."""
     return ".".join(entries)
 
 
 def key_text(key: object) -> str:
-    """The bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
+    """Returns the bare text of one JAX key entry: an attribute's name, a dict's key, a position."""
     for attribute in ("name", "key", "idx"):
         value = getattr(key, attribute, None)
         if value is not None:
@@ -82,12 +81,15 @@ def key_text(key: object) -> str:
 
 
 def key_entries(keys: Iterable[object]) -> tuple[str, ...]:
-    """The entries of a key path of JAX, of keys that stand alone: no sibling is looked at."""
+    """Returns the entries of a JAX key path, for keys whose siblings need not be checked."""
     return tuple([quote(key_text(key)) for key in keys])
 
 
 def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[str]:
-    """The entries of all children of one node. Two with one text are an error: a path would stand for two leaves."""
+    """Returns the entries of all children of one node; raises an error if two have the same text.
+
+    With the same text, a path would name two leaves.
+    """
     entries = [
         key.name if type(key) is GetAttrKey else str(key.idx) if type(key) is SequenceKey else quote(key_text(key))
         for key in keys
@@ -97,8 +99,8 @@ def sibling_entries(keys: Sequence[Any], above: Sequence[str] = ()) -> Sequence[
         entry, one = next((entry, key) for entry, key in zip(entries, keys, strict=True) if key is not known[entry])
         where = f"the node at {join_path(above)!r}" if above else "the root"
         raise ValueError(
-            f"the keys {one} and {known[entry]} of {where} have one text in a path, {entry!r}; rename one, so that "
-            "each path stands for one leaf"
+            f"the keys {one} and {known[entry]} of {where} have the same text in a path, {entry!r}; rename one, so "
+            "that each path names one leaf"
         )
     return entries
 
@@ -112,7 +114,7 @@ def _is_quoted(entry: str) -> bool:
 
 
 def nearest(path: str, known: Iterable[str], count: int = 3) -> str:
-    """The known paths most like `path`, as the end of an error message; empty when there are none.
+    """Returns the known paths most like `path`, as the end of an error message; empty if there are none.
 
     >>> nearest("layer.0.weight", ["layers.0.weight", "head.bias"], count=1)
     "; nearest: 'layers.0.weight'"

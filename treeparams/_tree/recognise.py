@@ -1,9 +1,9 @@
-"""Recognising a tree whose structure is known, in microseconds.
+"""Recognises a tree whose structure is known, in microseconds.
 
 Working out a structure costs Python work per node, so it is done once per kind of tree. A tree is then recognised by
 comparisons that run in C: its treedef, the types, shapes and dtypes of its leaves, the identity of its static values. A
-treedef alone does not do: JAX compares static fields by `==`, so `2`, `2.0` and `True` are one to it. One key in a
-dictionary in place of these comparisons was tried; building the key costs more than they do.
+treedef alone is not enough: JAX compares static fields by `==`, so it does not distinguish `2`, `2.0` and `True`. A
+single dictionary key instead of these comparisons was tried; building the key costs more than they do.
 """
 
 import collections
@@ -34,11 +34,11 @@ _PER_BUCKET = 64
 
 
 Context = tuple[int, np.dtype]
-"""On which a structure depends besides its tree: the version of the declarations, and whether JAX has 64 bits."""
+"""A structure depends on it besides its tree: the version of the declarations, and whether JAX has 64 bits."""
 
 
 class _Known:
-    """A structure and the tree it was worked out from: a tree that agrees in all of this has the same structure."""
+    """A structure and the tree it was worked out from; a tree that agrees in all of this has the same structure."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class _Known:
     def fits(
         self, leaves: list[Any], treedef: TreeDef, context: Context, kinds: list[type], statics: list[Any]
     ) -> bool:
-        """Whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type.
+        """Returns whether a tree has this structure, up to the shapes and dtypes of arrays that JAX knows by type.
 
         Cheap comparisons that often fail come first. Each is one call that runs in C, however many leaves there are.
         """
@@ -116,9 +116,10 @@ _aval = operator.attrgetter("aval")
 
 
 def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], TreeDef, Structure]:
-    """The leaves of a tree, its treedef, and its structure; without `by_shape` that of another in shapes and dtypes.
+    """Returns the leaves of a tree, its treedef, and its structure.
 
-    The structure's own treedef may hold other static *objects* of the same type and value.
+    Without `by_shape`, the structure may have other shapes and dtypes. The structure's own treedef may hold other
+    static *objects* of the same type and value.
     """
     leaves, treedef = flatten(tree)
     kinds = list(map(type, leaves))
@@ -152,7 +153,7 @@ def structure_of(tree: PyTree, *, by_shape: bool = True) -> tuple[list[Any], Tre
 
 
 def static_values(treedef: TreeDef) -> list[Any]:
-    """The static values of all nodes."""
+    """Returns the static values of all nodes."""
     values: list[Any] = []
     # JAX walks over the nodes and calls back for each; the leaves are given as `None`, and `bool` of them is for free.
     extend, append = values.extend, values.append
@@ -165,7 +166,7 @@ _MADE_ANEW = frozenset((tuple, list))  # at each flattening, around values that 
 
 
 def _is_harmless(static: object, depth: int = 4) -> bool:
-    """Whether holding a static value keeps no array or tracer alive.
+    """Returns whether holding a static value keeps no array or tracer alive.
 
     A tree with a value that may hold one, such as a closure over an array, is not remembered but worked out at each
     call: a tracer that is kept alive is an error under `jax.checking_leaks`, and an array is memory.

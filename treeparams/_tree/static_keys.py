@@ -1,9 +1,9 @@
-"""Static values compared as a compiler must: by type and content, arrays by identity.
+"""Compares static values as a compiler must: by type and content, arrays by identity.
 
-`2 == 2.0 == True` in Python, so a cache keyed by static values runs the program traced for one on the other and gives
-the wrong dtype. And a list that has changed since is equal to itself. `static_key` turns a value into a key for which
-neither happens: it tells types apart and is a snapshot of values that can change in place. The bytes of arrays are
-never hashed: a static array is equal to itself alone, as a constant that is compiled into a program has to be.
+`2 == 2.0 == True` in Python, so a cache keyed by static values would run the program traced for one on the other and
+return the wrong dtype. And a list that has changed since is equal to itself. `static_key` turns a value into a key that
+avoids both: it distinguishes types and is a snapshot of values that can change in place. The bytes of arrays are never
+hashed: a static array equals only itself, as a constant that is compiled into a program must.
 """
 
 import collections
@@ -37,22 +37,22 @@ these values. Objects that are equal have equal static values, and no program co
 
 
 def static_key(value: object, *, strict: bool = False) -> Hashable:
-    """A hashable key, equal for values that are equal in type and content.
+    """Returns a hashable key that is equal for values that are equal in type and content.
 
-    Containers, dataclasses and other objects go by content, arrays by identity. Bare `object()`s, which have no
-    content, go by the order in which they appear in the value, so that a key is equal to itself after pickling; with
-    `strict` they go by identity.
+    Containers, dataclasses and other objects are compared by content, arrays by identity. Bare `object()`s, which have
+    no content, are identified by the order in which they appear in the value, so that a key equals itself after
+    pickling; with `strict` they are compared by identity.
     """
     return StaticKeys(strict=strict).key(value)
 
 
 def identical(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
+    """Returns whether two sequences hold the same objects."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def is_settled(value: object) -> bool:
-    """Whether a value cannot change in place, so that the same object always has the same content."""
+    """Returns whether a value cannot change in place, so that the same object always has the same content."""
     kind = type(value)
     if isinstance(value, (tuple, frozenset)) and kind in (tuple, frozenset):
         return all(map(is_settled, value))
@@ -62,9 +62,9 @@ def is_settled(value: object) -> bool:
 
 
 class Values:
-    """Some values, equal to others of the same types and content; quick where they are the same settled objects.
+    """Some values, equal to others of the same types and content; the comparison is fast for the same settled objects.
 
-    Of values that are not settled a snapshot is taken. A cache that holds a list would otherwise compare it with
+    For values that are not settled, a snapshot is taken. Otherwise a cache that holds a list would compare it with
     itself after it has changed, and find it equal.
     """
 
@@ -97,7 +97,7 @@ class StaticKeys:
         self._above: set[int] = set()  # the objects that are being looked into
 
     def key(self, value: object) -> Hashable:
-        """The key of one of the values; see `static_key`."""
+        """Returns the key of one of the values; see `static_key`."""
         kind = type(value)
         if kind in (float, complex):
             return kind, repr(value)  # tells 0.0 from -0.0, and NaN is equal to NaN
@@ -161,7 +161,7 @@ def _is_of_jax(kind: type) -> bool:
 
 
 def found_at(module: str, name: str) -> Any:
-    """Looks up a dotted name in an imported module; `None` where there is nothing."""
+    """Looks up a dotted name in an imported module; returns `None` if it does not exist."""
     found = sys.modules.get(module)
     for each in name.split("."):
         found = getattr(found, each, None)
@@ -169,7 +169,7 @@ def found_at(module: str, name: str) -> Any:
 
 
 class _Snapshot:
-    """The key of a value that cannot be hashed, but copied and compared."""
+    """The key of a value that cannot be hashed, but can be copied and compared."""
 
     def __init__(self, value: object) -> None:
         self.value = value

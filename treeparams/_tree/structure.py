@@ -1,6 +1,6 @@
-"""The static description of a tree: its nodes, paths, shapes and dtypes, and which of its arrays are one.
+"""The static description of a tree: its nodes, paths, shapes and dtypes, and the arrays that are at several paths.
 
-Leaves are numbered in tree order, nodes in preorder; the leaves of a node, and the nodes below it, are consecutive.
+Leaves are numbered in tree order, nodes in preorder. So the leaves of a node, and the nodes below it, are consecutive.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Spec(NamedTuple):
 
 
 class Node(NamedTuple):
-    """An inner node; one without leaves too, but not `None`."""
+    """An inner node, which may have no leaves; but not `None`."""
 
     cls: type
     entries: tuple[str, ...]
@@ -91,7 +91,10 @@ class Structure:
         return tuple(map(self.kind_of, range(len(self.nodes))))
 
     def kind_of(self, number: int) -> int:
-        """Equal for nodes with the same paths and classes below, whatever their shapes, dtypes and static values."""
+        """Returns a key that is equal for nodes with the same paths and classes below.
+
+        Shapes, dtypes and static values do not matter.
+        """
         node = self.nodes[number]
         entries, specs = self.entries[node.start : node.stop], self.specs[node.start : node.stop]
         if node.entries:
@@ -121,15 +124,15 @@ class Structure:
         return _from_skeleton, (skeleton, self.specs, self.values, self.first, self.settled)
 
     def has_statics_of(self, other: "Structure") -> bool:
-        """Whether another structure has the same nodes, with the same static values.
+        """Returns whether another structure has the same nodes, with the same static values.
 
-        Bare objects are the same by identity. Pickling makes others of them, which are told by their order alone.
+        Bare objects are compared by identity. Pickling makes others of them, which are compared only by their order.
         """
         is_copy = self.is_unpickled or other.is_unpickled
         return self.statics == other.statics and (is_copy or identical(self.bare, other.bare))
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns the value remembered under this key, and makes it the first time."""
+        """Returns the value remembered under this key; the first time it calls `make`."""
         found = self._memo.get(key, self)  # one look-up; nothing that is derived is the structure itself
         if found is self:
             if len(self._memo) >= _MEMORIES:
@@ -138,19 +141,19 @@ class Structure:
         return found
 
     def is_parameter(self, i: int) -> bool:
-        """Whether a leaf can be trained."""
+        """Returns whether a leaf can be trained."""
         spec = self.specs[i]
         return spec is not None and spec.parameter
 
     def spec(self, i: int) -> Spec:
-        """The shape and dtype of an array leaf."""
+        """Returns the shape and dtype of an array leaf."""
         spec = self.specs[i]
         if spec is None:
-            raise TypeError(f"{self.paths[i]!r} is no array")
+            raise TypeError(f"{self.paths[i]!r} is not an array")
         return spec
 
     def describe(self, i: int) -> str:
-        """A leaf as `'path' (float32[2,3])`, for error messages."""
+        """Describes a leaf as `'path' (float32[2,3])`, for error messages."""
         spec = self.specs[i]
         return f"{self.paths[i]!r} ({describe(spec) if spec else f'{self.values[i]}, not an array'})"
 
@@ -165,8 +168,8 @@ def scan(tree: PyTree, leaves: Sequence[Any], treedef: TreeDef) -> Structure:
             spec = _spec_of(leaf.shape, leaf.dtype) if _is_jax_type(type(leaf)) else _spec(leaf)
         except TypeError as error:
             raise TypeError(
-                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not have; convert "
-                "it, or hold it in a static field"
+                f"{join_path(read.entries[i])!r} is a NumPy array of {leaf.dtype}, which JAX does not support; "
+                "convert it, or hold it in a static field"
             ) from error
         specs.append(spec)
         if spec is not None and type(leaf) is not jax.ShapeDtypeStruct:
@@ -196,11 +199,11 @@ class _Reading:
         self._visit(tree)
 
     def found(self) -> tuple[tuple[Node, ...], tuple[tuple[str, ...], ...]]:
-        """The nodes, and the entries of each leaf."""
+        """Returns the nodes, and the entries of each leaf."""
         return tuple(self.nodes), tuple(self.entries)
 
     def keys(self) -> tuple[tuple[Hashable, ...], tuple[object, ...]]:
-        """The static keys, and the bare objects in them."""
+        """Returns the static keys, and the bare objects in them."""
         return tuple(self.statics), tuple(self._keys.bare)
 
     def _visit(self, tree: PyTree) -> None:
@@ -239,14 +242,14 @@ class _Reading:
 
 
 def _entries_below(kind: type, names: Sequence[Any], path: tuple[str, ...]) -> Sequence[str | None]:
-    """The entries that a node's children add to their paths; `None`: nothing, below a box."""
+    """Returns the entries that a node's children add to their paths; `None` for nothing, below a box."""
     # Siblings without leaves take part in the naming of the others, so that a path does not change when a sibling loses
     # its leaves.
     return [None] if len(names) == 1 and is_box(kind) else sibling_entries(names, path)
 
 
 def keys_of(kind: type, children: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The keys of a node's children, of its children with their keys as JAX gives them."""
+    """Returns the keys of a node's children, from the children and keys that JAX gives."""
     names = list(map(_KEY, children))
     if issubclass(kind, tuple) and kind is not tuple:  # jaxlib gives each field of a NamedTuple the first one's key
         return list(map(jtu.GetAttrKey, getattr(kind, "_fields", names)))
@@ -290,7 +293,7 @@ def _spec_of(shape: tuple[int, ...], dtype: Any) -> Spec:
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array, concrete, traced or abstract."""
+    """Returns whether a leaf is an array, concrete, traced or abstract."""
     always = _is_array_type(type(leaf))
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"  # objects, texts and times are no arrays to JAX

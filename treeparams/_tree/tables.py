@@ -1,4 +1,4 @@
-"""Tables, as text and as HTML: the two ways in which a notebook or a terminal shows what this library prints."""
+"""Tables as text and as HTML, for terminals and notebooks."""
 
 import html
 import itertools
@@ -17,7 +17,7 @@ class Table(NamedTuple):
 
 
 def as_text(blocks: Sequence[Table | str]) -> str:
-    """Tables with aligned columns, and lines of text.
+    """Formats tables with aligned columns, and lines of text.
 
     >>> print(as_text([Table(["path", "size"], [["a", "10"]], right=[1]), "", "10 elements"]))
     path  size
@@ -30,7 +30,7 @@ def as_text(blocks: Sequence[Table | str]) -> str:
 
 
 def as_html(blocks: Sequence[Table | str]) -> str:
-    """The same for a notebook.
+    """Formats tables and lines of text for a notebook.
 
     >>> as_html(["10 elements"])
     '<div style="text-align:left"><p style="font-family:monospace">10 elements</p></div>'

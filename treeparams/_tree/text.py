@@ -16,7 +16,7 @@ _LONGEST = 40  # characters of a value in a table
 
 
 def describe(value: object) -> str:
-    """The dtype and shape of an array, or the type of any other value.
+    """Returns the dtype and shape of an array, or the type of any other value.
 
     >>> import jax.numpy as jnp
     >>> describe(jnp.ones((2, 3))), describe(0.5)
@@ -29,7 +29,7 @@ def describe(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a leaf is that is no array.
+    """Describes a leaf that is not an array.
 
     >>> kind_of(0.5), kind_of(len)
     ('float', 'function')
@@ -38,7 +38,7 @@ def kind_of(value: object) -> str:
 
 
 def in_text(value: object) -> str:
-    """A value and its type; of an array dtype and shape, of a function or class the name.
+    """Returns a value and its type; for an array its dtype and shape, for a function or class its name.
 
     >>> in_text(2.0), in_text(len), in_text(dict)
     ('2.0 (float)', 'len (builtin_function_or_method)', 'dict')
@@ -56,12 +56,12 @@ def in_text(value: object) -> str:
 
 
 def function_name(function: object, *, with_line: bool = True) -> str:
-    """The name of a function or class, of a lambda the line that it stands in; of any other value what it is.
+    """Returns the name of a function or class, for a lambda its line; describes any other value.
 
     >>> function_name(len), function_name(dict.get), function_name(0.5)
     ('len', 'dict.get', 'float')
 
-    Without the line it is the name that stays when somebody edits the file above.
+    Without the line, the name does not change when somebody edits the lines above.
 
     >>> function_name(lambda x: x, with_line=False)
     '<lambda>'
@@ -78,7 +78,7 @@ def function_name(function: object, *, with_line: bool = True) -> str:
 
 
 def both_in_text(here: object, there: object) -> tuple[str, str]:
-    """Two values that differ, so that the texts do too; long ones from the first difference on."""
+    """Describes two values that differ by texts that differ; long ones start near the first difference."""
     one, other = in_text(here), in_text(there)
     if one == other and hasattr(here, "__qualname__"):
         longer = [f"{getattr(each, '__module__', '')}.{text}" for each, text in ((here, one), (there, other))]
@@ -92,13 +92,13 @@ def both_in_text(here: object, there: object) -> tuple[str, str]:
 
 
 def cut(text: str, start: int = 0) -> str:
-    """A text from some position on, no longer than fits into a table."""
+    """Returns a text from a position on, shortened to fit into a table."""
     text = f"...{text[start:]}" if start else text
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
-    """The rows of a table; of many the first and the last, with one of this width between them that counts the rest."""
+    """Returns the rows of a table; if there are many, the first and last ones and a row that counts the rest."""
     left_out = len(rows) - _ROWS
     if left_out <= 0:
         return rows
@@ -106,7 +106,7 @@ def without_middle(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequen
 
 
 def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as aligned text; the columns in `right` are aligned to the right. Of many rows the middle is left out.
+    """Formats rows as aligned text; the columns in `right` are aligned to the right. Many rows lose their middle.
 
     >>> in_columns(["path", "size"], [["a", "10"], ["b.c", "5"]], right=[1])
     ['path  size', 'a       10', 'b.c      5']
@@ -121,7 +121,7 @@ def in_columns(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 
 
 def in_one_line(cell: str) -> str:
-    r"""A text that may hold what would break a row, or could not be written: a dictionary's key may be any text.
+    r"""Escapes a text that would break a row or cannot be printed: the key of a dictionary may be any text.
 
     >>> print(in_one_line("a\nb"))
     a\nb
@@ -130,7 +130,7 @@ def in_one_line(cell: str) -> str:
 
 
 def in_short(error: Exception) -> str:
-    """An error by its class and the first line of its message.
+    """Describes an error by its class and the first line of its message.
 
     >>> in_short(ValueError("no such thing")), in_short(KeyError())
     ('ValueError: no such thing', 'KeyError')
@@ -139,26 +139,26 @@ def in_short(error: Exception) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Names in one line, of many the first ones and the last."""
+    """Returns names in one line; if there are many, the first ones and the last."""
     shown = names if len(names) <= _NAMES else [*names[: _NAMES - 1], "...", names[-1]]
     return ", ".join(shown)
 
 
 def first_lines(lines: Iterable[str], count: int = 5) -> str:
-    """Lines of a message, of many the first ones and how many more there are."""
+    """Returns the lines of a message; if there are many, the first ones and how many more there are."""
     lines = list(lines)
     more = [f"... and {len(lines) - count:,} more"] if len(lines) > count else []
     return "\n".join([*lines[:count], *more])
 
 
 def quoted(paths: Sequence[str], count: int = 3) -> str:
-    """Paths in quotes for a message, of many the first ones and how many more there are."""
+    """Returns paths in quotes for a message; if there are many, the first ones and how many more there are."""
     more = f" and {len(paths) - count:,} more" if len(paths) > count else ""
     return ", ".join(map(repr, paths[:count])) + more
 
 
 def count_of(name: str, value: object, what: str, least: int = 1) -> int:
-    """An argument that counts something, as a Python int."""
+    """Returns an argument that counts something as a Python int; raises a `ValueError` if it is not a count."""
     number = least - 1
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         with contextlib.suppress(TypeError):  # of arrays, which have `__index__` but may not be whole numbers
@@ -169,7 +169,7 @@ def count_of(name: str, value: object, what: str, least: int = 1) -> int:
 
 
 def imported(module: str, extra: str, by: str) -> Any:
-    """A module that is not always installed, or an error that names the extra with it."""
+    """Imports an optional module; raises an error that names its extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -179,7 +179,7 @@ def imported(module: str, extra: str, by: str) -> Any:
 
 
 def in_bytes(count: int) -> str:
-    """A number of bytes, to four digits at most.
+    """Formats a number of bytes, with at most four digits.
 
     >>> in_bytes(999), in_bytes(1000), in_bytes(999_950), in_bytes(90_853_376)
     ('999 B', '1.0 kB', '1.0 MB', '90.9 MB')
@@ -188,7 +188,7 @@ def in_bytes(count: int) -> str:
 
 
 def in_units(count: int, unit: str) -> str:
-    """A count of some unit, to four digits at most.
+    """Formats a count of some unit, with at most four digits.
 
     >>> in_units(2_500_000, "FLOP")
     '2.5 MFLOP'
