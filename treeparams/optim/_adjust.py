@@ -1,4 +1,4 @@
-"""adjust: hyperparameters that change between steps."""
+"""adjust: changes hyperparameters between steps."""
 
 import itertools
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
-    """The state with other hyperparameters, if `optax.inject_hyperparams` keeps them in it.
+    """Changes hyperparameters that `optax.inject_hyperparams` keeps in an optimiser's state.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -29,19 +29,21 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     >>> tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state, model)[0]
     {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
 
-    A jitted step is not traced again. Leaves that are frozen now are adjusted too: thawed, they have the same rate.
+    A jitted step is not traced again. The hyperparameters of frozen parameters change too, so that you thaw them with
+    the same rate.
 
     Args:
-        state: any state, of this library or of Optax.
-        group: the key of one group of `optim.groups`, or "default"; `None` is everywhere.
-        **hyperparams: the new values, of the shapes they have; they may be traced. They are copied. Within
-            `optim.per_leaf` a number is that of all leaves and rows.
+        state: any state of this library or of Optax.
+        group: the key of one group of `optim.groups`, or "default"; `None` changes all groups.
+        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied. Inside
+            `optim.per_leaf` a number applies to all leaves and rows.
 
     Returns:
         The new state.
 
     Raises:
-        ValueError: no group of this name; no group has such a hyperparameter, or a schedule sets it; another shape.
+        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
+            differs.
     """
     check_state(state)
     if isinstance(group, (int, float)) or is_array(group):
