@@ -173,7 +173,7 @@ class _Master:
         return self._over_copies(value, params)
 
     def _over_copies(self, f: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
-        """Turns a function of parameters into one of copies, which it sees rounded; gradients it returns become wide."""
+        """Turns a function of parameters into one of copies, which it sees rounded; it returns wide gradients."""
 
         def of_copies(copies: PyTree, *args: Any, **kwargs: Any) -> Any:
             rounded = jax.tree.map(lambda leaf, copy: _rounded(copy, leaf.dtype), params, copies)
@@ -222,8 +222,8 @@ def _rounded(copy: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds a copy to the dtype of its parameter."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(copy.dtype)
     # Compilers may leave out a cast down that is followed by a cast up (`xla_allow_excess_precision`); the comparison
-    # would then find that no parameter is its copy rounded. They do not leave out `reduce_precision`, which rounds alike
-    # if both exponents have the same range, as in bfloat16 and float32.
+    # would then find that no parameter is its copy rounded. They keep `reduce_precision`, which rounds alike if both
+    # exponents have the same range, as in bfloat16 and float32.
     if narrow.nexp == wide.nexp and narrow.nmant < wide.nmant:
         copy = jax.lax.reduce_precision(copy, narrow.nexp, narrow.nmant)
     return jax.lax.convert_element_type(copy, dtype)
