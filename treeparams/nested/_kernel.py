@@ -25,7 +25,7 @@ def kernel(
     mode: Mode = "real",
     trainable: Trainable = None,
 ) -> Callable[..., Inexact[Array, "rows columns"]]:
-    """The product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
+    """Computes the product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -37,14 +37,14 @@ def kernel(
 
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter, for as many rows at a
-    time as there are samples, so that J is never there: beside the result and the values in f itself, no array is
-    larger than samples x the largest parameter. The price: the backward pass is done anew for each pair of blocks of
-    rows, a block having as many as there are samples, or `chunk`. Beside the products of dense weights that is little,
-    but not where samples or chunks are few, or f is long (convolutions): if J fits into memory, `parameter_jacobian` is
-    faster there.
+    time as there are samples, so that J never exists: beside the result and the values in f itself, no array is larger
+    than samples x the largest parameter. The price: the backward pass is repeated for each pair of blocks of rows, a
+    block having as many as there are samples, or `chunk`. Beside the products of dense weights that is little, but not
+    if there are few samples or chunks are small, or f is long (convolutions): if J fits into memory,
+    `parameter_jacobian` is faster there.
 
     Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
-    and parameters are first brought together on each device; to share the work, take `axis_name`.
+    and parameters are first brought together on each device; to share the work, use `axis_name`.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
@@ -57,7 +57,7 @@ def kernel(
 
     Returns:
         A function of `(model, xs, ys)`, where xs is a tree of arrays with one leading axis, the samples; ys are those
-        of the second Jacobian, and if you leave them out those of the first, of which then one triangle is computed.
+        of the second Jacobian. If you leave them out, they are those of the first, and only one triangle is computed.
 
         It returns the kernel, shape `(samples * outputs, samples_y * outputs)`: sample by sample, with the outputs of
         each as the rows of `parameter_jacobian`. It is summed and returned in at least float32, with matrix products as
@@ -95,7 +95,7 @@ class _Rows:
         self._of = of
 
     def block(self, number: int | jax.Array) -> list[jax.Array]:
-        """The rows of one block, a matrix for each slot."""
+        """Returns the rows of one block, a matrix for each slot."""
         rows = jnp.minimum(number * self.size + jnp.arange(self.size), self.count - 1)
         leaves = jax.tree.leaves(jax.vmap(self._row)(rows))
         return [leaf.reshape(self.size, math.prod(leaf.shape[1:])) for leaf in leaves]
@@ -108,7 +108,7 @@ class _Rows:
 
 
 def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
-    """`J J^H` of these rows, block by block."""
+    """Returns `J J^H` of these rows, block by block."""
     if left.count == 0 or right.count == 0:
         return jnp.zeros((left.count, right.count), dtype)
 
@@ -138,7 +138,7 @@ def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
 
 
 def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The rows of all devices, where each has those of its own samples."""
+    """Returns the rows of all devices, where each device has those of its samples."""
     # Summed and not gathered, their type says that all devices have the same kernel.
     count, width = product.shape
     zeros = jnp.zeros((jax.lax.psum(1, axis_name) * count, width), product.dtype)
@@ -147,5 +147,5 @@ def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
 
 
 def _each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
-    """`f` of each number below the count; without a loop where there is one."""
+    """Returns `f` of each number below the count; without a loop if there is one."""
     return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))
