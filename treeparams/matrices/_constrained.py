@@ -52,7 +52,7 @@ class AbstractConstrained(NotAnArray, eqx.Module):
         """Returns the array it represents, in the dtype of `raw`; a point of the set for any finite `raw`."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} has no {name!r}: for that of an array take {self.instead} first")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: for that of an array call {self.instead} first")
 
 
 def materialise(model: PyTree) -> PyTree:
@@ -127,8 +127,8 @@ def _refuse_others(entries: np.ndarray, least: float) -> None:
     index = np.argwhere(~fine)[0].tolist()
     where = f" at index {index}" if index else ""
     raise ValueError(
-        f"Positive takes finite numbers of at least {least:.3g}, got {entries[tuple(index)]:.8g}{where}. To make such "
-        "ones, write for example Positive(jnp.abs(w) + 1e-6)"
+        f"Positive accepts finite numbers of at least {least:.3g}, got {entries[tuple(index)]:.8g}{where}. Write for "
+        "example Positive(jnp.abs(w) + 1e-6)"
     )
 
 

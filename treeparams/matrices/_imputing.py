@@ -31,7 +31,7 @@ class AbstractImputing(AbstractMatrix):
         size, one_per = (self.shape[0], "output") if self.is_of_samples else (self.shape[1], "input")
         if self.psi.shape != (size,):
             raise ValueError(
-                f"psi of a {type(self).__name__} has one entry per {one_per}: "
+                f"psi of a {type(self).__name__} must have one entry per {one_per}: "
                 f"expected shape ({size},) for a matrix of shape {self.shape}, got {self.psi.shape}"
             )
 
@@ -46,7 +46,7 @@ class AbstractImputing(AbstractMatrix):
         spoilt = jnp.any(jnp.isnan(x), axis=-1)
         y = apply_transposed(self.matrix, jnp.where(spoilt[..., None], 0, x))
         name = type(self).__name__
-        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T where samples are rows"
+        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T if samples are rows"
         return _nan_where(spoilt, y, refusal)
 
     def to_dense(self) -> Array:
@@ -169,7 +169,7 @@ class PostImputing(AbstractImputing):
         whole = some & every  # if there are no entries, `every` is True although nothing is missing
         y = apply(self.matrix, jnp.where(some[..., None], 0, x))
         y = jnp.where(whole[..., None], as_row(self.psi, y), y)
-        refusal = "{} are missing in part, but PostImputing is for whole ones: PreImputing takes single missing entries"
+        refusal = "{} are missing in part, but PostImputing needs whole ones: use PreImputing for single entries"
         return _nan_where(some & ~every, y, refusal)
 
 

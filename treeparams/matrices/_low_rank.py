@@ -66,7 +66,7 @@ class LowRank(AbstractMatrix):
             name = type(node).__name__
             raise ValueError(
                 f"a LowRank cannot have a {name} in its base: the change would multiply the NaN of missing data. Put "
-                f"the change within it: {name}(LowRank(matrix, a, b), psi)"
+                f"the change inside it: {name}(LowRank(matrix, a, b), psi)"
             )
 
     @classmethod
@@ -78,7 +78,7 @@ class LowRank(AbstractMatrix):
         The other arguments are as for `lora`.
         """
         if rank < 1:
-            raise ValueError(f"the rank of a change is at least 1, got {rank}")
+            raise ValueError(f"the rank of a change must be at least 1, got {rank}")
         base = as_weight(base)
         m, n = base.shape
         dtype = base.dtype if dtype is None else dtype
@@ -223,17 +223,17 @@ def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: li
             f"{structure.paths[inside[0]]!r} is a part of {f'{path!r}, ' if path else ''}a {type(unit).__name__}"
         )
         if isinstance(unit, constrained_kinds()):
-            raise ValueError(f"{is_inside}, which a low-rank change would take off its set: leave it out")
+            raise ValueError(f"{is_inside}, whose constraint a low-rank change would break: leave it out")
         if len(inside) < sizes[i]:
             raise ValueError(f"{is_inside}, which is changed as a whole: select all of it, or nothing")
         if len(unit.shape) > 2:
             raise ValueError(
-                f"a low-rank change is of a matrix, but {path!r} has shape {unit.shape}. Leave out what is none, such "
-                "as a convolution with its bias, by name: ['**.weight', '!conv']. Of an ensemble, call lora within "
+                f"a low-rank change needs a matrix, but {path!r} has shape {unit.shape}. Leave out other arrays, such "
+                "as a convolution with its bias, by name: ['**.weight', '!conv']. For an ensemble, call lora inside "
                 "equinox.filter_vmap"
             )
         if i in frozen:
-            raise ValueError(f"{path!r} is declared frozen, and so would the factors be that stand there")
+            raise ValueError(f"{path!r} is declared frozen, so the factors in its place would be frozen too")
         chosen.append(i)
     if not chosen:
         raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
@@ -255,7 +255,7 @@ def _first_of_tie(
         elif len(inside) == 1:
             why = f"one array, but {where!r} selects only the latter: select both, or tp.untie the model first"
         elif not _are_one(*(units[i] for i in ends)):
-            why = "one array in matrices that differ, of which none has the other's change: leave both out"
+            why = "one array in matrices that differ, so that neither gets the other's change: leave both out"
         else:
             first |= dict.fromkeys(ends, min(first[i] for i in ends))
             continue

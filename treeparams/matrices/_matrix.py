@@ -109,8 +109,8 @@ class AbstractMatrix(NotAnArray, eqx.Module):
         # Without these two an array that JAX can broadcast would give numbers that mean nothing.
         if self.ndim != 2:
             raise ValueError(
-                f"this {type(self).__name__} of shape {self.shape} is an ensemble of matrices: take each by jax.vmap "
-                "or equinox.filter_vmap"
+                f"this {type(self).__name__} of shape {self.shape} is an ensemble of matrices: multiply each by "
+                "jax.vmap or equinox.filter_vmap"
             )
         if x.ndim == 0 or x.shape[axis] != size:
             operation, batch = ("x @ M", f"(..., {size})") if transposed else ("M @ x", f"(..., {size}, batch)")

@@ -18,7 +18,7 @@ def refused(operation: str) -> Callable[..., Any]:
     """Makes a method, for a class body, that raises an error and says how to get an array."""
 
     def refuse(self: "NotAnArray", *_: object, **__: object) -> Any:
-        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: take {self.instead} first")
+        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: call {self.instead} first")
 
     return refuse
 
@@ -77,7 +77,7 @@ def as_parameter(value: object) -> Array:
         raise TypeError(f"expected an array, got {type(value).__name__}")
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        raise TypeError(f"a parameter is floating or complex, got {array.dtype}: convert it with x.astype(float)")
+        raise TypeError(f"a parameter must be floating or complex, got {array.dtype}: convert it with x.astype(float)")
     return array
 
 

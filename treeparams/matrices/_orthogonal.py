@@ -178,7 +178,7 @@ def check_sizes(**sizes: int) -> None:
     """Raises an error unless all can be sizes of arrays."""
     if any(size < 0 for size in sizes.values()):
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"a random matrix has sizes of at least 0, got {got}")
+        raise ValueError(f"the sizes of a random matrix must be at least 0, got {got}")
 
 
 # -- Reflections

@@ -168,7 +168,7 @@ def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
     _, push = jax.linearize(f, x)
     together = push(direction)
     if isinstance(together, Tracer):
-        raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
+        raise TypeError("check=True needs values: use it only outside of jit, vmap and grad")
     number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
     for digit in range((len(x) - 1).bit_length()):
         signs = 1 - 2 * (number >> digit & 1)

@@ -92,8 +92,8 @@ class Outputs:
             real = next((slot for slot in parts.layout.slots if not is_complex(slot.dtype)), None)
             if real is not None:
                 raise TypeError(
-                    f"mode='holomorphic' is of complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
-                    "take mode='complex'"
+                    f"mode='holomorphic' needs complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
+                    "use mode='complex'"
                 )
         self.slots = own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
 
@@ -106,7 +106,7 @@ class Outputs:
                 "mode='holomorphic' the complex one"
             )
         if self.mode == "holomorphic" and not is_complex(y.dtype):
-            raise TypeError(f"mode='holomorphic' is of complex outputs, and f returns {y.dtype}; take mode='real'")
+            raise TypeError(f"mode='holomorphic' needs complex outputs, and f returns {y.dtype}; use mode='real'")
         flat = y.reshape(-1)
         return jnp.concatenate([flat.real, flat.imag]) if self.mode == "complex" else flat
 

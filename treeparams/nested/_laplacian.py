@@ -73,7 +73,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
         y = _series(*_propagate(closed.jaxpr, closed.consts, [start], unknown))
         if unknown:
             warn(
-                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: what it gives is exact, but takes one "
+                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: the result is exact, but takes one "
                 "second derivative of that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x

@@ -72,7 +72,7 @@ class Operator(eqx.Module):
         """Returns the product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
         if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2):
             raise TypeError(
-                f"operator @ takes a vector (n,) or a matrix (n, k), got {describe(matrix)}; call it with a tree"
+                f"operator @ needs a vector (n,) or a matrix (n, k), got {describe(matrix)}; for a tree call it"
             )
         return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
 
@@ -81,7 +81,7 @@ class Operator(eqx.Module):
     def __rmatmul__(self, matrix: Any) -> Array:
         """Returns the product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`, by symmetry."""
         if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2) or jnp.iscomplexobj(matrix):
-            raise TypeError(f"@ operator takes a real vector (n,) or matrix (k, n), got {describe(matrix)}")
+            raise TypeError(f"@ operator needs a real vector (n,) or matrix (k, n), got {describe(matrix)}")
         return (self @ matrix.T).T
 
     def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:

@@ -76,8 +76,8 @@ def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | Non
         return lambda eqn, of, depends: [elementwise(of, depends)]
     if name.startswith("custom_vjp_call"):
         raise TypeError(
-            "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no derivative forward; give it a "
-            "rule for jvp, or take the trace of jax.jacrev(jax.grad(f))"
+            "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no forward derivative; give it a "
+            "rule for jvp, or use the trace of jax.jacrev(jax.grad(f))"
         )
     return traced if name in (CUSTOM, "abs") else None
 

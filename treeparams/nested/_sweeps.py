@@ -84,7 +84,7 @@ def length_of(batch: PyTree) -> int:
 def real_array(x: object) -> jax.Array:
     """Returns an input as an array, if it is a real floating one."""
     if not hasattr(x, "dtype") and not isinstance(x, float):
-        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there is nested.gradient")
+        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees use nested.gradient")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected x to be real and floating, got {x.dtype}")

@@ -47,7 +47,7 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     """
     check_state(state)
     if isinstance(group, (int, float)) or is_array(group):
-        raise TypeError(f"expected a group, or hyperparameters by name, learning_rate=0.1; got {group!r:.40}")
+        raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
     if isinstance(group, TrainableState):
         raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
     name = None if group is None else group_name(group)
@@ -68,20 +68,20 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
 
     changed = map_injected(change, state)
     if name is not None and name not in groups:
-        raise ValueError(f"no group {name!r} in the state; there are {', '.join(map(repr, sorted(groups))) or 'none'}")
+        raise ValueError(f"no group {name!r} in the state; it has {', '.join(map(repr, sorted(groups))) or 'none'}")
     for each in hyperparams.keys() - found:
-        there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there are none"
+        there = f"it has {', '.join(map(repr, sorted(known))) or 'none'}"
         where = "the state" if name is None else f"the state of group {name!r}"
         raise ValueError(
-            f"no hyperparameter {each!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
-            "adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
+            f"no hyperparameter {each!r} in {where}; {there}. You can adjust only those that optax.inject_hyperparams "
+            "keeps in the state: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
         )
     return changed
 
 
 def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
     if name not in free_rates(node):
-        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; give a number there")
+        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; use a number there")
     if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
         raise TypeError(f"expected a number for {name}, got {describe(value)}")
     old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
@@ -91,7 +91,7 @@ def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array
     wider = (jnp.complexfloating, jnp.inexact)
     if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
         raise ValueError(
-            f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
+            f"{name} is {old.dtype}, which cannot hold {value}; write the number in inject_hyperparams as a float"
         )
     # A buffer of its own, of a traced value too: the state may be donated.
     return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)

@@ -29,8 +29,8 @@ from ._step import added
 
 # By their states.
 _OTHER = {
-    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
-    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
+    optax.LookaheadState: "optax.lookahead needs a pair of models, slow and fast, in place of one",
+    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy needs a gradient for each example",
 }
 _ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
 # One array of each returned tree of updates, as long as it lives. As gradients, these would be conjugated twice, or
@@ -41,9 +41,12 @@ _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictiona
 def check_model(params: PyTree) -> None:
     """Checks that `init` received a model, and the whole of it."""
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
-        raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
+        raise TypeError(
+            "tree_map_params maps the state of plain Optax: pass the transformation inside optim.trainable, and "
+            "state.runs[0]"
+        )
     if nodes_of(optax.MaskedNode, params):
-        raise ValueError(f"a mask, or optax.partition, stands around a transformation over models; {ONE}")
+        raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
 
 def check_run(run: PyTree, parts: Parts[Any]) -> None:
@@ -58,7 +61,7 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
     is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
     if is_complex and len(parts.index.complex_slots) < len(parts.slots):
         raise ValueError(
-            "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
+            "because of complex leaves, optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
             "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
         )
 
@@ -70,13 +73,13 @@ def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> P
     except MisfitError as error:
         if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
             raise ValueError(
-                "the gradients hold values that are no arrays, as a model does; the order is tx.update(grads, state, "
-                "model), optim.step(tx, grads, state, model)"
+                "the gradients contain values that are not arrays, as a model does; the order is tx.update(grads, "
+                "state, model), optim.step(tx, grads, state, model)"
             ) from None
         raise ValueError(
             "the state was made from another tree (the first below) than this model (the second): write state = "
-            "tx.init(model), the whole model, not eqx.filter(model, ...) or a part of it, and give each step the whole "
-            f"model:\n{error.differences}"
+            "tx.init(model) with the whole model, not eqx.filter(model, ...) or a part of it, and pass the whole model "
+            f"to each step:\n{error.differences}"
         ) from None
 
 
@@ -93,8 +96,8 @@ def _check_chain(node: Any) -> None:
     *before, last = (bool(nodes_of(MasterState, each)) for each in node)
     if any(before):
         raise ValueError(
-            "in a chain optim.master stands last, and all that makes the step within it, rates and clips too: write "
-            "optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
+            "optim.master must be last in a chain, with everything that makes the step inside it, rates and clips too: "
+            "write optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
         )
     if last:
         jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
@@ -147,8 +150,9 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
         if not is_equal:
             paths = index.structure.paths
             raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
-                "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but does not have the value that the tie "
+                "gives, so the first step would change it; set it first: layout = tp.layout(model), model = "
+                "tp.tie(model, layout)"
             )
 
 
@@ -210,8 +214,8 @@ def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
         dtype = parts.layout[stuck[0]].dtype
         warn(
             f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
-            "between neighbouring numbers rounds to none. Where it is to train, keep float32 copies: put your rule "
-            f"within optim.master, {form}(optim.master(rule))"
+            "between neighbouring numbers rounds to zero. To train it, keep float32 copies: put your optimiser inside "
+            f"optim.master, {form}(optim.master(tx))"
         )
 
 

@@ -73,9 +73,9 @@ def clip_by_global_norm(
     """
     if callable(max_norm):
         injected = "optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
-        raise TypeError(f"max_norm is a number; for a schedule write {injected}")
+        raise TypeError(f"max_norm must be a number; for a schedule write {injected}")
     if not (isinstance(max_norm, (int, float)) or is_array(max_norm)):
-        raise TypeError(f"max_norm is a number, got {describe(max_norm)}")
+        raise TypeError(f"max_norm must be a number, got {describe(max_norm)}")
     if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 

@@ -52,7 +52,7 @@ def coupling(
     if any(map(_draws, primitives(init) | primitives(update))):
         return "it draws random numbers, which would be the same for all leaves of one shape"
     if asked.names:
-        return "it goes by the names of leaves, of which a row has none"
+        return "it uses the names of leaves, and a row has none"
     own = [1 << i for i in range(2 * len(rows))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
 

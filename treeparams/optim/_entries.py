@@ -65,8 +65,8 @@ def check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -
         if path in numbers and numbers[path] != found.get(leaf):
             name = name_of(keys.wheres[found[leaf]])
             raise ValueError(
-                f"{name} names {path!r} by an alias that a layout was given, which a rule within the optimiser is not "
-                f"shown; write {path!r}, or declare the tie in its class"
+                f"{name} names {path!r} by an alias that only a layout has, and the optimiser does not see it; write "
+                f"{path!r}, or declare the tie in its class"
             )
 
 

@@ -85,8 +85,8 @@ def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
     found = [(path, node) for path, node in nodes if _has_searched(node)]
     if len(found) != 1:
         raise ValueError(
-            f"expected one line search that keeps value and gradient in the state, found {len(found)}: optax.lbfgs() "
-            "has one, and optax.scale_by_backtracking_linesearch(..., store_grad=True); else write tp.value_and_grad"
+            f"expected one line search that keeps value and gradient in the state, found {len(found)}: use "
+            "optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or write tp.value_and_grad"
         )
     ((path, node),) = found
     place = (key_entries((*path, jtu.GetAttrKey("grad"))), ())
@@ -149,4 +149,4 @@ def _form_of(layout: Layout, division: Division) -> Form:
         known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}
         if owned <= known:
             return form
-    raise ValueError("the state is in stacks of groups, so there is no form to call the function with; call it by hand")
+    raise ValueError("the state is in stacks of groups, which eval_params cannot pass to the function; call it by hand")

@@ -89,7 +89,7 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     called = [*map(group_name, transformations), *(["default"] if default is not None else [])]
     if len(set(called)) < len(called):
         raise ValueError(
-            f"two groups read alike, {', '.join(called)}; name functions by `def`, so that both can be named"
+            f"two groups have the same name, among {', '.join(called)}; name functions by `def`, so that they differ"
         )
     wheres = dict(zip(called, transformations, strict=False))
     for name, rule in zip(called, transformations.values(), strict=False):
@@ -117,8 +117,8 @@ class _Groups:
         are_of_stacks, paths = are_stacks(params), structure.paths
         if None in structure.specs:
             raise TypeError(
-                f"{paths[structure.specs.index(None)]!r} is no array: optim.groups is plain Optax, for parameters "
-                "alone; write tx = optim.trainable(optim.groups(...)), state = tx.init(model)"
+                f"{paths[structure.specs.index(None)]!r} is not an array: optim.groups is plain Optax, which accepts "
+                "only arrays; write tx = optim.trainable(optim.groups(...)), state = tx.init(model)"
             )
         found = self.of_stacks(params) if are_of_stacks else self.of_parameters(params, paths)
         members: dict[str, list[str]] = {name: [] for name in self.rules}
@@ -140,7 +140,7 @@ class _Groups:
         if lost and not self._has_default():
             raise ValueError(
                 f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(self.wheres)}; write "
-                "optim.groups({...}, default=...) for all that is left"
+                "optim.groups({...}, default=...) for the others"
             )
         return [names[entries[path]] if path in entries else "default" for path in paths]
 
@@ -159,9 +159,9 @@ class _Groups:
         if len(given) < len(leaves) or not is_fine:
             names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
             raise ValueError(
-                f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(self.rules)}, got "
-                f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
-                "name the rules after these groups, with default= for those that are not named"
+                "a group of stacks needs an optimiser of the same name: expected groups among "
+                f"{', '.join(self.rules)}, got {names}; write tp.stack(model, groups={{name: where}}), or "
+                "optim.stacked(optim.groups(...)), or name the optimisers after these groups, with default= for others"
             )
         return [name if name in self.rules else "default" for name in given.values()]
 

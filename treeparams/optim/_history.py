@@ -80,6 +80,6 @@ def check_no_memory(histories: Sequence[History]) -> None:
     if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
         raise ValueError(
             "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
-            'them gradients, tp.project(model, grads, missing="zeros"), or forget what it and all other state has '
-            "learned: optim.set_trainable(..., reset=True)"
+            'them gradients, tp.project(model, grads, missing="zeros"), or drop the whole state: '
+            "optim.set_trainable(..., reset=True)"
         )

@@ -114,11 +114,11 @@ def _checked(dtype: DTypeLike) -> np.dtype:
         given = None
     if given is None or not jnp.issubdtype(given, jnp.floating):
         raise TypeError(
-            "dtype is that of the wide copies, a floating one such as jnp.float32, got "
-            f"{getattr(dtype, '__name__', dtype)}; of complex parameters they are complex by themselves"
+            "dtype must be a floating dtype for the wide copies, such as jnp.float32, got "
+            f"{getattr(dtype, '__name__', dtype)}; copies of complex parameters are complex anyway"
         )
     if jax.dtypes.canonicalize_dtype(given) != given:
-        raise ValueError(f'copies in {given} need 64 bits: jax.config.update("jax_enable_x64", True) at the start')
+        raise ValueError(f'copies in {given} need 64 bits: call jax.config.update("jax_enable_x64", True) at the start')
     return given
 
 

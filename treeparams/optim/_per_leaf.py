@@ -169,12 +169,12 @@ class _Each:
         if is_stack:
             counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)}
             if counts - {len(gradient)}:
-                problem = f" of {len(gradient)} rows, where init had {max(counts)}"
+                problem = f" with {len(gradient)} rows, but init had {max(counts)}"
         if _is_nothing(state) and not _is_nothing(jax.eval_shape(self.rule.init, gradient)):
-            problem = ", for which init had no parameter; give None there"
+            problem = ", but init had no parameter there; give None"
         if problem:
             path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
-            raise ValueError(f"a gradient for {path}{problem}")
+            raise ValueError(f"got a gradient for {path}{problem}")
 
 
 _KINDS = 6  # of rows; each takes about 10 ms
@@ -241,14 +241,14 @@ def _check(
         if extra is None:  # it may take other arguments: the first update tells
             return False
         raise ValueError(
-            f"{_fails('update', error)}. Extra arguments go to each row as they are, so trees of gradients and "
-            "functions of the model are not for rules within optim.per_leaf; a number is given by "
+            f"{_fails('update', error)}. Each row gets extra arguments unchanged, so optimisers inside optim.per_leaf "
+            "cannot use trees of gradients or functions of the model; pass a number by "
             "tx.update(grads, state, params, value=loss)"
         ) from error
     if reason:
         raise ValueError(
-            f"optim.per_leaf is for rules that treat each leaf for itself, and of this one {reason}. Put what "
-            "concerns all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
+            f"optim.per_leaf needs an optimiser that treats each leaf separately, but {reason}. Put transformations "
+            "of all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
         )
     known.update(seen)
     return True
@@ -267,16 +267,16 @@ def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
         raise ValueError(ONE)
     if nodes_of(GroupsState, state):
         raise ValueError(
-            "groups go by path, and within optim.per_leaf no leaf has one; write "
+            "optim.groups selects by path, and inside optim.per_leaf no leaf has one; write "
             "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)"
         )
     if nodes_of(ScaledState, state):
         raise ValueError(
-            "optim.scaled goes by path, and within optim.per_leaf no leaf has one; write "
+            "optim.scaled selects by path, and inside optim.per_leaf no leaf has one; write "
             "optax.chain(optim.per_leaf(...), optim.scaled(...))"
         )
 
 
 def _fails(what: str, error: Exception) -> str:
     reason = in_short(error)
-    return f"optim.per_leaf runs the transformation on each array by itself, and its {what} fails there ({reason})"
+    return f"optim.per_leaf runs the transformation on each array separately, and its {what} fails there ({reason})"

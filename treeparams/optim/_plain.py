@@ -84,10 +84,10 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     """
     rule = rule_of(tx)
     if nodes_of(TrainableState, optax_state):
-        raise ValueError("this is a state of a transformation over models already: pass it to tx.update as it is")
+        raise ValueError("this is already a state of a transformation over models: pass it to tx.update as it is")
     given = entries_of(optax_state)
     if any(isinstance(leaf, Tracer) for leaf in given.values()):
-        raise ValueError("from_optax is called between steps, outside of jax.jit: it compares what is tied")
+        raise ValueError("call from_optax between steps, outside of jax.jit: it compares tied arrays")
     fresh = rule.init(model)
     if not fresh.runs:
         return fresh
@@ -127,9 +127,9 @@ def _owned_by_path(tree: History) -> Iterable[Any]:
     for (place, path), found in tree.copies.at.items():
         if found[0] != (*place[0], *split_path(path), *place[1]):
             raise ValueError(
-                f"the rule keeps what is of {path!r} at {join_path(found[0])!r}, by a number and not by its path, so "
-                "it cannot be told which parameter it is of without the model before; write state = "
-                "optim.from_optax(tx, state, model) with that one first"
+                f"the optimiser keeps an array of {path!r} at {join_path(found[0])!r}, by a number and not by its "
+                "path, so the old model is needed to find its parameter; first write state = "
+                "optim.from_optax(tx, state, model) with the old model"
             )
     return tree.copies.at.items()
 
@@ -154,8 +154,8 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
     if missing:
         raise ValueError(
             f"the state has nothing at {first_few(missing)}, where the transformation keeps an array, but has "
-            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another one, or over a tree of "
-            "other paths than eqx.filter(model, eqx.is_array)"
+            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another transformation, or "
+            "over a tree of other paths than eqx.filter(model, eqx.is_array)"
         )
     for (entries, want), array in zip(shapes, found, strict=True):
         _check_kind(entries, want, array)
@@ -196,7 +196,7 @@ def _check_kind(entries: Entries, want: Any, array: Any) -> None:
     if (array.shape, array.dtype) != (want.shape, want.dtype):
         raise ValueError(
             f"the state has {describe(array)} at {join_path(entries)!r}, where the transformation keeps "
-            f"{describe(want)}: it was made by another one, or of another model"
+            f"{describe(want)}: it was made by another transformation, or for another model"
         )
 
 
@@ -208,8 +208,8 @@ def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> No
     lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
     if lost:
         raise ValueError(
-            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another one, "
-            "or of another model"
+            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another "
+            "transformation, or for another model"
         )
 
 
@@ -228,8 +228,8 @@ def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool)
     """Refuses L-BFGS except for the same parameters in the same form."""
     if nodes_of(optax.ScaleByLBFGSState, tree.state) and not (is_tree and len(given) == len(tree.copies.arrays)):
         raise ValueError(
-            "L-BFGS remembers steps of all parameters together, in one form: its state goes over to optim.trainable "
-            "alone, where all of them train and none is tied; begin with tx.init(model)"
+            "L-BFGS remembers steps of all parameters together, in one form: you can convert its state only for "
+            "optim.trainable, if all of them train and none is tied; begin with tx.init(model)"
         )
 
 
@@ -297,7 +297,7 @@ def _known_in(params: PyTree, layout: Layout) -> Set[str]:
     for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"expected the tree that plain Optax takes, arrays alone, as eqx.filter(model, eqx.is_array); got "
+                f"expected the tree of arrays that plain Optax accepts, as eqx.filter(model, eqx.is_array); got "
                 f"{describe(leaf)} at {path!r}"
             )
     for slot in layout.slots:

@@ -203,7 +203,7 @@ class Rule:
     def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
         """Returns the part of a model that the rule sees, and the gradients that it sees."""
         if "active" in extra:
-            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
+            raise TypeError("active= selects the rows of stacks that move: write optim.stacked(tx) instead of this one")
         if self.fills:
             gradients = _filled(parts, gradients)
         layout, slots = parts.layout, [slot for slot, given in enumerate(gradients) if given is not None]
@@ -250,15 +250,15 @@ class Rule:
         first_time = not isinstance(history.count, Tracer) and not int(history.count)
         if first_time and hash(history.layout) not in self._warned:
             self._warned.add(hash(history.layout))
-            message = "trains, and no gradient has come for it since: take gradients by what the state says"
-            warn(f"{first_few(history.layout.paths)} {message}, tp.grad(loss, state.layout)")
+            message = "take gradients by the layout in the state, tp.grad(loss, state.layout)"
+            warn(f"no gradient so far for {first_few(history.layout.paths)}, which the state trains: {message}")
 
     # -- Arguments
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
         """Returns one gradient per slot as Optax's rules expect them; `None` if there is none."""
         if grads is None or isinstance(grads, (bool, int)):
-            raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
+            raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
         gradients = slot_gradients(parts.index, grads, None, wide=True)
         check_no_updates(parts, grads)
         for slot in parts.index.complex_slots:
@@ -277,9 +277,9 @@ class Rule:
         if complex_slots and name != "grad_fn":
             slot = sight.parts.layout.slots[complex_slots[0]]
             raise TypeError(
-                "rules of Optax that differentiate a loss themselves, such as line searches, do not descend along "
-                f"complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as two real "
-                "parameters"
+                "Optax transformations that differentiate a loss themselves, such as line searches, do not descend "
+                f"along complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as "
+                "two real parameters"
             )
 
         @functools.wraps(value)  # Optax looks at the names of its arguments

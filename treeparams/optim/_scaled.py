@@ -120,13 +120,13 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
 def _check_factor(name: str, factor: Any) -> None:
     if callable(factor):
         raise TypeError(
-            f"the factor of {name} is a number, got a function; for a schedule write "
+            f"the factor of {name} must be a number, got a function; for a schedule write "
             f"optim.groups({{{name}: optax.scale_by_schedule(schedule)}}, default=optax.identity())"
         )
     if not (is_array(factor) or isinstance(factor, (int, float, np.number))) or not _is_real(jnp.result_type(factor)):
-        raise TypeError(f"the factor of {name} is a real number, got {describe(factor)}")
+        raise TypeError(f"the factor of {name} must be a real number, got {describe(factor)}")
     if jnp.shape(factor):
-        raise ValueError(f"the factor of {name} is one number, got {describe(factor)}; write an entry for each")
+        raise ValueError(f"the factor of {name} must be one number, got {describe(factor)}; write an entry for each")
 
 
 def _is_real(dtype: Any) -> bool:
@@ -163,8 +163,8 @@ def _like(treedef: Any, factors: PyTree) -> list[Any]:
         found = [factors]
     if any(jtu.tree_structure(each).num_nodes > 1 for each in found):
         raise ValueError(
-            f"optim.scaled goes by parameter, and was given updates as {treedef!s:.80}, where the parameters are "
-            f"{jtu.tree_structure(factors)!s:.80}; put it outside of what changes their form, such as optax.flatten"
+            f"optim.scaled needs an update for each parameter: it got updates as {treedef!s:.80}, but the parameters "
+            f"are {jtu.tree_structure(factors)!s:.80}; put it outside of optax.flatten and others that change the form"
         )
     return found
 
@@ -173,8 +173,8 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
     """Returns the factor of each array of a tree, by its path."""
     if are_stacks(tree):
         raise ValueError(
-            "optim.scaled goes by the names of parameters, which the stacks of tp.stack do not have; give the model to "
-            "optim.stacked(optax.chain(..., optim.scaled(...)))"
+            "optim.scaled selects by the names of parameters, which the stacks of tp.stack do not have; pass the model "
+            "to optim.stacked(optax.chain(..., optim.scaled(...)))"
         )
     leaves, treedef = jtu.tree_flatten(tree)
     found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))

@@ -40,7 +40,7 @@ _LONG, _TRIED = 4096, 128
 _CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not zero: a rule may gather, or warm up
 _SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
 _TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
-_BY_NAME = "goes by the names of leaves, and where they are joined they have none"
+_BY_NAME = "uses the names of leaves, which joined leaves do not have"
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
 
 
@@ -85,7 +85,7 @@ def check_form(
         raise ValueError(
             f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
             f"({in_short(error)}). {instead[0].upper()}{instead[1:]}; if it needs more arguments, give examples of "
-            "them (trial={...})"
+            "them, trial={...}"
         ) from error
     if reason:
         raise ValueError(f"the transformation {reason}; {instead}")
@@ -124,7 +124,7 @@ def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[st
         return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
     for leaf, one, two in zip(sample.shapes, joined, apart, strict=True):
         if one != two:
-            other = f"{describe(leaf)} has another update where it is joined"
+            other = f"{describe(leaf)} gets another update if it is joined"
             return f"looks at the shapes of leaves, their axes or norms: {other}"
     return ""
 
@@ -258,7 +258,7 @@ def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
     begin, both = functools.partial(_begin, rule, sample), functools.partial(_both, rule, sample, extra)
     programs = (begin, ()), (both, (jax.eval_shape(begin), np.float32(1)))
     if any(isinstance(const, Tracer) for f, args in programs for const in jax.make_jaxpr(f)(*args).consts):
-        raise ValueError("it calls kernels or Python, which is tried with numbers, and has traced ones in it")
+        raise ValueError("it calls kernels or Python, so it is tried with numbers, but it contains traced ones")
     # Compiled ahead, they run inside jit too, where `init` may be called; only NumPy sees the values they return.
     begin_now, both_now = (jax.jit(f).lower(*args).compile(compiler_options=_QUICK) for f, args in programs)
     worst = 0.0

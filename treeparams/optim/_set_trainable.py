@@ -99,7 +99,7 @@ def set_trainable(
     """
     rule = rule_of(tx)
     if isinstance(trainable, bool):
-        raise TypeError(f"trainable={trainable} names no leaves; write None for what the classes declare, or '**'")
+        raise TypeError(f"trainable={trainable} selects nothing; write None for the parameters as declared, or '**'")
     if not isinstance(reset, bool):
         _check_where(reset)
     choice = None if trainable is ... and isinstance(reset, bool) else trainable
@@ -109,7 +109,7 @@ def set_trainable(
             "order is optim.set_trainable(tx, state, model, where)"
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
-        raise ValueError("set_trainable is called between steps, outside of jax.jit: it changes what is compiled")
+        raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
 
     def change(node: Any) -> Any:
         return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
@@ -124,7 +124,7 @@ def _is_ours(node: object) -> bool:
 def _check_where(reset: object) -> None:
     """Checks that an argument that is not a bool may be a `where`; only a model shows what it selects."""
     if not (callable(reset) or isinstance(reset, (str, re.Pattern, Leaves, list, tuple, set, frozenset))):
-        raise TypeError(f"reset is True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
+        raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
 
 
 def _changed(

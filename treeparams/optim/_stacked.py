@@ -86,7 +86,7 @@ def stacked(
 
 
 WITHIN = (
-    "what looks at a leaf by itself stands within optim.per_leaf: "
+    "put an optimiser that looks at single leaves inside optim.per_leaf: "
     "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
 
@@ -174,8 +174,8 @@ def _check_shared(history: History) -> None:
         owners = [next(each) for _ in jtu.tree_leaves(node)]
         if not is_clip(node) and None in owners:
             raise ValueError(
-                "some parameters wait in this update, and the transformation keeps what is not kept row by row, "
-                f"state{jtu.keystr(path)}: put what holds state within optim.per_leaf, as in "
+                "some parameters wait in this update, but the transformation keeps state that is not kept row by row, "
+                f"state{jtu.keystr(path)}: put optimisers with state inside optim.per_leaf, as in "
                 "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adam(1e-3))), or give all "
                 'gradients, tp.project(model, grads, missing="zeros")'
             )
@@ -225,8 +225,8 @@ class _StackedRule(Rule):
         divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
         if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
             raise ValueError(
-                "over stacks one optim.groups says which leaves lie together; there are several, or groups within "
-                "groups: give each group a chain of its own rules, or use optim.trainable"
+                "optim.stacked makes stacks for one optim.groups, but there are several, or groups within groups: give "
+                "each group its own chain, or use optim.trainable"
             )
         numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
         return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
@@ -245,10 +245,10 @@ class _StackedRule(Rule):
 def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
     """Returns whether each slot moves: a Python bool if that is known."""
     if not isinstance(active, Mapping):
-        raise TypeError(f"active is a dictionary {{where: flag}}, got {describe(active)}")
+        raise TypeError(f"active must be a dictionary {{where: flag}}, got {describe(active)}")
     for where, flag in active.items():
         if not isinstance(flag, (bool, np.bool_)) and (not is_array(flag) or flag.dtype != bool or flag.shape):
-            raise TypeError(f"active[{where!r}] is a bool, or a scalar array of one, got {describe(flag)}")
+            raise TypeError(f"active[{where!r}] must be a bool, or a scalar array of one, got {describe(flag)}")
     index, flags = index_of(layout), [bool(f) if isinstance(f, (bool, np.bool_)) else f for f in active.values()]
     found = first_entries(index, list(active))
     of_slots = [flags[found[leaf]] if leaf in found else True for leaf in index.positions]

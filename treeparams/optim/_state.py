@@ -29,7 +29,7 @@ from .._tree.types import PyTree
 T = TypeVar("T")
 
 ONE = (
-    "one transformation over models stands outermost, and all within it is plain Optax: write one optim.trainable, "
+    "use one transformation over models, outermost, with plain Optax inside it: write one optim.trainable, "
     "optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)))"
 )
 
@@ -160,9 +160,9 @@ def rule_of(tx: object) -> Any:
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
     expected = f"expected optim.trainable(...), optim.flat(...) or optim.stacked(...), got {describe(tx)}"
     if isinstance(tx, optax.GradientTransformation):
-        hint = "Put the whole chain into optim.trainable; of a wrapper around it, pass what is wrapped"
-        raise TypeError(f"{expected}, plain Optax, which knows no model. {hint}")
-    raise TypeError(f"{expected}; the transformation is first")
+        hint = "Put the whole chain into optim.trainable; if you wrapped it, pass the inner transformation"
+        raise TypeError(f"{expected}, plain Optax, which does not accept models. {hint}")
+    raise TypeError(f"{expected}; the transformation is the first argument")
 
 
 def model_state(state: PyTree) -> TrainableState:

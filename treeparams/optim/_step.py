@@ -76,7 +76,7 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
 
 
 _ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
-_PLAIN = "tx is plain Optax, which knows no model: write tx = optim.trainable(tx), state = tx.init(model)"
+_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
 
 
 def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
