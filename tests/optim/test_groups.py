@@ -295,7 +295,7 @@ def test_errors_of_adjust(without_type_checks):
         (tx, None, {rate: jnp.ones(2)}, ValueError, r"expected learning_rate of shape \(\), got shape \(2,\)"),
         (tx, None, {rate: None}, TypeError, "expected a number for learning_rate, got None"),
         (tx, None, {rate: [0.1]}, TypeError, "expected a number for learning_rate, got list"),
-        (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which does not hold 1j"),
+        (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which cannot hold 1j"),
         (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which does not hold 0.5; write the number"),
     ):
         with pytest.raises(error, match=match):

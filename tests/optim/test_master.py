@@ -300,7 +300,7 @@ def test_errors(without_type_checks):
         (lambda: optim.master(optax.sgd(1.0), jnp.int32), TypeError, r"wide copies, such as jnp.float32, got"),
         (lambda: optim.master(optax.sgd(1.0), "wide"), TypeError, r"wide copies, such as jnp.float32, got"),
         (lambda: optim.master(optax.sgd(1.0), jnp.complex64), TypeError, "copies of complex parameters are complex"),
-        (lambda: optim.master(optax.sgd(1.0), jnp.float64), ValueError, "float64 need 64 bits: jax.config.update"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.float64), ValueError, "float64 need 64 bits: call jax.config.update"),
         (lambda: optim.master(optim.trainable(optax.sgd(1.0))), ValueError, "over models, outermost"),
         (lambda: optim.master(optax.sgd), TypeError, "call it with its arguments"),
     ):

@@ -173,8 +173,8 @@ def test_errors(form, without_type_checks):
             r"got a function; .* optim.groups\(\{'body': optax.scale_",
         ),
         ({"body": True}, TypeError, "the factor of 'body' must be a real number, got bool"),
-        ({"body": 1j}, TypeError, "is a real number, got complex"),
-        ({"body": None}, TypeError, "is a real number, got None"),
+        ({"body": 1j}, TypeError, "must be a real number, got complex"),
+        ({"body": None}, TypeError, "must be a real number, got None"),
         (
             {"body": jnp.ones(2)},
             ValueError,

@@ -191,7 +191,7 @@ def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
 
 
 def group_name(where: object) -> str:
-    """Returns the name of the group that a rule was given for under this key."""
+    """Returns the name of the group with this key."""
     # It is a key in the state and in saved files. A line number in it would change whenever the program is edited.
     return where if isinstance(where, str) else name_of(where, with_line=False).strip("'")
 
