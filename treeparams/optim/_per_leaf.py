@@ -27,7 +27,7 @@ class PerLeafState:
     """The state of `optim.per_leaf`, a pytree.
 
     Attributes:
-        states: a tree like the parameters, with a state of `tx` at each array. At a stack, all arrays in it have a
+        states: a tree like the parameters, with a state of `tx` at each array. For a stack, all arrays in it have a
             leading axis over the rows, including counts and hyperparameters.
         spare: if there are no parameters, the state that one would have, so that `optim.adjust` finds the
             hyperparameters.
@@ -75,7 +75,7 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
         tx: any Optax transformation that treats each leaf separately.
         at_once: how many rows of a stack run together (`jax.lax.map`), which bounds the memory for intermediate
             results; `None` is all. An optimiser that works only in some steps, by `jax.lax.cond` (Shampoo, SOAP), works
-            in every step under `jax.vmap`; `at_once=1` does without `jax.vmap`. On a CPU small numbers are faster for
+            in every step under `jax.vmap`; `at_once=1` does without `jax.vmap`. On a CPU a small number is faster for
             optimisers that consist mostly of matrix products: Muon over 1000 matrices of 64x64 takes half the time with
             `at_once=1`.
 

@@ -78,8 +78,8 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
 
     Raises:
         ValueError: the state lacks arrays that `tx` keeps, or has more, or other shapes or dtypes, or other values at
-            two places of a tie; it is traced; it contains L-BFGS, whose memory is of all parameters together, and some
-            of them are frozen, tied or in another form; otherwise as `tx.init`.
+            two places of a tie; it is traced; it contains L-BFGS, which remembers all parameters together, and some of
+            them are frozen, tied or in another form; otherwise as `tx.init`.
         TypeError: `tx` is plain Optax; otherwise as `tx.init`.
     """
     rule = rule_of(tx)

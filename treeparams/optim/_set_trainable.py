@@ -41,7 +41,7 @@ S = TypeVar("S")
 def set_trainable(
     tx: Any, state: S, model: PyTree, trainable: Trainable | EllipsisType = ..., *, reset: bool | Where = False
 ) -> S:
-    """Freezes and thaws parameters between steps, and keeps the optimiser state of each.
+    """Freezes and thaws parameters between steps, and keeps the optimiser's state of each.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -92,9 +92,9 @@ def set_trainable(
         The new state. A frozen parameter costs no more than its held state.
 
     Raises:
-        ValueError: `tx` contains L-BFGS, whose memory is of all parameters together, and `reset` is not `True`; the
-            model does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or
-            only one place of an array that is at several; as `tp.layout`.
+        ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; the model
+            does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or only
+            one place of an array that is at several; as `tp.layout`.
         TypeError: `tx` is plain Optax or no transformation; `reset` is neither a bool nor a `where`.
     """
     rule = rule_of(tx)

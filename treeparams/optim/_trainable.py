@@ -48,8 +48,8 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
     history share a step count, which goes on if any of them has a gradient. `optax.MultiSteps` needs all gradients in
     each call: `tp.project(model, grads, missing="zeros")`.
 
-    **Complex parameters descend.** JAX's gradient of a real loss is the conjugate of the direction of ascent. `update`
-    conjugates it for `tx`; nothing else in this library does.
+    **`update` conjugates complex gradients for `tx`**, and nothing else in this library does: JAX's gradient of a real
+    loss is the conjugate of the direction of ascent.
 
     Args:
         tx: any Optax transformation or chain. If gradients are partial or you freeze leaves later, it must keep its
@@ -65,9 +65,9 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
         `update(grads, state, model, **extra)` accepts a gradient in any form that `tp.project` accepts; one that is
         wider than its leaf keeps single precision. A tied parameter has its update at all places, through the transform
         of an alias that has one, and everything that does not move has `None` (see `frozen`). So
-        `eqx.apply_updates(model, updates)` is right; `optim.step` does both, and recomputes an alias with a transform,
-        which sums would let drift by rounding. Among the extra arguments `grad` may be in any form too, functions are
-        called with models (`grad_fn` may return a gradient in any form), and others are passed on.
+        `eqx.apply_updates(model, updates)` is right; `optim.step` does both, and recomputes an alias that has a
+        transform, since sums would let it drift by rounding. Among the extra arguments `grad` may be in any form too,
+        functions are called with models (`grad_fn` may return a gradient in any form), and others are passed on.
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
