@@ -126,7 +126,7 @@ def elementwise(of: Function, depends: Sequence[Series]) -> Series:
     count, dtype = len(depends), result.dtype
     ones = [tuple(jnp.full_like(value, i == j) for i, value in enumerate(values)) for j in range(count)]
     first = [lambda *values, ones=each: jax.jvp(of, values, ones)[1][0] for each in ones]
-    # Axes of one behind the first, for a scalar that stands beside an array.
+    # Axes of length one after the first, for a scalar beside an array.
     jacobians = [jnp.expand_dims(each, tuple(range(1, 2 + result.ndim - each.ndim))) for each in jacobians]
     jacobian, laplacian = jnp.zeros((), dtype), jnp.zeros((), dtype)
     for j in range(count):

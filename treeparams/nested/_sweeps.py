@@ -45,8 +45,8 @@ def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, ba
     With `batch=1` it is that of each sample in itself, with the samples along the first axis: one direction then serves
     all of them at once.
     """
-    # f is called here alone: within nested derivatives two calls at each level would be many. Forward it is not
-    # linearised, since that keeps what is computed at each step of a loop.
+    # f is called only here: inside nested derivatives two calls at each level would be many. Forward it is not
+    # linearised, since that keeps the results of each step of a loop.
     closed = jax.make_jaxpr(f)(x)
     inputs, outputs = x.shape[batch:], closed.out_avals[0].shape[batch:]
 

@@ -93,5 +93,5 @@ def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array
         raise ValueError(
             f"{name} is {old.dtype}, which cannot hold {value}; write the number in inject_hyperparams as a float"
         )
-    # A buffer of its own, of a traced value too: the state may be donated.
+    # A new buffer, for traced values too, since the state may be donated.
     return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)

@@ -204,7 +204,7 @@ def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
     if seen == _LOOKS or any(isinstance(each, Tracer) for pair in given for each in pair):
         return
     for slot, leaf, step in given:
-        # Each by itself, since within one program the sum might never be rounded.
+        # Outside of one program, in which the sum might never be rounded.
         is_as_before, is_zero = map(bool, _as_before(leaf, step, added(paths[slot], leaf, step)))
         still = still if is_as_before else still - {slot}
         lost = lost if is_zero or not is_as_before else lost | {slot}

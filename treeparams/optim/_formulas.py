@@ -128,7 +128,7 @@ class Blocks:
             if place is None:
                 terms.append(self._terms_of(kind, formula, size if len(value) == 1 else own))
                 continue
-            ahead = size // own if len(value) == 1 else 1  # a memory of several steps has axes ahead of the leaf's
+            ahead = size // own if len(value) == 1 else 1  # a memory of several steps has leading axes
             terms.append({(formula if ahead == 1 else self.formulas.of("ahead", ahead, over=[formula]), place): 1})
         return self._total(kind, terms)
 

@@ -150,7 +150,7 @@ class _Each:
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
-        if extra or not state.is_checked:  # else `init` has checked it, maybe in another object made by the same code
+        if extra or not state.is_checked:  # else `init` has checked it, even if the rule is made anew for each update
             _check(self.rule, self.known, [_row(leaves[i], stacked[i]) for i in here], extra)
         run = functools.partial(self._step, extra)
         for i in here:
