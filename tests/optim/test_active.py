@@ -146,10 +146,10 @@ def test_errors_of_active(without_type_checks):
     for active, error, match in (
         ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
         ({"layers": True, "layers.1": False}, ValueError, "'layers.1' comes too late: 'layers' before it took all"),
-        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or a scalar array of one, got int"),
-        ({"layers.1": None}, TypeError, "is a bool, or a scalar array of one, got None"),
-        ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or a scalar array of one, got float32\[\]"),
-        ({"layers.1": np.array([True])}, TypeError, r"is a bool, or a scalar array of one, got bool\[1\]"),
+        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] must be a bool, or a scalar array of one, got int"),
+        ({"layers.1": None}, TypeError, "must be a bool, or a scalar array of one, got None"),
+        ({"layers.1": jnp.ones(())}, TypeError, r"must be a bool, or a scalar array of one, got float32\[\]"),
+        ({"layers.1": np.array([True])}, TypeError, r"must be a bool, or a scalar array of one, got bool\[1\]"),
         (["layers.1"], TypeError, r"active must be a dictionary \{where: flag\}, got list"),
         ("layers.1", TypeError, r"active must be a dictionary \{where: flag\}, got "),
     ):

@@ -296,7 +296,7 @@ def test_errors_of_adjust(without_type_checks):
         (tx, None, {rate: None}, TypeError, "expected a number for learning_rate, got None"),
         (tx, None, {rate: [0.1]}, TypeError, "expected a number for learning_rate, got list"),
         (tx, None, {rate: 1j}, ValueError, "learning_rate is float32, which cannot hold 1j"),
-        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which does not hold 0.5; write the number"),
+        (ints, None, {rate: 0.5}, ValueError, "learning_rate is int32, which cannot hold 0.5; write the number"),
     ):
         with pytest.raises(error, match=match):
             optim.adjust(state, group, **given)
