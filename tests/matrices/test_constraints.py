@@ -292,7 +292,7 @@ def test_what_paramax_holds_as_frozen_stays(standard_promotion: None):
 
 REFUSED = [
     (put(1, -2), r"Positive accepts finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),
-    (put(0)[0], r"at least 1.18e-38, got 0. To"),
+    (put(0)[0], r"at least 1.18e-38, got 0. Write"),
     (put(np.inf), "finite numbers.*got inf"),
     (put(np.nan), "got nan"),
     ([1.0], "expected an array, got list"),

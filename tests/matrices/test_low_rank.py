@@ -232,7 +232,7 @@ UNCHANGED = [
     ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
     ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),
     (low_rank(3, 2, 2), "a", "'a' is a part of a LowRank, which is changed as a whole"),
-    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which .* its set"),
+    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, whose constraint"),
     ({"w": 2 * IMPUTING}, "w", "a LowRank cannot have a PreImputing in its base"),
     (jax.tree.map(lambda leaf: np.stack([leaf, leaf]), {"w": int8(0, 2, 2)}), "w", r"'w' has shape \(2, 2, 2\)"),
     (Holds(int8(0, 2, 2)), "weight", "'weight' is declared frozen"),
