@@ -160,7 +160,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_using_it_as_an_array_says_materialise(use: Any):
-    with pytest.raises((TypeError, AttributeError), match=r"Positive .*take matrices\.materialise\(model\) first"):
+    with pytest.raises((TypeError, AttributeError), match=r"Positive .*call matrices\.materialise\(model\) first"):
         use(matrices.Positive(TWO))
 
 
@@ -235,7 +235,7 @@ def test_parts_of_matrices_are_materialised_and_matrices_stay():
     got = matrices.materialise({"weight": held})["weight"]
     assert held.shape == got.shape == (3, 3)
     assert_close(got @ S, weight @ S, 1e-4)
-    with pytest.raises((TypeError, AttributeError), match=r"take matrices\.materialise\(model\) first"):
+    with pytest.raises((TypeError, AttributeError), match=r"call matrices\.materialise\(model\) first"):
         held @ S
 
 
@@ -291,12 +291,12 @@ def test_what_paramax_holds_as_frozen_stays(standard_promotion: None):
 
 
 REFUSED = [
-    (put(1, -2), r"Positive takes finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),
-    (put(0)[0], r"at least 1.18e-38, got 0. To"),
+    (put(1, -2), r"Positive accepts finite numbers .* got -2 at index \[1\].*jnp.abs\(w\)"),
+    (put(0)[0], r"at least 1.18e-38, got 0. Write"),
     (put(np.inf), "finite numbers.*got inf"),
     (put(np.nan), "got nan"),
     ([1.0], "expected an array, got list"),
-    (np.ones(2, int), "a parameter is floating or complex, got int"),
+    (np.ones(2, int), "a parameter must be floating or complex, got int"),
     (np.ones(2, np.complex64), "expected real numbers, got complex64"),
 ]
 

@@ -206,7 +206,9 @@ def test_a_sample_missing_in_part_is_an_error_where_values_are_known():
         (jax.grad(lambda x: jnp.sum(x.T @ weight.T)), x),
         (lambda x: weight.matmul(X, missing=np.isnan(x)), x),
     ):
-        with pytest.raises(ValueError, match=r"^1 of 5 samples are missing in part, but .*: PreImputing takes single"):
+        with pytest.raises(
+            ValueError, match=r"^1 of 5 samples are missing in part, but .*: use PreImputing for single"
+        ):
             f(at)
 
 
@@ -313,7 +315,7 @@ OF_TWO = jnp.ones((2, 3))
 REFUSED = [
     (lambda: matrices.PostImputing(OF_TWO, jnp.ones(3)), r"of a PostImputing .* per output: expected shape \(2,\) for"),
     (lambda: matrices.PreImputing(OF_TWO, jnp.ones((3, 1))), r"per input: .* \(3,\) .* shape \(2, 3\), got \(3, 1\)"),
-    (lambda: matrices.PreImputing(OF_TWO, jnp.arange(3)), "a parameter is floating or complex, got int32"),
+    (lambda: matrices.PreImputing(OF_TWO, jnp.arange(3)), "a parameter must be floating or complex, got int32"),
     (lambda: matrices.PreImputing(OF_TWO, 0.0), "expected an array, got float"),
     (lambda: make("pre").matmul(X, missing=X[0] > 0), r"shape \(4, 5\) for x of shape \(4, 5\), got \(5,\)"),
     (lambda: make("post").matmul(X, missing=X[:, 0] > 0), r"\(4, 5\) or \(5,\) for x of .* got \(4,\)"),

@@ -232,7 +232,7 @@ UNCHANGED = [
     ({"w": low_rank(3, 2, 2)}, "w.a", r"'w.a' is a part of 'w', a LowRank, .* as a whole: select all of it, or"),
     ({"w": svd(3, 2, 2)}, "w.u", r"'w.u.vectors' is a part of 'w', a SVD, which is changed as a whole"),
     (low_rank(3, 2, 2), "a", "'a' is a part of a LowRank, which is changed as a whole"),
-    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, which .* its set"),
+    ({"w": matrices.Positive(np.ones((2, 2)))}, "w.raw", r"'w.raw' is a part of 'w', a Positive, whose constraint"),
     ({"w": 2 * IMPUTING}, "w", "a LowRank cannot have a PreImputing in its base"),
     (jax.tree.map(lambda leaf: np.stack([leaf, leaf]), {"w": int8(0, 2, 2)}), "w", r"'w' has shape \(2, 2, 2\)"),
     (Holds(int8(0, 2, 2)), "weight", "'weight' is declared frozen"),
@@ -255,14 +255,14 @@ def test_what_cannot_be_changed(model: Any, where: Any, message: str):
 ONES = np.ones((2, 3), np.float32)
 REFUSED = [
     (lambda: matrices.LowRank(ONES, ONES[:, :1], ONES), r"\(2, rank\) and \(rank, 3\) .* got \(2, 1\) and \(2, 3\)"),
-    (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change is at least 1, got 0"),
+    (lambda: matrices.LowRank.random(ONES, 0, key=KEY), "the rank of a change must be at least 1, got 0"),
     (
         lambda: matrices.LowRank(ONES, 1j * ONES[:, :1], 1j * ONES[:1]),
         "the factors are complex, but the base is float32",
     ),
     (lambda: matrices.LowRank([[1.0]], ONES, ONES), "expected an array, got list"),
     (lambda: matrices.LowRank(ONES[0], ONES, ONES), r"expected a matrix, got an array of shape \(3,\)"),
-    (lambda: matrices.LowRank(ONES, ONES.astype(int), ONES), "a parameter is floating or complex, got int32"),
+    (lambda: matrices.LowRank(ONES, ONES.astype(int), ONES), "a parameter must be floating or complex, got int32"),
     (
         lambda: matrices.LowRank.random(2 * IMPUTING.T, 1, key=KEY),
         r"a LowRank cannot have a PreImputing in its base: .* NaN .*PreImputing\(LowR",

@@ -86,7 +86,7 @@ def test_an_ensemble_and_low_precision(kind: Any):
     assert of_low.dtype == low.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(of_low, np.float32), rounded, rtol=0.02, atol=0.02 * np.max(abs(rounded)))
     assert (ensemble.shape, ensemble.ndim) == ((2, *one.shape), 3)
-    with pytest.raises(ValueError, match=r"is an ensemble of matrices: take each by jax\.vmap"):
+    with pytest.raises(ValueError, match=r"is an ensemble of matrices: multiply each by jax\.vmap"):
         ensemble @ x[0]
 
 
@@ -236,7 +236,7 @@ NEEDS_ENTRIES = {
 
 @pytest.mark.parametrize("use", NEEDS_ENTRIES.values(), ids=NEEDS_ENTRIES.keys())
 def test_what_needs_all_entries_says_so(use: Any):
-    with pytest.raises(TypeError, match=r"needs an array, which SVD is not: take M\.to_dense\(\) first"):
+    with pytest.raises(TypeError, match=r"needs an array, which SVD is not: call M\.to_dense\(\) first"):
         use(svd(0, 2, 2))
 
 

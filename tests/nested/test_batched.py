@@ -119,7 +119,7 @@ def test_errors_of_batches(without_type_checks):
         of(lambda x: (x,))(X)
     with pytest.raises(ValueError, match=r"expected samples of shape \(batch, ...\), got a scalar"):
         of(lambda x: x)(1.0)
-    with pytest.raises(TypeError, match="check=True needs values: call it outside of jit"):
+    with pytest.raises(TypeError, match="check=True needs values: use it only outside of jit"):
         jax.jit(of(jnp.sin, check=True))(X)
     with pytest.raises(ValueError, match="chunk must be a whole number of sweeps, at least 1, got 0"):
         of(jnp.sin, chunk=0)(X)

@@ -265,7 +265,7 @@ def test_errors(problem, without_type_checks):
             call()
     for wrong, got in ((tree, "dict"), (jnp.ones(()), r"float64\[\]"), (jnp.ones((6, 1, 1)), r"float64\[6,1,1\]")):
         with pytest.raises(
-            TypeError, match=rf"operator @ takes a vector \(n,\) or a matrix .*, got {got}; call it with"
+            TypeError, match=rf"operator @ needs a vector \(n,\) or a matrix .*, got {got}; for a tree call it"
         ):
             operator @ wrong
     with pytest.raises(TypeError, match=r"expected a real tangent at 'x', got complex128\[2\]"):

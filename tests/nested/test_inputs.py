@@ -262,7 +262,7 @@ def test_errors(without_type_checks):
         nested.gradient(f)(model, jnp.arange(2))
     with pytest.raises(TypeError, match=r"expected x to be floating, got int32\[2\] at 'a.1'; convert it"):
         nested.gradient(f)(model, {"a": [x, jnp.arange(2)]})
-    with pytest.raises(TypeError, match=r"expected an array for x, got dict; for trees there is nested.gradient"):
+    with pytest.raises(TypeError, match=r"expected an array for x, got dict; for trees use nested.gradient"):
         nested.jacobian(f)(model, {"x": x})
     with pytest.raises(TypeError, match="expected x to be real and floating, got complex64"):
         nested.jacobian(f)(model, x.astype(np.complex64))

@@ -303,12 +303,10 @@ def test_errors(method, without_type_checks):
         method(net, mode="imaginary")(NET, X)
     with pytest.raises(TypeError, match=r"f returns complex128; mode='complex' gives the derivatives of its real and"):
         method(net)(COMPLEX, X)
-    with pytest.raises(
-        TypeError, match=r"'holomorphic' is of complex outputs, and f returns float64; take mode='real'"
-    ):
+    with pytest.raises(TypeError, match=r"'holomorphic' needs complex outputs, and f returns float64; use mode='real'"):
         method(modulus, mode="holomorphic")(COMPLEX, X)
     some_real, square = COMPLEX | {"a": NET["a"]}, lambda model, x: model["b"][0] ** 2
-    with pytest.raises(TypeError, match=r"'holomorphic' is of complex parameters, and 'a' is float64; freeze it, or"):
+    with pytest.raises(TypeError, match=r"'holomorphic' needs complex parameters, and 'a' is float64; freeze it, or"):
         method(square, mode="holomorphic")(some_real, X)
     jax.eval_shape(method(square, mode="holomorphic", trainable=["b", "c"]), some_real, X[:1])
     for chunk in (0, -1, 2.5, True, "all"):

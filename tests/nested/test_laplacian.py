@@ -185,7 +185,7 @@ def test_what_has_no_rule_is_exact_and_named(name):
     f = OTHERS[name]
     with enable_x64(True):
         x = jnp.asarray(X)
-        with pytest.warns(UserWarning, match=f"no rule for {name}: what it gives is exact, but takes one second deriv"):
+        with pytest.warns(UserWarning, match=f"no rule for {name}: the result is exact, but takes one second deriv"):
             got = jax.jit(lambda x: nested.laplacian(_of(f))(None, x))(x)
         np.testing.assert_allclose(got, _trace(f, x), 1e-10, 1e-12)
 

@@ -124,7 +124,7 @@ def test_an_array_times_an_operator(made):
     np.testing.assert_allclose(made(ramp(4)) @ operator, dense @ ramp(4), 1e-6)
     np.testing.assert_allclose(made(ramp(2, 4)) @ operator, ramp(2, 4) @ dense, 1e-6)
     for wrong in (np.ones((2, 2, 4)), np.ones(4, np.complex64), [1.0] * 4):
-        with pytest.raises(TypeError, match=r"@ operator takes a real vector \(n,\) or matrix \(k, n\), got "):
+        with pytest.raises(TypeError, match=r"@ operator needs a real vector \(n,\) or matrix \(k, n\), got "):
             _ = wrong @ operator
 
 

@@ -146,12 +146,12 @@ def test_errors_of_active(without_type_checks):
     for active, error, match in (
         ({"layer.1": True}, ValueError, "'layer.1' selects nothing; nearest: 'layers.1'"),
         ({"layers": True, "layers.1": False}, ValueError, "'layers.1' comes too late: 'layers' before it selects"),
-        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] is a bool, or a scalar array of one, got int"),
-        ({"layers.1": None}, TypeError, "is a bool, or a scalar array of one, got None"),
-        ({"layers.1": jnp.ones(())}, TypeError, r"is a bool, or a scalar array of one, got float32\[\]"),
-        ({"layers.1": np.array([True])}, TypeError, r"is a bool, or a scalar array of one, got bool\[1\]"),
-        (["layers.1"], TypeError, r"active is a dictionary \{where: flag\}, got list"),
-        ("layers.1", TypeError, r"active is a dictionary \{where: flag\}, got "),
+        ({"layers.1": 1}, TypeError, r"active\['layers.1'\] must be a bool, or a scalar array of one, got int"),
+        ({"layers.1": None}, TypeError, "must be a bool, or a scalar array of one, got None"),
+        ({"layers.1": jnp.ones(())}, TypeError, r"must be a bool, or a scalar array of one, got float32\[\]"),
+        ({"layers.1": np.array([True])}, TypeError, r"must be a bool, or a scalar array of one, got bool\[1\]"),
+        (["layers.1"], TypeError, r"active must be a dictionary \{where: flag\}, got list"),
+        ("layers.1", TypeError, r"active must be a dictionary \{where: flag\}, got "),
     ):
         with pytest.raises(error, match=match):
             CLIPPED.update(tp.copy(net), state, net, active=active)
@@ -173,7 +173,7 @@ KEPT = {  # state that is not kept row by row, by what the error calls it
 def test_what_holds_state_must_be_kept_by_row_for_rows_to_wait(name):
     net, tx = _net(), optim.stacked(KEPT[name])
     grads, state = tp.partition(net)[0], tx.init(net)
-    flag, match = jnp.array(True), f"keeps what is not kept row by row, {name}: put what holds state within"
+    flag, match = jnp.array(True), f"keeps state that is not kept row by row, {name}: put optimisers with state inside"
     for wrong, active in ((grads, {"layers.0": False}), (grads, {"layers.0": flag}), (grads | {"out": None}, {})):
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(functools.partial(tx.update, active=active), wrong, state, net)
@@ -252,7 +252,7 @@ def test_a_first_step_without_any_gradient_is_warned_of_and_one_that_is_told_to_
     for flag in (False, jnp.array(False)):
         _, after = tx.update(tp.copy(net), state, net, active={"**": flag})
         assert_same(after, state)
-    with pytest.warns(UserWarning, match="layers.0.w.* trains, and no gradient has come for it since"):
+    with pytest.warns(UserWarning, match="no gradient so far for layers.0.w.*, which the state trains"):
         tx.update({}, state, net)
 
 

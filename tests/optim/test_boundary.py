@@ -173,11 +173,13 @@ def test_errors_of_update(without_type_checks):
         (({"w": jnp.ones(3)}, state, model), ValueError, r"at 'w', got float32\["),
         ((model, state, {"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError, "made from another tree .* than this model"),
         ((model, plain.init(model), model), TypeError, "expected the state that tx.init.* returned, got tuple"),
-        *(((bad, state, model), TypeError, r"expected a tree of gradients as of tp\.grad") for bad in (None, True, 3)),
+        *(((bad, state, model), TypeError, r"expected a tree of gradients, as tp\.grad") for bad in (None, True, 3)),
     ):
         with pytest.raises(error, match=match):
             tx.update(*arguments)
-    match = r"tx is plain Optax, which knows no model: write tx = optim.trainable\(tx\), state = tx.init\(model\)"
+    match = (
+        r"tx is plain Optax, which does not accept models: write tx = optim.trainable\(tx\), state = tx.init\(model\)"
+    )
     with pytest.raises(TypeError, match=match):
         optim.step(plain, tp.copy(model), plain.init(model), model)
     with pytest.raises(TypeError, match=match):  # Optax itself fails at the `None` of what is frozen
@@ -195,7 +197,7 @@ def test_errors_of_update(without_type_checks):
 
 def test_rules_of_another_kind_are_refused_by_name():
     for rule, match in (
-        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "optax.lookahead takes a pair of models.*by hand"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "optax.lookahead needs a pair of models.*by hand"),
         (optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), "a gradient for each example.*by hand"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -159,11 +159,11 @@ def test_the_state_of_several_histories_and_of_none():
 
 def test_errors_of_clip(without_type_checks):
     for bad, error, match in (
-        (optax.constant_schedule(1.0), TypeError, "max_norm is a number; for a schedule write"),
+        (optax.constant_schedule(1.0), TypeError, "max_norm must be a number; for a schedule write"),
         (-1, ValueError, "max_norm must be positive, got -1"),
         (float("nan"), ValueError, "max_norm must be positive, got nan"),
-        ("1", TypeError, "max_norm is a number, got"),
-        (None, TypeError, "max_norm is a number, got"),
+        ("1", TypeError, "max_norm must be a number, got"),
+        (None, TypeError, "max_norm must be a number, got"),
     ):
         with pytest.raises(error, match=match):
             optim.clip_by_global_norm(bad)

@@ -56,7 +56,7 @@ def test_equals_optax_leaf_by_leaf(rule):
 
 def test_refuses_what_looks_at_leaves_or_their_names():
     for rule, match in (
-        (optim.groups({"**": optax.sgd(0.1)}), "goes by the names of leaves"),
+        (optim.groups({"**": optax.sgd(0.1)}), "uses the names of leaves"),
         (optax.add_noise(0.1, 0.1, 0), "looks at the shapes"),
         (optax.MultiSteps(optax.scale_by_trust_ratio(), 300), "looks at the shapes"),
     ):
@@ -72,7 +72,7 @@ def test_a_rule_that_needs_further_arguments_is_tried_with_examples_and_once():
 
     rule = optax.GradientTransformationExtraArgs(lambda params: calls.append(1) or (), update)
     model = {"a": np.ones(2, np.float32)}
-    with pytest.raises(ValueError, match=r"it fails there.*temperature.*give examples of them \(trial="):
+    with pytest.raises(ValueError, match=r"it fails there.*temperature.*give examples of them, trial="):
         optim.flat(rule).init(model)
     tx = optim.flat(rule, trial={"temperature": 2.0})
     state = tx.init(model)

@@ -297,11 +297,11 @@ def test_report_and_summary_name_narrow_parameters():
 
 def test_errors(without_type_checks):
     for call, error, match in (
-        (lambda: optim.master(optax.sgd(1.0), jnp.int32), TypeError, r"floating one such as jnp.float32, got"),
-        (lambda: optim.master(optax.sgd(1.0), "wide"), TypeError, r"floating one such as jnp.float32, got"),
-        (lambda: optim.master(optax.sgd(1.0), jnp.complex64), TypeError, "of complex parameters they are complex"),
-        (lambda: optim.master(optax.sgd(1.0), jnp.float64), ValueError, "float64 need 64 bits: jax.config.update"),
-        (lambda: optim.master(optim.trainable(optax.sgd(1.0))), ValueError, "stands outermost"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.int32), TypeError, r"wide copies, such as jnp.float32, got"),
+        (lambda: optim.master(optax.sgd(1.0), "wide"), TypeError, r"wide copies, such as jnp.float32, got"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.complex64), TypeError, "copies of complex parameters are complex"),
+        (lambda: optim.master(optax.sgd(1.0), jnp.float64), ValueError, "float64 need 64 bits: call jax.config.update"),
+        (lambda: optim.master(optim.trainable(optax.sgd(1.0))), ValueError, "over models, outermost"),
         (lambda: optim.master(optax.sgd), TypeError, "call it with its arguments"),
     ):
         with pytest.raises(error, match=match):
@@ -322,6 +322,6 @@ def test_errors(without_type_checks):
 )
 def test_what_stands_behind_it_in_a_chain_is_refused(chained):
     model = {"w": ramp(2, dtype=jnp.bfloat16), "b": ramp(1)}
-    with pytest.raises(ValueError, match=r"in a chain optim.master stands last.* optim.master\(optax.chain\("):
+    with pytest.raises(ValueError, match=r"optim.master must be last in a chain.* optim.master\(optax.chain\("):
         optim.trainable(chained).init(model)
     optim.trainable(optax.chain(optax.clip(1.0), optim.master(optax.chain(optax.adam(0.1))))).init(model)

@@ -44,10 +44,10 @@ def around(wrap: Callable[[Any], optax.GradientTransformation], t: Any) -> objec
     return wrap(t.tx).init({"a": t.x, "b": t.x})
 
 
-OTHER_TREE = r"from another tree.*write state = tx.init\(model\), the whole model, not eqx.filter\(model, ...\)"
+OTHER_TREE = r"from another tree.*write state = tx.init\(model\) with the whole model, not eqx.filter\(model, ...\)"
 ORDER = "the third argument is the state, got {}; the order is model, state = optim.step"
 PLAIN = r"tx is plain Optax.*write tx = optim.trainable\(tx\)"
-ONE = "stands outermost, and all within it is plain Optax: write one optim.trainable"
+ONE = "outermost, with plain Optax inside it: write one optim.trainable"
 OPTIM: list[Row] = [
     ("init(filter)", lambda t: optim.step(t.tx, t.grads, filtered(t), t.model), ValueError, OTHER_TREE),
     ("init(params)", lambda t: t.tx.update(t.grads, t.tx.init(t.params), t.model), ValueError, OTHER_TREE),
@@ -55,7 +55,7 @@ OPTIM: list[Row] = [
     ("another model", lambda t: optim.step(t.tx, t.grads, t.state, t.other), ValueError, f"(?s){OTHER_TREE}.*width"),
     ("model, state", lambda t: optim.step(t.tx, t.grads, t.model, t.state), TypeError, ORDER.format("MLP")),
     ("grads last", lambda t: optim.step(t.tx, t.model, t.grads, t.state), TypeError, ORDER.format("MLP")),
-    ("the model for grads", lambda t: optim.step(t.tx, t.model, t.state, t.grads), ValueError, "no arrays.*order is"),
+    ("the model for grads", lambda t: optim.step(t.tx, t.model, t.state, t.grads), ValueError, "not arrays.*order is"),
     ("the model first", lambda t: optim.step(t.model, t.tx, t.state, t.grads), TypeError, "got MLP; it comes first"),
     ("no init", lambda t: optim.step(t.tx, t.grads, t.tx, t.model), TypeError, "got ModelTr.*state = tx.init"),
     ("None", lambda t: optim.step(t.tx, t.grads, None, t.model), TypeError, "got NoneType.*write state = tx.init"),
@@ -72,7 +72,7 @@ OPTIM: list[Row] = [
     ("the loss as grads", lambda t: t.tx.update(t.x[0, 0], t.state, t.model), ValueError, "got float32.*by restruc"),
     ("value and grads", lambda t: t.tx.update((1.0, t.grads), t.state, t.model), ValueError, "got a tuple of 2.*pass"),
     ("grads of examples", lambda t: t.tx.update({"layers": ({"bias": t.x},)}, t.state, t.model), ValueError, "at 'lay"),
-    ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as of tp.grad\(loss\)\(model\), go"),
+    ("None for grads", lambda t: t.tx.update(None, t.state, t.model), TypeError, r"as tp.grad\(loss\)\(model\) ret"),
     ("updates of models", lambda t: optim.apply_updates(t.params, t.model), ValueError, "the model comes first"),
     ("updates and state", lambda t: optim.apply_updates(t.model, (t.grads, t.state)), ValueError, "got a tuple of 2"),
     ("optax.adam", lambda t: optim.trainable(optax.adam), TypeError, "got adam; call it with its arguments, as in"),
@@ -86,9 +86,9 @@ OPTIM: list[Row] = [
         "partition in a trace",
         lambda t: jax.jit(lambda: around(apart, t))(),
         ValueError,
-        f"optax.partition, stands .*{ONE}",
+        f"optax.partition, is around.*{ONE}",
     ),
-    ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, stands around.*{ONE}"),
+    ("partition around a tie", lambda t: around(apart, t), ValueError, f"optax.partition, is around.*{ONE}"),
     ("groups of ours", lambda t: optim.trainable(optim.groups({"a": t.tx}, t.sgd)).init({"a": t.x}), ValueError, ONE),
     ("per_leaf around", lambda t: optim.per_leaf(t.tx), ValueError, ONE),
     ("lookahead", lambda t: optim.trainable(optax.lookahead(t.sgd, 3, 0.5)).init(t.dict), ValueError, "by hand"),
@@ -116,9 +116,9 @@ ADAPTED: list[Row] = [
     ("groups alone", lambda t: optim.groups({"layers.0": t.sgd}, t.sgd).init(t.model), TypeError, "optim.trainable.op"),
     ("groups of rates", lambda t: optim.groups({"w": 0.1}), TypeError, r"for 'w', such as optax.sgd\(0.1\), got float"),
     ("a list of groups", lambda t: optim.groups([("w", t.sgd)]), TypeError, "a dictionary {where: transformation}"),
-    ("scaled: a rule", lambda t: optim.scaled({"w": t.sgd}), TypeError, "the factor of 'w' is a real number, got Grad"),
+    ("scaled: a rule", lambda t: optim.scaled({"w": t.sgd}), TypeError, "'w' must be a real number, got Grad"),
     ("no rate in the state", lambda t: optim.adjust(t.state, learning_rate=0.1), ValueError, "optax.inject_hyperpara"),
-    ("a rate without a name", lambda t: optim.adjust(t.state, 0.1), TypeError, "by name, learning_rate=0.1; got 0.1"),
+    ("a rate without a name", lambda t: optim.adjust(t.state, 0.1), TypeError, "as in learning_rate=0.1; got 0.1"),
     ("adjust(tx)", lambda t: optim.adjust(t.tx, learning_rate=0.1), TypeError, "expected a state.*the state comes fir"),
     ("clip_state(tx)", lambda t: optim.clip_state(t.tx), TypeError, "expected a state, as tx.init.model. returns it"),
     ("optax's clip", lambda t: optim.clip_state(t.state), ValueError, r"write optim.clip_by_global_norm\(max_norm\)"),

@@ -84,11 +84,11 @@ def test_equals_optax_over_the_leaves(name):
 
 _mask = {key: len(shape) > 2 for key, shape in SHAPES.items()}
 REFUSED = {
-    "a model": (lambda: optim.trainable(optax.sgd(0.1)), "one transformation over models stands outermost"),
-    "a model within": (lambda: optax.chain(optim.flat(optax.sgd(0.1))), "one transformation over models stands out"),
+    "a model": (lambda: optim.trainable(optax.sgd(0.1)), "use one transformation over models, outermost"),
+    "a model within": (lambda: optax.chain(optim.flat(optax.sgd(0.1))), "use one transformation over models"),
     "groups": (
         lambda: optim.groups({"**": optax.sgd(0.1)}),
-        r"groups go by path.*write optim.groups\({'layers.0': opt",
+        r"optim.groups selects by path.*write optim.groups\({'layers.0': opt",
     ),
     "a mask": (lambda: optax.adamw(0.1, mask=_mask), r"init fails there \(.*mask=lambda params: jax.tree.map\("),
     "labels": (
@@ -124,7 +124,7 @@ def test_extra_arguments_go_to_every_row_and_may_be_needed_to_tell():
     tx = optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), heated))
     stacks = _stacks()
     state = tx.init(stacks)
-    with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*Extra arguments go to each row"):
+    with pytest.raises(ValueError, match=r"its update fails there \(TypeError: .*heat.*Each row gets extra arguments"):
         tx.update(stacks, state)
     with pytest.raises(ValueError, match="the update of one leaf depends on another"):
         optim.per_leaf(optax.GradientTransformationExtraArgs(lambda params: (), _hot)).update(stacks, state, heat=2.0)
@@ -186,7 +186,7 @@ def test_what_has_no_gradient_waits(nothing):
     assert_same(after.states, both.states | {"float32[5]": state.states["float32[5]"]})
     without = tx.init(stacks | {"float32[5]": nothing})
     assert_same(without.states["float32[5]"], nothing)
-    with pytest.raises(ValueError, match=r"a gradient for \['float32\[5\]'\], for which init had no parameter"):
+    with pytest.raises(ValueError, match=r"a gradient for \['float32\[5\]'\], but init had no parameter"):
         tx.update(tp.copy(stacks), without, stacks)
     assert tx.update(None, state, stacks) == (None, state)
 

@@ -99,7 +99,7 @@ def test_errors(without_type_checks):
     state = tx.init(model)
     for reset, error, match in (
         ("haed", ValueError, "'haed' selects nothing; nearest: 'head"),
-        (None, TypeError, r"reset is True, False or a `where` such as 'head' or '\*\*.bias', got None"),
+        (None, TypeError, r"reset must be True, False or a `where` such as 'head' or '\*\*.bias', got None"),
         (1, TypeError, "or a `where` such as .*, got int"),
         (np.True_, TypeError, "or a `where` such as .*, got bool"),
         ({"head": True}, TypeError, "or a `where` such as .*, got dict"),

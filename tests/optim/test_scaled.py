@@ -157,7 +157,7 @@ def test_plain_optax_goes_by_path():
         with pytest.raises(ValueError, match=match):
             tx.update(tree, tx.init(tree))
     flat = optim.trainable(optax.flatten(optax.chain(tx)))
-    with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), where the parameters are PyTree"):
+    with pytest.raises(ValueError, match=r"updates as PyTreeDef\(\*\), but the parameters are PyTree"):
         flat.update(tp.copy(params), flat.init(params), params)
 
 
@@ -172,16 +172,20 @@ def test_errors(form, without_type_checks):
             TypeError,
             r"got a function; .* optim.groups\(\{'body': optax.scale_",
         ),
-        ({"body": True}, TypeError, "the factor of 'body' is a real number, got bool"),
-        ({"body": 1j}, TypeError, "is a real number, got complex"),
-        ({"body": None}, TypeError, "is a real number, got None"),
-        ({"body": jnp.ones(2)}, ValueError, r"the factor of 'body' is one number, got float32\[2\]; write an entry"),
+        ({"body": True}, TypeError, "the factor of 'body' must be a real number, got bool"),
+        ({"body": 1j}, TypeError, "must be a real number, got complex"),
+        ({"body": None}, TypeError, "must be a real number, got None"),
+        (
+            {"body": jnp.ones(2)},
+            ValueError,
+            r"the factor of 'body' must be one number, got float32\[2\]; write an entry",
+        ),
         ([0.1], TypeError, r"expected a dictionary \{where: factor\}, got list"),
     ):
         with pytest.raises(error, match=match):
             form(optim.scaled(factors), "!frozen").init(model)
     with pytest.raises(
-        ValueError, match=r"within optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
+        ValueError, match=r"inside optim.per_leaf no leaf has one; write .*per_leaf\(...\), optim.scaled"
     ):
         form(optim.per_leaf(optim.scaled({"body": 2.0}))).init(model)
 

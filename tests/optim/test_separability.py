@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 MODEL = {"a": [jnp.ones((3, 4)), jnp.full((3, 4), 9.0)], "bias": [jnp.ones(4), jnp.full(4, 9.0)], "c": jnp.ones(())}
 FORMS = {"flat": optim.flat, "stacked": optim.stacked}
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-SHAPES, NAMES = "looks at the shapes of leaves", "goes by the names of leaves"
+SHAPES, NAMES = "looks at the shapes of leaves", "uses the names of leaves"
 
 
 def _of_leaves(f):
@@ -197,7 +197,7 @@ def test_tries_what_no_program_shows(form):
     form(_called_back(1.0)).init(MODEL)
     with pytest.raises(ValueError, match=r"looks at the shapes of leaves: tried on a few.*differ by \de"):
         form(optax.chain(_called_back(1.0), optax.lamb(0.1))).init(MODEL)
-    with pytest.raises(ValueError, match="tried with numbers, and has traced ones in it"):
+    with pytest.raises(ValueError, match="tried with numbers, but it contains traced ones"):
         jax.vmap(lambda scale: form(_called_back(scale)).init(MODEL))(jnp.ones(2))
 
 

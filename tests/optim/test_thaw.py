@@ -338,7 +338,7 @@ def test_a_history_without_gradients_is_warned_of_once():
     _, state = tx.update(tp.copy(model), state, model)
     state = optim.set_trainable(tx, state, model)
     grads = tp.project(model, _ones(model), known)
-    with pytest.warns(UserWarning, match=r"b trains, and no gradient has come for it since: .*state.layout"):
+    with pytest.warns(UserWarning, match=r"no gradient so far for b, which the state trains: .*state.layout"):
         model, state = optim.step(tx, grads, state, model)
     model, state = optim.step(tx, grads, state, model)  # a second warning would be an error
     jax.jit(tx.update)(grads, state, model)
@@ -377,13 +377,13 @@ def test_errors():
         (
             (plain, plain.init(model), model, "a"),
             TypeError,
-            r"plain Optax, which knows no model.*; of a wrapper around",
+            r"plain Optax, which does not accept models.*; if you wrapped it",
         ),
-        ((state, model, "a"), TypeError, r"expected optim.trainable.*the transformation is first"),
+        ((state, model, "a"), TypeError, r"expected optim.trainable.*the transformation is the first argument"),
         ((tx, plain.init(model), model, "a"), ValueError, "expected the state of this transformation, .*got tuple"),
         ((tx, momentum, model, "a"), ValueError, "made by another transformation than this one"),
-        ((tx, state, model, True), TypeError, "trainable=True names no leaves; write None"),
-        ((tx, state, model, False), TypeError, "trainable=False names no leaves; write None"),
+        ((tx, state, model, True), TypeError, "trainable=True selects nothing; write None"),
+        ((tx, state, model, False), TypeError, "trainable=False selects nothing; write None"),
         ((tx, state, {"a": jnp.ones(3)}, "a"), ValueError, "made from another tree .* than this model"),
         ((tx, state, model, "x"), ValueError, "'x' selects nothing"),
     ):

@@ -120,7 +120,7 @@ def test_plain_optax_is_refused_without_its_rule_or_with_another():
         TypeError, match=r"expected a state of optim\.trainable.*Of a state of plain Optax pass the rule"
     ):
         plan.state(state, like)
-    with pytest.raises(ValueError, match=r"the state has nothing at 0\.trace.*it was made by another one"):
+    with pytest.raises(ValueError, match=r"the state has nothing at 0\.trace.*it was made by another transformation"):
         plan.state(state, like, tx=optax.sgd(0.1, momentum=0.9))
     with pytest.raises(TypeError, match="expected an Optax transformation, got"):
         plan.state(state, like, tx=0.1)
@@ -128,7 +128,7 @@ def test_plain_optax_is_refused_without_its_rule_or_with_another():
         lambda params: [jnp.zeros_like(leaf) for leaf in jax.tree.leaves(params)],
         lambda grads, state, params: (grads, state),
     )
-    with pytest.raises(ValueError, match=r"keeps what is of 'a' at '0', by a number and not by its path"):
+    with pytest.raises(ValueError, match=r"keeps an array of 'a' at '0', by a number and not by its path"):
         plan.state(plain(listed, MODEL), like, tx=listed)
 
 

@@ -128,7 +128,7 @@ def test_what_is_no_rule_no_mesh_no_axis(rules, options, message):
             r'moves parameters.*\{"\*\*": "owned"\}, form="stacks"\) with optim.per_leaf',
         ),
         (RULES["muon"], "vector", SPLIT, {}, 'take form="stacks" with optim.per_leaf, or form="tree"'),
-        (RULES["muon"], "stacks", MIXED, {}, r"stands within optim\.per_leaf"),
+        (RULES["muon"], "stacks", MIXED, {}, r"inside optim\.per_leaf"),
         (optim.per_leaf(RULES["muon"]), "stacks", SPLIT, {}, r'moves parameters.*\{"\*\*": "owned"\}'),
         (optax.lbfgs(), "tree", SPLIT, {}, r"calls the loss itself \(a line search\) goes with optim\.flat"),
         (ADAM, "vector", SPLIT, {"split": "parameters"}, r'form="stacks" and loss_takes="form"'),

@@ -1,7 +1,7 @@
-"""Matrices made of parameters, and parameters that stay where they belong.
+"""Matrices and constrained arrays that are made of parameters, for the weights of a model.
 
-A weight may be a struct that holds several arrays and multiplies like a matrix; each of its arrays is trained, frozen,
-flattened and averaged like any other. A constrained array holds raw parameters, of which any value is a valid point.
+A weight may be a struct that holds several arrays and multiplies like a matrix. You train, freeze, flatten and average
+each of its arrays like any other. A constrained array holds raw parameters, and any value of these is a valid point.
 """
 
 from ._constrained import (

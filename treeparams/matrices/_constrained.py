@@ -1,7 +1,7 @@
-"""Constrained arrays: nodes that hold raw parameters and stand for a function of them.
+"""Constrained arrays: nodes that hold raw parameters and represent a function of them.
 
-The function is total, so that nothing has to be projected or clipped after a step. A node is no array itself: with a
-`__jax_array__` that gives one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
+The function is total, so that you need not project or clip anything after a step. A node is not an array: with a
+`__jax_array__` that returns one, each use would compute it anew, in a loop at each turn, and `jax.lax` would refuse it.
 """
 
 import abc
@@ -20,7 +20,7 @@ from ._nodes import NotAnArray, as_real, least_positive, refused, replace, wide
 
 
 class AbstractConstrained(NotAnArray, eqx.Module):
-    """An array that stays on a set; subclasses say on which, by a function of `raw` with values on it alone.
+    """An array that stays on a set; subclasses define the set by a function of `raw` whose values all lie on it.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import matrices
@@ -36,7 +36,7 @@ class AbstractConstrained(NotAnArray, eqx.Module):
     {'knots': Array([0., 1., 2.], dtype=float32)}
 
     To use it, `materialise` the model. Arithmetic with it, `@`, indexing, its `shape`, and functions of `jax.numpy` and
-    NumPy are errors that say so. Functions of `jax.lax` raise an error of JAX, which names the class.
+    NumPy raise an error that tells you so. Functions of `jax.lax` raise an error of JAX, which names the class.
     """
 
     instead = "matrices.materialise(model)"
@@ -49,14 +49,14 @@ class AbstractConstrained(NotAnArray, eqx.Module):
 
     @abc.abstractmethod
     def to_dense(self) -> Inexact[Array, "..."]:
-        """The array it stands for, in the dtype of `raw`; a point of the set for any finite `raw`."""
+        """Returns the array it represents, in the dtype of `raw`; a point of the set for any finite `raw`."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} has no {name!r}: for that of an array take {self.instead} first")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: for that of an array call {self.instead} first")
 
 
 def materialise(model: PyTree) -> PyTree:
-    """The model with every constrained array replaced by the array it stands for, each computed once.
+    """Returns the model with every constrained array replaced by the array it represents, each computed once.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import matrices
@@ -69,12 +69,12 @@ def materialise(model: PyTree) -> PyTree:
     >>> grads.weight  # of the raw parameters
     Positive(raw=f32[3,2])
 
-    Call it once per step, at the top of the loss: a scan or a loop then uses arrays, and a tie is computed once.
+    Call it once per step, at the top of the loss: a scan or a loop then uses arrays, and a tied node is computed once.
     Outside of a loss `node.to_dense()` gives you the array of one node. Matrices stay matrices, made of arrays. Nodes
     of paramax are unwrapped, as by `paramax.unwrap`.
 
     Args:
-        model: any pytree; one array will stand at all paths of a tie, that is, of nodes made of the very same arrays.
+        model: any pytree. Tied nodes, which are made of the same array objects, become one array.
     """
     ours = AbstractConstrained
     return replace(
@@ -83,7 +83,7 @@ def materialise(model: PyTree) -> PyTree:
 
 
 def constrained_kinds() -> tuple[type, ...]:
-    """The classes of constrained arrays: ours, and those of paramax, of which a model has none if it is not loaded."""
+    """Returns the classes of constrained arrays: those of this library, and of paramax if it has been imported."""
     paramax = sys.modules.get("paramax")
     return (AbstractConstrained, *([paramax.AbstractUnwrappable] if paramax else []))
 
@@ -98,11 +98,11 @@ class Positive(AbstractConstrained):
     (Array([ 1., 10.], dtype=float32), ('scale.raw',))
 
     A step in `raw` changes a small value by a factor, as with an exponential, and a large one by a summand, so that no
-    step is magnified. The value keeps a relative precision of about `1 + |log(value)|` roundings. It is never zero: the
-    least one is the least normal number of the dtype.
+    step is magnified. The value keeps a relative precision of about `1 + |log(value)|` roundings. It is never zero: its
+    minimum is the smallest normal number of the dtype.
 
     Args:
-        w: the numbers themselves, positive, any shape. Outside of a trace others are a `ValueError`.
+        w: the numbers themselves, positive, any shape. Outside of a trace other numbers raise a `ValueError`.
     """
 
     raw: Float[Array, "..."]
@@ -127,8 +127,8 @@ def _refuse_others(entries: np.ndarray, least: float) -> None:
     index = np.argwhere(~fine)[0].tolist()
     where = f" at index {index}" if index else ""
     raise ValueError(
-        f"Positive takes finite numbers of at least {least:.3g}, got {entries[tuple(index)]:.8g}{where}. To make such "
-        "ones, write for example Positive(jnp.abs(w) + 1e-6)"
+        f"Positive accepts finite numbers of at least {least:.3g}, got {entries[tuple(index)]:.8g}{where}. Write for "
+        "example Positive(jnp.abs(w) + 1e-6)"
     )
 
 

@@ -1,6 +1,6 @@
 """Matrices that fill in missing data, single entries of a sample or whole samples; NaN marks a missing entry.
 
-No NaN may reach a gradient. One that is only selected away after the product still does: the product's derivative is
+No NaN may reach a gradient. It is not enough to select the result after the product, since the product's derivative is
 zero times NaN. So every NaN is replaced before the product, and the result is selected once more after it.
 """
 
@@ -20,7 +20,7 @@ from ._nodes import as_parameter, as_row, is_array
 
 
 class AbstractImputing(AbstractMatrix):
-    """A matrix, and the values that stand for missing data in the product with it."""
+    """A matrix, and the values that replace missing data in the product with it."""
 
     matrix: Weight = eqx.field(converter=as_weight)
     psi: Inexact[Array, " entries"] = eqx.field(converter=as_parameter)
@@ -31,7 +31,7 @@ class AbstractImputing(AbstractMatrix):
         size, one_per = (self.shape[0], "output") if self.is_of_samples else (self.shape[1], "input")
         if self.psi.shape != (size,):
             raise ValueError(
-                f"psi of a {type(self).__name__} has one entry per {one_per}: "
+                f"psi of a {type(self).__name__} must have one entry per {one_per}: "
                 f"expected shape ({size},) for a matrix of shape {self.shape}, got {self.psi.shape}"
             )
 
@@ -46,15 +46,15 @@ class AbstractImputing(AbstractMatrix):
         spoilt = jnp.any(jnp.isnan(x), axis=-1)
         y = apply_transposed(self.matrix, jnp.where(spoilt[..., None], 0, x))
         name = type(self).__name__
-        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T where samples are rows"
+        refusal = f"{{}} have NaN, but x @ M of a {name} imputes nothing: use M @ x, or x @ M.T if samples are rows"
         return _nan_where(spoilt, y, refusal)
 
     def to_dense(self) -> Array:
-        """The entries of the matrix alone, with which entries that are not missing are multiplied."""
+        """Returns the entries of the matrix alone, which multiply entries that are not missing."""
         return to_dense(self.matrix).astype(self.dtype)
 
     def matmul(self, x: Array | np.ndarray, *, missing: ArrayLike | None = None) -> Array:
-        """The product `M @ x`, with a mask of missing entries.
+        """Returns the product `M @ x`, with a mask of missing entries.
 
         >>> import jax.numpy as jnp
         >>> from treeparams import matrices
@@ -62,7 +62,7 @@ class AbstractImputing(AbstractMatrix):
         >>> weight.matmul(jnp.array([5.0, -1.0]), missing=jnp.array([False, True]))
         Array([45., 95.], dtype=float32)
 
-        Whatever x holds at missing entries has no influence and gets a gradient of zero. Where samples are rows, it is
+        The values of x at missing entries have no influence and get a gradient of zero. If your samples are rows, write
         `M.matmul(x.T, missing=missing.T).T`, or `jax.vmap` of this.
 
         Args:
@@ -94,7 +94,7 @@ class AbstractImputing(AbstractMatrix):
 
     @abc.abstractmethod
     def _imputed(self, x: Inexact[Array, "*batch columns"], missing: Bool[Array, "*batch #columns"]) -> Array:
-        """The product with each vector along the last axis, which holds no NaN but where it is missing."""
+        """Returns the product with each vector along the last axis, which holds NaN only at missing entries."""
 
 
 class PreImputing(AbstractImputing):
@@ -111,16 +111,16 @@ class PreImputing(AbstractImputing):
     >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi
     Array([ 4., 12.], dtype=float32)
 
-    An entry that is NaN is missing, of a complex number one with either part NaN; integers have none. Samples are
-    columns in `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works
-    unchanged. `x @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there is a `ValueError`,
-    found by a reduction, or NaN within a trace. If you know the mask apart from the data, use `matmul`.
+    An entry that is NaN is missing, and a complex one if either part is NaN; integers have none. Samples are columns in
+    `M @ x` and rows in `x @ M.T`; an `equinox.nn.Linear` with this as its weight, under `jax.vmap`, works unchanged. `x
+    @ M` and `M.T @ x` are products with the transpose, which impute nothing: NaN there raises a `ValueError`, or makes
+    the product NaN within a trace. If you have the mask separately from the data, use `matmul`.
 
-    With psi at zero and inputs that are centred it starts as mean imputation does. No NaN of x reaches a gradient, of
-    any order: missing entries of x get zero, and so does psi where nothing is missing.
+    With psi at zero and centred inputs it starts as mean imputation does. No NaN of x reaches a gradient, of any order:
+    missing entries of x get zero, and so does psi if nothing is missing.
 
-    Take a `LowRank` or an `SVD` as the matrix in it; as the base of a `LowRank`, whose other term would see NaN, it is
-    refused.
+    You may put a `LowRank` or an `SVD` inside it. It cannot be the base of a `LowRank`, whose other term would see NaN:
+    that raises a `ValueError`.
     Source: Mandlik et al. 2021, "Mill.jl and JsonGrinder.jl: automated differentiable feature extraction for learning
     from raw JSON data".
 
@@ -148,13 +148,14 @@ class PostImputing(AbstractImputing):
     >>> tp.grad(lambda weight: jnp.sum(weight @ x))(weight).psi  # how many are missing
     Array([1., 1.], dtype=float32)
 
-    It is for data that are there or not as a whole: the readings of one of several instruments, a branch of a record. A
-    sample of which only some entries are missing is a `ValueError` where the values are known, which is outside of
-    `jax.jit` and `jax.vmap`; `jax.grad` alone hides none. There each product costs one reduction more, and waits for
-    it. Within a trace the product with such a sample is NaN, and no gradient of the matrix or of x has a share of it.
+    Use it for data that are present or missing as a whole: the readings of one of several instruments, a branch of a
+    record. A sample of which only some entries are missing raises a `ValueError` if the values are known, which is
+    outside of `jax.jit` and `jax.vmap`; `jax.grad` alone does not hide them. This check adds one reduction to each
+    product, and waits for it. Within a trace the product with such a sample is NaN, and it adds nothing to the gradient
+    of the matrix or of x.
 
-    Missing entries, where samples may stand, and gradients are as of `PreImputing`. A layer's bias is added to
-    psi as to any product. Source: as of `PreImputing`.
+    Missing entries, the axes of samples, and gradients are as for `PreImputing`. A layer's bias is added to psi as to
+    any product. Source: as for `PreImputing`.
 
     Args:
         matrix: `out` by `in`, an array or a matrix.
@@ -165,15 +166,15 @@ class PostImputing(AbstractImputing):
 
     def _imputed(self, x: Array, missing: Array) -> Array:
         some, every = jnp.any(missing, axis=-1), jnp.all(missing, axis=-1)
-        whole = some & every  # every one of no entries is missing, and yet nothing is
+        whole = some & every  # if there are no entries, `every` is True although nothing is missing
         y = apply(self.matrix, jnp.where(some[..., None], 0, x))
         y = jnp.where(whole[..., None], as_row(self.psi, y), y)
-        refusal = "{} are missing in part, but PostImputing is for whole ones: PreImputing takes single missing entries"
+        refusal = "{} are missing in part, but PostImputing needs whole ones: use PreImputing for single entries"
         return _nan_where(some & ~every, y, refusal)
 
 
 def _nan_where(spoilt: Bool[Array, "*batch"], y: Inexact[Array, "*batch rows"], refusal: str) -> Array:
-    """NaN for these samples, and no gradient from them; where it is known that there are any, an error."""
+    """Makes these samples NaN, without a gradient from them; outside of a trace raises an error if there are any."""
     if isinstance(spoilt, Tracer):
         return jnp.where(spoilt[..., None], jnp.nan, y)
     count = int(jnp.sum(spoilt))

@@ -1,4 +1,4 @@
-"""lineax operators as matrices, matrices as lineax operators, and the matrix that a constructor was given."""
+"""lineax operators as matrices, matrices as lineax operators, and the check of a constructor's matrix."""
 
 import math
 import sys
@@ -38,7 +38,7 @@ def _each(f: Callable[[Array], Array], x: Array) -> Array:
 
 
 def from_lineax(operator: Any) -> AbstractMatrix:
-    """A lineax operator as a matrix, to stand where a weight stood.
+    """Turns a lineax operator into a matrix, to use in place of a weight.
 
     >>> import jax.numpy as jnp, lineax
     >>> from treeparams import matrices
@@ -47,7 +47,7 @@ def from_lineax(operator: Any) -> AbstractMatrix:
     Array([1., 2.], dtype=float32)
 
     The arrays that the operator holds, in the field `operator`, are parameters like any others. The constructors of
-    this module call this themselves: they take an operator wherever they take a matrix.
+    this module call this function themselves: you may pass an operator wherever they accept a matrix.
 
     Args:
         operator: from vectors to vectors, `(columns,)` to `(rows,)`.
@@ -61,7 +61,7 @@ def from_lineax(operator: Any) -> AbstractMatrix:
 
 
 def to_lineax(matrix: AbstractMatrix, tags: object = ()) -> Any:
-    """A matrix as a lineax operator, for its solvers.
+    """Turns a matrix into a lineax operator, for the solvers of lineax.
 
     >>> import jax.numpy as jnp, lineax
     >>> from treeparams import matrices
@@ -72,8 +72,7 @@ def to_lineax(matrix: AbstractMatrix, tags: object = ()) -> Any:
 
     Args:
         matrix: any matrix of this module.
-        tags: the properties that lineax may take for granted, such as `lineax.positive_semidefinite_tag`; they are not
-            checked.
+        tags: the properties that lineax may rely on, such as `lineax.positive_semidefinite_tag`; they are not checked.
     """
     lineax = imported("lineax", "lineax", "to_lineax")
     return lineax.FunctionLinearOperator(
@@ -82,13 +81,13 @@ def to_lineax(matrix: AbstractMatrix, tags: object = ()) -> Any:
 
 
 def _is_operator(value: object) -> bool:
-    """Whether it is a lineax operator; where lineax has not been imported, nothing is."""
+    """Returns whether it is a lineax operator; if lineax has not been imported, nothing is."""
     lineax = sys.modules.get("lineax")
     return lineax is not None and isinstance(value, lineax.AbstractLinearOperator)
 
 
 def as_weight(value: object) -> Any:
-    """The matrix, array or operator that a constructor was given, checked; for the `converter` of a field."""
+    """Checks the matrix, array or operator given to a constructor, and returns it; for the `converter` of a field."""
     if _is_operator(value):
         return from_lineax(value)
     weight = value if isinstance(value, AbstractMatrix) else as_parameter(value)

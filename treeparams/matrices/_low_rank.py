@@ -29,7 +29,7 @@ from ._nodes import as_parameter, replace, wide
 
 
 class LowRank(AbstractMatrix):
-    """A frozen matrix and a change of low rank that is trained: `base + scale * a @ b`.
+    """A frozen matrix plus a trained change of low rank: `base + scale * a @ b`.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import matrices
@@ -44,7 +44,7 @@ class LowRank(AbstractMatrix):
         base: `m` by `n`, an array or a matrix; declared frozen, so that no gradient of it is computed.
         a: shape `(m, rank)`, complex only if the base is.
         b: shape `(rank, n)`.
-        scale: a number, no parameter.
+        scale: a number, not a parameter.
     """
 
     base: Weight = field(converter=as_weight, trainable=False)
@@ -66,19 +66,19 @@ class LowRank(AbstractMatrix):
             name = type(node).__name__
             raise ValueError(
                 f"a LowRank cannot have a {name} in its base: the change would multiply the NaN of missing data. Put "
-                f"the change within it: {name}(LowRank(matrix, a, b), psi)"
+                f"the change inside it: {name}(LowRank(matrix, a, b), psi)"
             )
 
     @classmethod
     def random(
         cls, base: Weight | Any, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
     ) -> "LowRank":
-        """Factors that change nothing yet: columns of `a` are random, about of unit length, and `b` is zero.
+        """Makes factors that change nothing yet: random columns of `a`, about of unit length, and `b` zero.
 
-        The other arguments are as of `lora`.
+        The other arguments are as for `lora`.
         """
         if rank < 1:
-            raise ValueError(f"the rank of a change is at least 1, got {rank}")
+            raise ValueError(f"the rank of a change must be at least 1, got {rank}")
         base = as_weight(base)
         m, n = base.shape
         dtype = base.dtype if dtype is None else dtype
@@ -111,7 +111,7 @@ def _imputes(node: object) -> bool:
 
 @jax.custom_jvp
 def _changed(base: Array, change: Array) -> Array:
-    # Minus zero plus zero is zero: an untouched base is to be the same bit for bit.
+    # Minus zero plus zero is zero, but an untouched base must stay the same bit for bit.
     return jnp.where(change == 0, base, base + change)
 
 
@@ -123,10 +123,10 @@ def _changed_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) ->
 def lora(
     model: PyTree, where: Where, rank: int, *, key: Array, scale: float = 1.0, dtype: DTypeLike | None = None
 ) -> PyTree:
-    """The model with low-rank changes of the matrices that `where` selects, which alone are frozen.
+    """Adds low-rank changes to the matrices that `where` selects, and freezes only these matrices.
 
-    Frozen for this library: differentiate with `tp.grad`, or split with `tp.partition`. A plain loop of Equinox, with
-    `eqx.filter_grad` and Optax over all arrays, knows nothing of it and moves the base as well.
+    They are frozen for this library: differentiate with `tp.grad`, or split with `tp.partition`. A plain loop of
+    Equinox, with `eqx.filter_grad` and Optax over all arrays, ignores this and moves the base as well.
 
     >>> import equinox as eqx, jax, treeparams as tp
     >>> from treeparams import matrices
@@ -143,22 +143,22 @@ def lora(
     5 slots, 50 elements, 200 bytes; 32 elements frozen
     not trained: activation (function), final_activation (function)
 
-    At first the model computes the same. (Not so an embedding, which looks rows up and multiplies nothing: leave it
-    out.) Within a plain `jax.jit` ties are not known. To train the factors alone, pass
+    At first the model computes the same. (This does not hold for an embedding, which looks up rows and multiplies
+    nothing: leave it out.) Inside a plain `jax.jit` ties are not known. To train the factors alone, pass
     `tp.layout(model, matrices.LowRank)` or write `trainable=matrices.LowRank`; `merge` folds them in.
 
     Args:
         model: any pytree.
-        where: as for `tp.layout`. Every parameter with two axes that it selects is changed, and every matrix, such as
-            one of your own, of which it selects all parameters. What has one axis or none, such as a bias, stays as
-            it is. An array at several paths must be selected at all of them and gets one change.
+        where: as for `tp.layout`. It changes every selected parameter with two axes, and every matrix, including your
+            own classes, of which it selects all parameters. Parameters with one axis or none, such as a bias, stay as
+            they are. An array at several paths must be selected at all of them and gets one change.
         rank: of the changes.
         key: of `jax.random`.
         scale: of the changes.
         dtype: of the factors; `None`: that of each base.
 
     Raises:
-        ValueError: `where` selects nothing with two axes, one with more, a part of a matrix, or only some of the
+        ValueError: `where` selects nothing with two axes, an array with more, a part of a matrix, or only some of the
             paths of one array.
     """
     structure = structure_of(model)[2]
@@ -175,7 +175,7 @@ def lora(
 
 
 def merge(model: PyTree) -> PyTree:
-    """The model with every `LowRank` folded into an array, as if it had never been there.
+    """Returns the model with every `LowRank` folded into an array, as if it had never been there.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp
     >>> from treeparams import matrices
@@ -184,9 +184,9 @@ def merge(model: PyTree) -> PyTree:
     >>> bool(jnp.all(matrices.merge(model).weight == layer.weight))
     True
 
-    One that stands at several paths becomes one array. An untouched one gives its base bit for bit. A base that is a
-    matrix becomes an array too, so one of integers takes the memory of floating numbers; make another one of it, or
-    keep the `LowRank`.
+    A `LowRank` at several paths becomes one array. If its change is still zero, you get its base bit for bit. A base
+    that is a matrix becomes an array too, so a base of integers then takes the memory of floating numbers; make another
+    matrix of it, or keep the `LowRank`.
 
     Args:
         model: any pytree.
@@ -198,18 +198,18 @@ def merge(model: PyTree) -> PyTree:
 
 
 def _is_unit(node: object) -> bool:
-    # A change of an imputing matrix would multiply NaN, so it is the matrix within that is changed.
+    # A change of an imputing matrix would multiply NaN, so the matrix inside it is changed.
     return isinstance(node, (AbstractMatrix, *constrained_kinds())) and not _imputes(node)
 
 
 def _above(units: list[Any], treedef: TreeDef) -> Structure:
-    """The structure of the model above its units: each is one array there."""
+    """Returns the structure of the model above its units: each is one array there."""
     arrays = [jax.ShapeDtypeStruct((), jnp.float32) if _is_unit(unit) else unit for unit in units]
     return scan(jtu.tree_unflatten(treedef, arrays), arrays, treedef)
 
 
 def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: list[int], where: Where) -> list[int]:
-    """The units that are changed."""
+    """Returns the units that are changed."""
     selected: dict[int, list[int]] = {}
     for leaf in sorted(select(structure, where)):
         selected.setdefault(unit_of[leaf], []).append(leaf)
@@ -223,17 +223,17 @@ def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: li
             f"{structure.paths[inside[0]]!r} is a part of {f'{path!r}, ' if path else ''}a {type(unit).__name__}"
         )
         if isinstance(unit, constrained_kinds()):
-            raise ValueError(f"{is_inside}, which a low-rank change would take off its set: leave it out")
+            raise ValueError(f"{is_inside}, whose constraint a low-rank change would break: leave it out")
         if len(inside) < sizes[i]:
             raise ValueError(f"{is_inside}, which is changed as a whole: select all of it, or nothing")
         if len(unit.shape) > 2:
             raise ValueError(
-                f"a low-rank change is of a matrix, but {path!r} has shape {unit.shape}. Leave out what is none, such "
-                "as a convolution with its bias, by name: ['**.weight', '!conv']. Of an ensemble, call lora within "
+                f"a low-rank change needs a matrix, but {path!r} has shape {unit.shape}. Leave out other arrays, such "
+                "as a convolution with its bias, by name: ['**.weight', '!conv']. For an ensemble, call lora inside "
                 "equinox.filter_vmap"
             )
         if i in frozen:
-            raise ValueError(f"{path!r} is declared frozen, and so would the factors be that stand there")
+            raise ValueError(f"{path!r} is declared frozen, so the factors in its place would be frozen too")
         chosen.append(i)
     if not chosen:
         raise ValueError(f"{where!r} selects no parameter with two axes, so there is nothing to change at low rank")
@@ -243,7 +243,7 @@ def _bases(structure: Structure, above: Structure, units: list[Any], unit_of: li
 def _first_of_tie(
     structure: Structure, units: list[Any], unit_of: list[int], chosen: list[int], where: Where
 ) -> dict[int, int]:
-    """For each chosen unit the one that stands for all of its tie, found by identity or declared."""
+    """Returns for each chosen unit the first unit of its tie, found by identity or declared."""
     first = {i: i for i in chosen}
     for alias in find_ties(structure):
         ends = {unit_of[leaf]: repr(structure.paths[leaf]) for leaf in (alias.leaf, alias.source)}
@@ -255,7 +255,7 @@ def _first_of_tie(
         elif len(inside) == 1:
             why = f"one array, but {where!r} selects only the latter: select both, or tp.untie the model first"
         elif not _are_one(*(units[i] for i in ends)):
-            why = "one array in matrices that differ, of which none has the other's change: leave both out"
+            why = "one array in matrices that differ, so that neither gets the other's change: leave both out"
         else:
             first |= dict.fromkeys(ends, min(first[i] for i in ends))
             continue
@@ -264,7 +264,7 @@ def _first_of_tie(
 
 
 def _are_one(unit: Any, other: Any) -> bool:
-    """Whether two units that share an array are one matrix."""
+    """Returns whether two units that share an array are the same matrix."""
     (leaves, treedef), (others, of_other) = map(jtu.tree_flatten, (unit, other))
     both_arrays = not _is_unit(unit) and not _is_unit(other)  # which may be declared to be one
     return both_arrays or (same_treedef(treedef, of_other) and identical(leaves, others))

@@ -1,4 +1,4 @@
-"""The base of all matrices: a node of the model that stands where an array stood.
+"""The base of all matrices: a node of the model in the place of an array.
 
 There is no `__jax_array__`: with it JAX would make a matrix dense before `x @ M` ever asks the matrix.
 """
@@ -19,7 +19,7 @@ from ._nodes import NotAnArray, is_array
 
 
 class AbstractMatrix(NotAnArray, eqx.Module):
-    """A matrix made of parameters; subclasses say of which, and how a vector is multiplied.
+    """A matrix made of parameters; subclasses define the parameters, and how a vector is multiplied.
 
     >>> import equinox as eqx, jax.numpy as jnp
     >>> from treeparams import matrices
@@ -43,9 +43,10 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     >>> weight
     Ones(shape=(3, 3), value=f32[], n=3)
 
-    `M @ x` and `x @ M` take arrays of JAX and of NumPy, with the shapes and the dtype that `jnp.matmul` gives. `M @ N`,
-    `M + N`, `2 * M` and `M.T` of matrices are matrices that hold the same arrays, so that these are tied. Operations
-    that need all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raise a `TypeError` that says `to_dense()`.
+    `M @ x` and `x @ M` accept arrays of JAX and of NumPy, with the shapes and the dtype that `jnp.matmul` gives. `M @
+    N`, `M + N`, `2 * M` and `M.T` of matrices are matrices that hold the same arrays, so that these are tied.
+    Operations that need all entries - `M[0]`, `numpy.asarray(M)`, `M * x` - raise a `TypeError` that tells you to call
+    `to_dense()`.
     """
 
     instead = "M.to_dense()"
@@ -53,23 +54,23 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Rows and columns; of an ensemble made by `equinox.filter_vmap` with further axes before them."""
+        """Rows and columns; an ensemble made by `equinox.filter_vmap` has further axes before them."""
 
     @abc.abstractmethod
     def apply(self, x: Inexact[Array, "*batch columns"]) -> Inexact[Array, "*batch rows"]:
-        """The product with each vector along the last axis; x comes in the dtype of the result."""
+        """Returns the product with each vector along the last axis; x comes in the dtype of the result."""
 
     @abc.abstractmethod
     def apply_transposed(self, x: Inexact[Array, "*batch rows"]) -> Inexact[Array, "*batch columns"]:
-        """The same of the transpose."""
+        """Returns the same for the transpose."""
 
     def to_dense(self) -> Inexact[Array, "rows columns"]:
-        """All entries, as an array."""
+        """Returns all entries, as an array."""
         return self @ jnp.eye(self.shape[-1], dtype=self.dtype)
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the product with an array of ones: `jnp.result_type` of the parameters."""
+        """The dtype of the product with an array of ones: `jnp.result_type` of the parameters."""
         leaves = jax.tree.leaves(self, is_leaf=lambda node: node is not self and isinstance(node, AbstractMatrix))
         dtypes = [leaf.dtype for leaf in leaves if hasattr(leaf, "dtype")]
         inexact = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
@@ -77,7 +78,7 @@ class AbstractMatrix(NotAnArray, eqx.Module):
 
     @property
     def ndim(self) -> int:
-        """2, and more of an ensemble."""
+        """2, and more for an ensemble."""
         return len(self.shape)
 
     @property
@@ -103,13 +104,13 @@ class AbstractMatrix(NotAnArray, eqx.Module):
         return self.apply_transposed(x).astype(x.dtype)
 
     def _operand(self, x: Array | np.ndarray, axis: int, transposed: bool = False) -> Array:
-        """In the dtype of the product, with the axis that is multiplied as the last."""
+        """Returns x in the dtype of the product, with the axis that is multiplied as the last."""
         x, size = jnp.asarray(x), self.shape[-2 if transposed else -1]
         # Without these two an array that JAX can broadcast would give numbers that mean nothing.
         if self.ndim != 2:
             raise ValueError(
-                f"this {type(self).__name__} of shape {self.shape} is an ensemble of matrices: take each by jax.vmap "
-                "or equinox.filter_vmap"
+                f"this {type(self).__name__} of shape {self.shape} is an ensemble of matrices: multiply each by "
+                "jax.vmap or equinox.filter_vmap"
             )
         if x.ndim == 0 or x.shape[axis] != size:
             operation, batch = ("x @ M", f"(..., {size})") if transposed else ("M @ x", f"(..., {size}, batch)")
@@ -139,7 +140,7 @@ class AbstractMatrix(NotAnArray, eqx.Module):
     __rmul__ = __mul__
 
     def __pdoc__(self, **kwargs: Any) -> Any:
-        """With the shape that it stands for, then its fields: `Class(shape=(3, 3), field=f32[2,3])`."""
+        """Prints the shape that it represents, then its fields: `Class(shape=(3, 3), field=f32[2,3])`."""
         import wadler_lindig as wl  # Equinox prints by it and calls this, so it is there
 
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr]
@@ -159,17 +160,17 @@ Weight = Array | np.ndarray | AbstractMatrix
 
 
 def apply(weight: Weight, x: Array) -> Array:
-    """As `AbstractMatrix.apply`."""
+    """Same as `AbstractMatrix.apply`, for arrays too."""
     return weight.apply(x) if isinstance(weight, AbstractMatrix) else x @ weight.swapaxes(-1, -2).astype(x.dtype)
 
 
 def apply_transposed(weight: Weight, x: Array) -> Array:
-    """As `AbstractMatrix.apply_transposed`."""
+    """Same as `AbstractMatrix.apply_transposed`, for arrays too."""
     return weight.apply_transposed(x) if isinstance(weight, AbstractMatrix) else x @ weight.astype(x.dtype)
 
 
 def to_dense(weight: Weight) -> Array:
-    """As `AbstractMatrix.to_dense`."""
+    """Same as `AbstractMatrix.to_dense`, for arrays too."""
     return weight.to_dense() if isinstance(weight, AbstractMatrix) else jnp.asarray(weight)
 
 
@@ -243,7 +244,7 @@ class Sum(AbstractMatrix):
 
 
 class Scaled(AbstractMatrix):
-    """A multiple of a matrix; `2 * M` makes it. An array as the factor is a parameter, a Python number is none."""
+    """A multiple of a matrix; `2 * M` makes it. A factor that is an array is a parameter; a Python number is not."""
 
     matrix: Weight
     factor: Array | None

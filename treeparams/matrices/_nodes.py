@@ -1,4 +1,4 @@
-"""The base of matrices and constrained arrays: nodes of a model that stand where an array stood, and are none."""
+"""The base of matrices and constrained arrays: nodes of a model that replace an array without being one."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard
@@ -15,16 +15,16 @@ from .._tree.types import PyTree
 
 
 def refused(operation: str) -> Callable[..., Any]:
-    """For a class body: a method that says how to get an array."""
+    """Makes a method, for a class body, that raises an error and says how to get an array."""
 
     def refuse(self: "NotAnArray", *_: object, **__: object) -> Any:
-        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: take {self.instead} first")
+        raise TypeError(f"{operation} needs an array, which {type(self).__name__} is not: call {self.instead} first")
 
     return refuse
 
 
 class NotAnArray:
-    """A base of nodes. Operations that need an array are errors that say how to get one."""
+    """A base of nodes. Operations that need an array raise an error that says how to get one."""
 
     instead: ClassVar[str]  # how to get one
 
@@ -41,10 +41,10 @@ class NotAnArray:
 
 
 def replace(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], Any]) -> PyTree:
-    """The model with every node of a class, or of one in a tuple, replaced by `dense(node)`.
+    """Returns the model with every node of a class, or of one in a tuple, replaced by `dense(node)`.
 
-    Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that are made of the very
-    same arrays in the very same way, as those of a tie are, become one object.
+    Nodes within such nodes come first: `dense` gets a node in which they are replaced. Nodes that consist of the same
+    array objects in the same way, like those of a tie, become one object.
     """
     found: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
 
@@ -67,22 +67,22 @@ def replace(model: PyTree, cls: type | tuple[type, ...], dense: Callable[[Any], 
 
 
 def is_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
-    """Whether it is an array of JAX or of NumPy."""
+    """Returns whether it is an array of JAX or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray)
 
 
 def as_parameter(value: object) -> Array:
-    """The floating array that a constructor was given, checked; for the `converter` of a field."""
+    """Checks the floating array given to a constructor, and returns it; for the `converter` of a field."""
     if not is_array(value):
         raise TypeError(f"expected an array, got {type(value).__name__}")
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        raise TypeError(f"a parameter is floating or complex, got {array.dtype}: convert it with x.astype(float)")
+        raise TypeError(f"a parameter must be floating or complex, got {array.dtype}: convert it with x.astype(float)")
     return array
 
 
 def as_real(value: object) -> Array:
-    """The real array that a constructor was given, checked; for the `converter` of a field."""
+    """Checks the real array given to a constructor, and returns it; for the `converter` of a field."""
     array = as_parameter(value)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"expected real numbers, got {array.dtype}")
@@ -93,26 +93,26 @@ def as_real(value: object) -> Array:
 
 
 def wide(x: Array | np.ndarray) -> Array:
-    """In at least float32: in less, a value that is computed in several steps loses too many digits."""
+    """Converts to at least float32: in a narrower dtype, several steps of computation lose too many digits."""
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def least_positive(dtype: DTypeLike) -> float:
-    """The least normal number: smaller ones are zero on most devices."""
+    """Returns the smallest normal number: smaller ones are zero on most devices."""
     return float(jnp.finfo(dtype).tiny)
 
 
 def as_row(vector: Array, x: Array) -> Array:
-    """A vector in the dtype of x and with its number of axes, to meet its last one."""
+    """Returns a vector in the dtype of x and with its number of axes, to meet its last one."""
     return vector.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (x.shape[-1],))
 
 
 def scaled(x: Array, axis: int) -> tuple[Array, Array]:
-    """Vectors along an axis divided by their largest entry, and which are zero; these stay as they are.
+    """Divides vectors along an axis by their largest entry; also returns which are zero, and leaves these as they are.
 
-    So no square of them overflows or vanishes. It is for functions of their directions alone: the scale has no
-    influence on these, so that its gradient is not missed.
+    So their squares neither overflow nor vanish. Use it for functions of their directions alone: the scale has no
+    influence on these, so its gradient is not needed.
     """
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis, keepdims=True, initial=0))
     is_zero = largest < least_positive(x.dtype)

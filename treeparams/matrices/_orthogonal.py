@@ -9,9 +9,9 @@ the rows of V, is
 matrix products and the inverse of a small triangle. No entry of `I - V^T T V` is ever written. Blocks of reflections
 bound the triangle; a scan over them bounds the program.
 
-A *rotation* by an angle acts on a pair of rows. Layers of them alternate between the pairs (0, 1), (2, 3), ... and
-(1, 2), (3, 4), ...: with n layers every rotation of n dimensions can be written so (Clements et al. 2016, "Optimal
-design for universal multiport interferometers").
+A *rotation* by an angle acts on a pair of rows. Layers of them alternate between the pairs (0, 1), (2, 3), ... and (1,
+2), (3, 4), ...: n layers can express every rotation of n dimensions (Clements et al. 2016, "Optimal design for
+universal multiport interferometers").
 """
 
 import abc
@@ -33,22 +33,22 @@ _BLOCK = 128  # reflections; measured at n = 1024 to 4096: half of it takes as l
 
 
 class AbstractInvertible(AbstractMatrix):
-    """A matrix that has, where it is square, an inverse made of the same arrays and a determinant."""
+    """A matrix that has, if it is square, an inverse made of the same arrays and a determinant."""
 
     @abc.abstractmethod
     def inv(self) -> AbstractMatrix:
-        """The inverse, made of the same arrays: in one model with the original it is tied to it."""
+        """Returns the inverse, made of the same arrays: in one model with the original it is tied to it."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Float[Array, "*members"], Float[Array, "*members"]]:
-        """The sign of the determinant and the logarithm of its absolute value; of an ensemble those of each."""
+        """Returns the sign of the determinant and the logarithm of its absolute value; for an ensemble of each."""
 
     def solve(self, b: Array | np.ndarray) -> Array:
-        """The x with `M @ x = b`; shapes as of `M @ x`."""
+        """Returns the x with `M @ x = b`; shapes as for `M @ x`."""
         return self.inv() @ b
 
     def logdet(self) -> Float[Array, "*members"]:
-        """The logarithm of the absolute determinant."""
+        """Returns the logarithm of the absolute determinant."""
         return self.slogdet()[1]
 
 
@@ -60,7 +60,7 @@ class AbstractOrthogonal(AbstractInvertible):
         return TransposedOrthogonal(self)
 
     def inv(self) -> AbstractMatrix:
-        """The transpose."""
+        """Returns the transpose."""
         return self.T
 
 
@@ -84,10 +84,10 @@ class Orthogonal(AbstractOrthogonal):
     >>> bool(jnp.allclose(q.T @ (q @ jnp.ones(4)), 1, atol=1e-5))
     True
 
-    It is orthogonal whatever the vectors are, so nothing has to be put right after a step. A vector of zeros is the
-    identity, where its gradient is zero. Products with it, and so inverses and whatever is made of it, are asked for
-    in `jax.lax.Precision.HIGHEST`: in the TF32 or bfloat16 that is the default on some devices it would be orthogonal
-    to three digits only.
+    It is orthogonal whatever the vectors are, so you need not correct it after a step. A vector of zeros is the
+    identity, and its gradient there is zero. Products with it, and so inverses and everything made of it, use
+    `jax.lax.Precision.HIGHEST`: in TF32 or bfloat16, the default on some devices, it would be orthogonal to three
+    digits only.
 
     Args:
         vectors: shape `(reflections, n)`, one reflection per row; the last acts first. Their lengths do not matter.
@@ -103,7 +103,7 @@ class Orthogonal(AbstractOrthogonal):
     def random(
         cls, n: int, *, key: Array, reflections: int | None = None, dtype: DTypeLike | None = None
     ) -> "Orthogonal":
-        """A random one of n reflections, which is spread evenly over the orthogonal matrices, or of fewer."""
+        """Makes a random one of n reflections, which is uniform over the orthogonal matrices, or of fewer."""
         reflections = n if reflections is None else reflections
         check_sizes(n=n, reflections=reflections)
         return cls(jax.random.normal(key, (reflections, n), float if dtype is None else dtype))
@@ -154,7 +154,7 @@ class Givens(AbstractOrthogonal):
 
     @classmethod
     def random(cls, n: int, *, key: Array, layers: int | None = None, dtype: DTypeLike | None = None) -> "Givens":
-        """One of n layers, with which every rotation can be written, or of fewer; angles spread evenly."""
+        """Makes a random one of n layers, which can express every rotation, or of fewer; the angles are uniform."""
         layers = n if layers is None else layers
         check_sizes(n=n, layers=layers)
         dtype = float if dtype is None else dtype
@@ -175,15 +175,15 @@ class Givens(AbstractOrthogonal):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises unless all can be sizes of arrays."""
+    """Raises an error unless all can be sizes of arrays."""
     if any(size < 0 for size in sizes.values()):
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"a random matrix has sizes of at least 0, got {got}")
+        raise ValueError(f"the sizes of a random matrix must be at least 0, got {got}")
 
 
 # -- Reflections
 
-# Outside of a trace one program in place of some forty operations; within one nothing is left of it.
+# Outside of a trace one program instead of about forty operations; inside one it is inlined.
 _compiled = functools.partial(jax.jit, static_argnames="transposed", inline=True)
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -221,10 +221,11 @@ def _block(vectors: Array, x: Array, transposed: bool) -> Array:
 
 @jax.custom_jvp
 def _triangular_inverse(upper: Float[Array, "k k"]) -> Float[Array, "k k"]:
-    """The inverse of an upper triangle, from blocks of one upwards.
+    """Returns the inverse of an upper triangle, built from blocks of one upwards.
 
-    With A and C inverted, that of [[A, B], [0, C]] is [[A', -A' B C'], [0, C']]: as stable as substitution, but made of
-    products of matrices. LAPACK's solver for a triangle takes up to 50 times as long on CPU when other threads run.
+    If A and C are inverted, the inverse of [[A, B], [0, C]] is [[A', -A' B C'], [0, C']]: as stable as substitution,
+    but made of products of matrices. LAPACK's solver for a triangle takes up to 50 times as long on CPU when other
+    threads run.
     """
     count = len(upper)
     size, full = 1, 1 << (count - 1).bit_length()
@@ -261,7 +262,7 @@ def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
     own, other = _coefficients(-angles if transposed else angles, x.shape[-1])
     # A layer of zeros that fills up the last two is to be the identity.
     pairs = _two_by_two(own - 1) + 1, _two_by_two(other)
-    # With axes of one where x has batches: a mask of their shape would not lie over a mesh as x does.
+    # Its axes are of length one where x has batches: a mask of their shape would not be sharded as x is.
     first = (jnp.arange(x.shape[-1]) % 2 == 0).reshape((1,) * (x.ndim - 1) + (-1,))
 
     def two_layers(x: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
@@ -275,9 +276,9 @@ def _rotated(angles: Array, x: Array, transposed: bool) -> Array:
 
 
 def _coefficients(angles: Float[Array, "layers pairs"], n: int) -> tuple[Array, Array]:
-    """Per layer and entry: the factor of the entry itself, and the factor of its partner; shape `(layers, n)`.
+    """Returns per layer and entry: the factor of the entry itself, and the factor of its partner; shape `(layers, n)`.
 
-    Products with whole rows, and rows that are rolled, take less than half the time of slices with a stride of two.
+    Products with whole rows, and rolled rows, take less than half the time of slices with a stride of two.
     """
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     unpaired = ((0, 0), (0, n % 2))
@@ -289,7 +290,7 @@ def _coefficients(angles: Float[Array, "layers pairs"], n: int) -> tuple[Array, 
 
 
 def _two_by_two(layers: Float[Array, "layers n"]) -> Float[Array, "pairs 2 n"]:
-    """Pairs of layers that follow one another; where the last has no other, one of zeros."""
+    """Pairs each layer with the next one; a last one without a partner is paired with zeros."""
     return jnp.pad(layers, ((0, -len(layers) % 2), (0, 0))).reshape(-1, 2, layers.shape[1])
 
 

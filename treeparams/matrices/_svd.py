@@ -35,7 +35,7 @@ class SVD(AbstractInvertible):
     >>> tp.layout([weight, weight.inv()]).ties["0.d"]
     ('1.d',)
 
-    A product costs `4 k (m + n)` operations per vector with k reflections per factor, a dense one `2 m n`. A square one
+    A product costs `4 k (m + n)` operations per vector with k reflections per factor, a dense one `2 m n`. A square SVD
     has `inv()`, `solve(b)`, `logdet()` and `slogdet()` at no further cost. Source: Pevny et al. 2020,
     "Sum-Product-Transform Networks: Exploiting Symmetries using Invertible Transformations".
 
@@ -72,14 +72,14 @@ class SVD(AbstractInvertible):
         kind: Kind = "householder",
         dtype: DTypeLike | None = None,
     ) -> "SVD":
-        """With random U and V, and all singular values one, so that it is orthogonal (where square) at the start.
+        """Makes random U and V, and sets all singular values to one, so that it is orthogonal (if square) at the start.
 
         Args:
             m: rows.
             n: columns.
             key: of `jax.random`.
-            reflections: how many per factor (of `kind="givens"`: how many layers of rotations); `None`: as many as
-                every matrix of this shape can be written with, `min(m, n)`, or m and n layers of rotations.
+            reflections: how many per factor (with `kind="givens"`: how many layers of rotations); `None`: as many as
+                express every matrix of this shape, `min(m, n)`, or m and n layers of rotations.
             kind: `"householder"` reflections or `"givens"` rotations.
             dtype: of all three factors; `None`: JAX's default.
         """
@@ -98,7 +98,7 @@ class SVD(AbstractInvertible):
 
     @classmethod
     def from_dense(cls, w: Weight | Any) -> "SVD":
-        """Of a real array or matrix: `min(m, n)` reflections per factor. Singular values may be negative."""
+        """Decomposes a real array or matrix: `min(m, n)` reflections per factor. Singular values may be negative."""
         w = as_real(to_dense(as_weight(w)))
         u, d, vt = jnp.linalg.svd(wide(w), full_matrices=False)
         (of_u, sign_u), (of_v, sign_v) = _reflections(u), _reflections(vt.T)
@@ -127,19 +127,22 @@ class SVD(AbstractInvertible):
         return self._changed(u=self.v, v=self.u)
 
     def inv(self) -> "SVD":
-        """The inverse, made of the same arrays: in one model with the original it is tied to it."""
+        """Returns the inverse, made of the same arrays: in one model with the original it is tied to it."""
         self._check_square("an inverse")
         return self._changed(inverted=not self.inverted)
 
     def slogdet(self) -> tuple[Float[Array, "*members"], Float[Array, "*members"]]:
-        """The sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet`."""
+        """Returns the sign of the determinant and the logarithm of its absolute value, as `jnp.linalg.slogdet` does."""
         self._check_square("a determinant")
         logarithm = jnp.sum(jnp.log(jnp.abs(wide(self.d))), axis=-1).astype(self.dtype)
         sign = self.u.slogdet()[0] * jnp.prod(jnp.sign(self.d), axis=-1) * self.v.slogdet()[0]
         return sign, -logarithm if self.inverted else logarithm
 
     def _changed(self, **changes: object) -> "SVD":
-        """With other fields. The constructor would convert arrays of NumPy, and new arrays are tied to nothing."""
+        """Returns a copy with other fields.
+
+        The constructor would convert arrays of NumPy, and new arrays are tied to nothing.
+        """
         other = object.__new__(SVD)
         for field in dataclasses.fields(self):
             object.__setattr__(other, field.name, changes.get(field.name, getattr(self, field.name)))
@@ -151,15 +154,15 @@ class SVD(AbstractInvertible):
 
 
 def _reflections(q: Float[Array, "n k"]) -> tuple[Float[Array, "k n"], Float[Array, " k"]]:
-    """Vectors of reflections, and signs: the first k columns of their product, times the signs, are q."""
+    """Returns vectors of reflections, and signs: the first k columns of their product, times the signs, are q."""
     n, k = q.shape
     if k == 0:
         return jnp.zeros((0, n), q.dtype), jnp.zeros(0, q.dtype)
     # LAPACK gives the vectors below the diagonal of h, whose transpose has the triangle, here diagonal, above it.
     h, tau = jnp.linalg.qr(q, mode="raw")
     vectors = jnp.triu(h, 1) + jnp.eye(k, n, dtype=q.dtype)
-    # A tau of zero says that there is nothing to reflect. A vector of zeros would say so too, but next to zero the
-    # product is another; with 1 at i alone the reflection only turns the sign of column i.
+    # A tau of zero means that there is nothing to reflect. A vector of zeros does so too, but the product jumps there;
+    # with a one only at i the reflection just flips the sign of column i.
     return vectors, jnp.where(tau == 0, -1, 1).astype(q.dtype) * jnp.sign(jnp.diagonal(h))
 
 

@@ -1,14 +1,15 @@
 """Derivatives within losses, curvature of trained parameters, and derivatives sample by sample.
 
-Each function is called as `jax.grad` and `jax.hessian` are: it takes f and options, and returns a function that takes
-the model first. That one is called as f is, `nested.hessian(f)(model, *args)`, with two additions. A tangent stands
-behind the model: `nested.hvp(f)(model, tangent, *args)`, `nested.linearised(f)(model, tangent, *args)`. And what goes
-sample by sample takes samples with a leading axis where f takes one: `nested.parameter_jacobian(f)(model, xs)`,
+You call each function like `jax.grad` and `jax.hessian`: it takes f and options, and returns a function that takes the
+model first. You call that one like f, `nested.hessian(f)(model, *args)`, with two additions. A tangent comes after the
+model: `nested.hvp(f)(model, tangent, *args)`, `nested.linearised(f)(model, tangent, *args)`. And functions that work
+sample by sample take samples with a leading axis where f takes one: `nested.parameter_jacobian(f)(model, xs)`,
 `nested.kernel(f)(model, xs, ys)`, `nested.per_example_gradients(f)(model, *batch)`.
 
-`gradient`, `jacobian`, `batched_jacobian` and `laplacian` are of a model's output in its input x, the first argument
-behind the model. All others are derivatives in the trained parameters of a model, ties once; frozen arrays cost
-nothing. You may give a tangent as a vector, as of `tp.ravel`, or as a tree, as of `tp.grad`, and get such a one back.
+`gradient`, `jacobian`, `batched_jacobian` and `laplacian` differentiate a model's output in its input x, the first
+argument after the model. All others differentiate in the trained parameters of a model, in which a tied parameter
+counts once; frozen arrays cost nothing. You may give a tangent as a vector, as of `tp.ravel`, or as a tree, as of
+`tp.grad`, and get the result in the same form.
 """
 
 from ._curvature import hessian as hessian, hvp as hvp

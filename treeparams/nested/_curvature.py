@@ -12,7 +12,7 @@ from ._slots import given_back, in_reals, loss_of_reals, parts_of, taken
 
 
 def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[..., PyTree]:
-    """The product of a loss's Hessian with a tangent, forward over reverse.
+    """Computes the product of a loss's Hessian with a tangent, forward over reverse.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -24,7 +24,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
     >>> product(model, {"w": jnp.array([1.0, 0.0])}, 2.0)["w"]
     Array([12.,  0.], dtype=float32)
 
-    For many products at one model, `hessian_operator` shares the work that they have in common.
+    For many products at one model, `hessian_operator` shares their common work.
 
     Args:
         f: called as `f(model, *args)`, returns a scalar.
@@ -33,19 +33,19 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
     Returns:
         A function of `(model, tangent, *args)`. The tangent is a vector, as of `tp.ravel`, or a tree with entries at
         paths of the model, where missing entries count as zero. It is a value of the parameters: at a tie the slot's
-        own entry counts. Of a complex parameter it is the change of the real part plus i times that of the imaginary
-        one; the real vector of `real_vector` is fine too.
+        entry counts. For a complex parameter it is the change of the real part plus i times that of the imaginary one;
+        you may also pass the real vector of `real_vector`.
 
-        The function returns the product, like the tangent a vector or a canonical tree. It is computed in the
-        parameters' own dtypes, to which the tangent is rounded, as `jax.jvp` asks for: of bfloat16 parameters it is no
-        more precise than bfloat16. What is returned has the wider of the parameters' and the tangent's dtype, so that a
-        solver in float32 gets float32. Of a complex parameter the product is the derivative in its real part plus i
-        times that in the imaginary one, so that the Hessian of `|z|^2 / 2` is the identity. (Gradients of JAX and of
-        `tp.grad` are the conjugate of that.)
+        The function returns the product in the same form as the tangent, a vector or a canonical tree. It is computed
+        in the parameters' own dtypes, to which the tangent is rounded, as `jax.jvp` requires: for bfloat16 parameters
+        it is no more precise than bfloat16. The result has the wider of the parameters' and the tangent's dtype, so
+        that a solver in float32 gets float32. For a complex parameter the product is the derivative in its real part
+        plus i times that in the imaginary one, so that the Hessian of `|z|^2 / 2` is the identity. (Gradients of JAX
+        and of `tp.grad` are the conjugate of that.)
 
     Raises:
-        ValueError: when called: the tangent is a vector of another length, has an entry of another shape, or where the
-            model has no leaf; as `tp.layout`.
+        ValueError: when called: the tangent is a vector of another length, has an entry of another shape, or at a path
+            where the model has no leaf; as `tp.layout`.
         TypeError: when called: f returns no real scalar; as `tp.layout`.
     """
 
@@ -61,7 +61,7 @@ def hvp(f: Callable[..., Array], *, trainable: Trainable = None) -> Callable[...
 def hessian(
     f: Callable[..., Array], *, chunk: int | None = None, trainable: Trainable = None
 ) -> Callable[..., Float[Array, "n n"]]:
-    """The Hessian of a loss over the vector of the trained parameters.
+    """Computes the Hessian of a loss over the vector of the trained parameters.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -71,7 +71,7 @@ def hessian(
     Array([[2.],
            [4.]], dtype=float32)
 
-    Its diagonal alone is `nested.hessian_operator(f)(model).diagonal()`, which makes no matrix.
+    You get its diagonal alone, without the matrix, from `nested.hessian_operator(f)(model).diagonal()`.
 
     Args:
         f: called as `f(model, *args)`, returns a scalar.

@@ -18,7 +18,7 @@ _ROUNDING = 16  # units of the dtype that a sample's output may differ by; in mo
 
 
 def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
-    """The gradient of `f(model, x, *args)` in x, to stand in a loss.
+    """Computes the gradient of `f(model, x, *args)` in x, for use in a loss.
 
     The gradient of that loss reaches all parameters of the model, arrays that f captured, x and the other arguments.
 
@@ -33,11 +33,11 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
     >>> tp.grad(loss, "k")(model)["k"]
     Array(160., dtype=float32, weak_type=True)
 
-    It is `jax.grad` in x, so the gradient of the loss goes in reverse over reverse; the cost of other orders is in
-    the documentation, under "A derivative in a loss". The model may be a bound method of a Module or a
-    `jax.tree_util.Partial`, which carry their parameters:
-    `nested.gradient(lambda energy, x: energy(x))(net.energy, x)`. For one point; `jax.vmap(force, (None, 0))` takes
-    many, or `batched_jacobian` where f is only at hand for a batch.
+    It is `jax.grad` in x, so the gradient of the loss is reverse over reverse; for the cost of other orders see "A
+    derivative in a loss" in the documentation. The model may be a bound method of a Module or a
+    `jax.tree_util.Partial`, which carry their parameters: `nested.gradient(lambda energy, x: energy(x))(net.energy,
+    x)`. It works on one point; `jax.vmap(force, (None, 0))` takes many, or use `batched_jacobian` if you only have f
+    for a batch.
 
     Args:
         f: called as `f(model, x, *args)`, once, returns a scalar.
@@ -68,7 +68,7 @@ def gradient(f: Callable[..., Array]) -> Callable[..., PyTree]:
 
 
 def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[..., Array]:
-    """The Jacobian of `f(model, x, *args)` in x, to stand in a loss.
+    """Computes the Jacobian of `f(model, x, *args)` in x, for use in a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -81,8 +81,8 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
     Array([[2., 0.],
            [0., 6.]], dtype=float32)
 
-    By columns, a sweep forward for each entry of x, where x has no more entries than the output; otherwise by rows, a
-    sweep backward for each entry of the output.
+    If x has no more entries than the output, it goes by columns, one forward sweep for each entry of x; otherwise by
+    rows, one backward sweep for each entry of the output.
 
     Args:
         f: called as `f(model, x, *args)` with an array x, once, returns an array.
@@ -105,7 +105,7 @@ def jacobian(f: Callable[..., Array], *, chunk: int | None = None) -> Callable[.
 
 
 def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check: bool = False) -> Callable[..., Array]:
-    """The Jacobian of each sample's output in its own input, of a function that is only at hand for a batch.
+    """Computes the Jacobian of each sample's output in its own input, for a function that you only have for a batch.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -114,23 +114,23 @@ def batched_jacobian(f: Callable[..., Array], *, chunk: int | None = None, check
     Array([[12.,  0.],
            [ 0., 16.]], dtype=float32)
 
-    Where f returns one number per sample it is the gradient of each, by one backward pass:
+    If f returns one number per sample, it is the gradient of each, by one backward pass:
 
     >>> nested.batched_jacobian(lambda model, xs: jnp.sum(model["k"] * xs**2, axis=1))(model, xs)
     Array([[ 4.,  8.],
            [12., 16.]], dtype=float32)
 
-    The Jacobian over the whole batch has a block per pair of samples, of which all but the diagonal ones are zero where
-    samples do not mix. So one direction serves all samples at once: forward, one for each entry of a sample's input,
-    or backward, one for each entry of its output, whichever are fewer. These are as many operations as
-    `jax.vmap(jax.jacfwd(f))`, or `jacrev`, takes, which is the same where f is written for one sample.
+    The Jacobian over the whole batch has a block per pair of samples; if samples do not mix, all but the diagonal
+    blocks are zero. So one direction serves all samples at once: forward, one for each entry of a sample's input, or
+    backward, one for each entry of its output, whichever are fewer. This takes as many operations as
+    `jax.vmap(jax.jacfwd(f))`, or `jacrev`, which gives the same if f is written for one sample.
 
     Args:
         f: called as `f(model, x, *args)` with x of shape `(batch, *in)`, returns `(batch, *out)`; each output must
-            depend on the input of its own sample alone (no normalisation over the batch).
+            depend only on its sample's input (no normalisation over the batch).
         chunk: how many sweeps are done at once, which bounds the memory; `None`: all.
-        check: whether to find out if f mixes samples, any two of them: with one sweep for each binary digit of their
-            number. It needs values, so not inside of a trace.
+        check: whether to check that f mixes no two samples, with one sweep for each binary digit of their number. The
+            check needs values, so it does not work inside of a trace.
 
     Returns:
         A function of `(model, x, *args)` that returns the Jacobians, shape `(batch, *out, *in)`.
@@ -168,7 +168,7 @@ def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
     _, push = jax.linearize(f, x)
     together = push(direction)
     if isinstance(together, Tracer):
-        raise TypeError("check=True needs values: call it outside of jit, vmap and grad, and without it inside")
+        raise TypeError("check=True needs values: use it only outside of jit, vmap and grad")
     number, eps = np.arange(len(x)), float(jnp.finfo(together.dtype).eps)
     for digit in range((len(x) - 1).bit_length()):
         signs = 1 - 2 * (number >> digit & 1)
@@ -183,10 +183,10 @@ def _check_independence(f: Callable[[Any], jax.Array], x: jax.Array) -> None:
 
 
 def _signed(signs: np.ndarray, samples: jax.Array) -> jax.Array:
-    """Each sample times its sign."""
+    """Returns each sample times its sign."""
     return samples * jnp.asarray(signs.reshape(-1, *[1] * (samples.ndim - 1)), samples.dtype)
 
 
 def _norms(samples: jax.Array) -> np.ndarray:
-    """The norm of each sample."""
+    """Returns the norm of each sample."""
     return np.sqrt(np.sum(np.asarray(samples, float) ** 2, axis=tuple(range(1, samples.ndim))))

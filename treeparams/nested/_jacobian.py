@@ -20,7 +20,7 @@ Mode = Literal["real", "complex", "holomorphic"]
 def parameter_jacobian(
     f: Callable[..., Array], *, chunk: int | None = None, mode: Mode = "real", trainable: Trainable = None
 ) -> Callable[..., Inexact[Array, "samples outputs n"]]:
-    """The Jacobian of `f(model, x)` in the trained parameters, for each sample x.
+    """Computes the Jacobian of `f(model, x)` in the trained parameters, for each sample x.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -32,7 +32,8 @@ def parameter_jacobian(
     <BLANKLINE>
            [[1., 1., 1.]]], dtype=float32)
 
-    The columns are in the order of `tp.ravel` (here `b` comes first). So a step of natural gradient is a few lines:
+    The columns are in the order of `tp.ravel` (here `b` comes first). So you can write a step of natural gradient in a
+    few lines:
 
     >>> vector, restructure = tp.ravel(model)
     >>> rows = jacobian(model, xs)[:, 0]
@@ -41,16 +42,16 @@ def parameter_jacobian(
     >>> print(jnp.abs(xs @ model["w"] + model["b"]) < 1e-4)  # as the targets of this step are zeros
     [ True  True]
 
-    Where J is only needed in `J J^T`, `kernel` takes less memory.
+    If you only need J in `J J^T`, `kernel` takes less memory.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
-        chunk: how many samples are differentiated at once. Beside the result nothing is then larger than their rows,
+        chunk: how many samples are differentiated at once. Beside the result, nothing is then larger than their rows,
             `(chunk, outputs, n)`, and the values in f itself; `None`: all.
         mode: `"real"`: f is real. `"complex"`: f may be complex, and counts as twice as many real outputs, first all
-            real parts, then all imaginary ones, as variational Monte Carlo needs. In both a complex parameter is a pair
-            of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f must
-            be holomorphic in them, which is not checked.
+            real parts, then all imaginary ones, as variational Monte Carlo needs. In both modes a complex parameter is
+            a pair of reals. `"holomorphic"`: f and the parameters are complex, and the derivative is the complex one; f
+            must be holomorphic in them, which is not checked.
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
@@ -91,13 +92,13 @@ class Outputs:
             real = next((slot for slot in parts.layout.slots if not is_complex(slot.dtype)), None)
             if real is not None:
                 raise TypeError(
-                    f"mode='holomorphic' is of complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
-                    "take mode='complex'"
+                    f"mode='holomorphic' needs complex parameters, and {real.path!r} is {real.dtype}; freeze it, or "
+                    "use mode='complex'"
                 )
         self.slots = own_copies(lambda slots: jax.vmap(lambda x: self(slots, x))(batch), slots)
 
     def __call__(self, slots: Reals, x: PyTree) -> jax.Array:
-        """The outputs of one sample."""
+        """Returns the outputs of one sample."""
         y = output(of_reals(self._f, self._parts, x)(slots), "floating or complex")
         if self.mode == "real" and is_complex(y.dtype):
             raise TypeError(
@@ -105,19 +106,19 @@ class Outputs:
                 "mode='holomorphic' the complex one"
             )
         if self.mode == "holomorphic" and not is_complex(y.dtype):
-            raise TypeError(f"mode='holomorphic' is of complex outputs, and f returns {y.dtype}; take mode='real'")
+            raise TypeError(f"mode='holomorphic' needs complex outputs, and f returns {y.dtype}; use mode='real'")
         flat = y.reshape(-1)
         return jnp.concatenate([flat.real, flat.imag]) if self.mode == "complex" else flat
 
     def rows(self, x: PyTree) -> jax.Array:
-        """The Jacobian of one sample, a row for each output."""
+        """Returns the Jacobian of one sample, a row for each output."""
         vector, treedef = self.form.join(jax.tree.leaves(self.slots)), jax.tree.structure(self.slots)
         of_vector = lambda vector: self(treedef.unflatten(self.form.cut(vector)), x)
         return in_sweeps(of_vector, vector, None).astype(self.dtype)
 
 
 def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Callable[..., PyTree]:
-    """`f` near the parameters of a model: its value plus its derivative along a direction.
+    """Linearises `f` near the parameters of a model: its value plus its derivative along a direction.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -126,8 +127,8 @@ def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Call
     >>> near(model, jnp.array([0.5, 0.0]), 10.0)  # 10 (5 + 2 * 1 * 0.5)
     Array(60., dtype=float32)
 
-    With it the Laplace approximation has predictions in closed form, and training along the tangent (the lazy regime of
-    Jacot et al., 2018) is convex in the direction where the loss is in the outputs.
+    With it you get the predictions of a Laplace approximation in closed form. Training along the tangent (the lazy
+    regime of Jacot et al., 2018) is convex in the direction if the loss is convex in the outputs.
 
     Args:
         f: called as `f(model, *args)`, returns an array or a tree of arrays; those not floating stay as they are.
@@ -155,7 +156,7 @@ def linearised(f: Callable[..., PyTree], *, trainable: Trainable = None) -> Call
 def per_example_gradients(
     f: Callable[..., Array], *, chunk: int | None = None, flat: bool = False, trainable: Trainable = None
 ) -> Callable[..., PyTree]:
-    """The gradient of a loss for each example of a batch: for private training, influence, the Fisher matrix.
+    """Computes the gradient of a loss for each example of a batch: for private training, influence, the Fisher matrix.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -166,7 +167,7 @@ def per_example_gradients(
     Array([[2., 0.],
            [4., 4.]], dtype=float32)
 
-    Where only the norms are wanted, square and sum within the map: compiled, XLA then keeps no gradient. That takes an
+    If you only want the norms, square and sum within the map: compiled, XLA then keeps no gradient. That takes an
     eightieth of the memory for a net of four layers.
 
     >>> gradient = tp.grad(loss)
@@ -184,7 +185,7 @@ def per_example_gradients(
     Returns:
         A function of `(model, *batch)`, trees of arrays with one leading axis, the examples. It returns the canonical
         tree of gradients with a leading axis, `None` where nothing is trained; or the matrix, shape `(batch, n)` with n
-        the length of the vector. Of complex parameters they are as of `tp.grad`.
+        the length of the vector. For complex parameters they are as of `tp.grad`.
 
     Raises:
         ValueError: when called: the arrays of the batch differ in length, or one has no axis; `chunk` is no count; as

@@ -25,7 +25,7 @@ def kernel(
     mode: Mode = "real",
     trainable: Trainable = None,
 ) -> Callable[..., Inexact[Array, "rows columns"]]:
-    """The product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
+    """Computes the product `J J^T` of Jacobians in the trained parameters: the empirical tangent kernel.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -37,13 +37,13 @@ def kernel(
 
     It is the matrix of MinSR (Chen and Heyl, 2024), of Gaussian processes from networks (Jacot et al., 2018) and of
     Gauss-Newton steps with fewer outputs than parameters. It is summed parameter by parameter. Up to 2**26 elements of
-    J, all rows are computed at once. A larger J is never in memory: you get as many rows at a time as there are
-    samples, or `chunk`, and beside the result and the values in f itself no array is larger than these rows of the
-    largest parameter. The price: the backward pass is done anew for each pair of blocks of rows. That is little beside
-    the products of dense weights, and much for convolutions.
+    J, all rows are computed at once. A larger J is never in memory: it is computed in blocks of as many rows as there
+    are samples, or of `chunk` rows, and beside the result and the values in f itself no array is larger than these rows of the
+    largest parameter. The price: the backward pass is repeated for each pair of blocks. That is little beside the
+    products of dense weights, and much for convolutions.
 
     Call it within `jax.jit`: its loops are compiled anew at each call outside. On a mesh with explicit axes, samples
-    and parameters are first brought together on each device; to share the work, take `axis_name`.
+    and parameters are first brought together on each device; to share the work, use `axis_name`.
 
     Args:
         f: called as `f(model, x)` for one sample, returns an array of any shape.
@@ -56,7 +56,7 @@ def kernel(
 
     Returns:
         A function of `(model, xs, ys)`, where xs is a tree of arrays with one leading axis, the samples; ys are those
-        of the second Jacobian, and if you leave them out those of the first, of which then one triangle is computed.
+        of the second Jacobian. If you leave them out, they are those of the first, and only one triangle is computed.
 
         It returns the kernel, shape `(samples * outputs, samples_y * outputs)`: sample by sample, with the outputs of
         each as the rows of `parameter_jacobian`. It is summed and returned in at least float32, with matrix products as
@@ -101,7 +101,7 @@ class _Rows:
         self._of = of
 
     def block(self, number: int | jax.Array) -> list[jax.Array]:
-        """The rows of one block, a matrix for each slot."""
+        """Returns the rows of one block, a matrix for each slot."""
         if self.blocks == 1:  # one forward pass for all outputs of a sample
             leaves = jax.tree.leaves(jax.vmap(self._all_rows)(self._samples))
             return [leaf.reshape(self.count, math.prod(leaf.shape[2:])) for leaf in leaves]
@@ -121,7 +121,7 @@ class _Rows:
 
 
 def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
-    """`J J^H` of these rows, block by block."""
+    """Returns `J J^H` of these rows, block by block."""
     if left.count == 0 or right.count == 0:
         return jnp.zeros((left.count, right.count), dtype)
 
@@ -151,7 +151,7 @@ def _product(left: _Rows, right: _Rows, dtype: np.dtype) -> jax.Array:
 
 
 def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
-    """The rows of all devices, where each has those of its own samples."""
+    """Returns the rows of all devices, where each device has those of its samples."""
     # Summed and not gathered, their type says that all devices have the same kernel.
     count, width = product.shape
     zeros = jnp.zeros((jax.lax.psum(1, axis_name) * count, width), product.dtype)
@@ -160,5 +160,5 @@ def _of_all_devices(product: jax.Array, axis_name: Hashable) -> jax.Array:
 
 
 def _each(f: Callable[[int | jax.Array], jax.Array], count: int) -> jax.Array:
-    """`f` of each number below the count; without a loop where there is one."""
+    """Returns `f` of each number below the count; without a loop if there is one."""
     return f(0)[None] if count == 1 else jax.lax.map(f, jnp.arange(count))

@@ -1,4 +1,4 @@
-"""laplacian: a program evaluated with the Jacobian and the Laplacian of each intermediate result beside its value."""
+"""laplacian: evaluates a program with the Jacobian and the Laplacian of each intermediate result beside its value."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def laplacian(f: Callable[..., Array], *, full: Literal[True]) -> Callable[..., 
 
 
 def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., Any]:
-    """The Laplacian of `f(model, x, *args)` in x, the trace of its Hessian, to stand in a loss.
+    """Computes the Laplacian of `f(model, x, *args)` in x, the trace of its Hessian, for use in a loss.
 
     >>> import jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -39,18 +39,18 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
     -4.176
 
     Value, Jacobian and Laplacian go forward together through the program (Li et al., 2024, "Forward Laplacian"), which
-    takes about half the operations of the Hessian's trace. For one point; `jax.vmap(laplacian(f), (None, 0))` takes
-    many. It knows:
+    takes about half the operations of the Hessian's trace. It works on one point; `jax.vmap(laplacian(f), (None, 0))`
+    takes many. It has rules for:
 
-    - linear and piecewise linear: sums, reshapes, slices, gathers, padding, `max`, `sort`, `where`;
+    - linear and piecewise linear operations: sums, reshapes, slices, gathers, padding, `max`, `sort`, `where`;
     - products: `dot_general`, convolutions, `mul`;
     - functions of each entry: `exp`, `tanh`, `erf`, `logistic`, powers, quotients and the like, and whole functions of
       `jax.nn` that are made of them, such as `gelu`, as one;
     - `jax.jit` and `jax.checkpoint` around all this, and functions with a rule for `jvp`, whose rule is used.
 
-    Intermediate results may be complex, and the output. Anything else that JAX differentiates forward (loops, branches,
-    factorisations) is as exact, by one second derivative of that operation alone per entry of x, and a warning names
-    it. No use is made of entries of x that are treated independently.
+    Intermediate results and the output may be complex. Anything else that JAX differentiates forward (loops, branches,
+    factorisations) is as exact, by one second derivative of that operation alone per entry of x, and you get a warning
+    that names it. It does not exploit entries of x that are treated independently.
 
     Args:
         f: called as `f(model, x, *args)` with an array x, returns an array.
@@ -73,7 +73,7 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
         y = _series(*_propagate(closed.jaxpr, closed.consts, [start], unknown))
         if unknown:
             warn(
-                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: what it gives is exact, but takes one "
+                f"nested.laplacian has no rule for {', '.join(sorted(unknown))}: the result is exact, but takes one "
                 "second derivative of that part per entry of the input"
             )
         if not isinstance(y, Series):  # it does not depend on x
@@ -89,8 +89,8 @@ def laplacian(f: Callable[..., Array], *, full: bool = False) -> Callable[..., A
 class _Chain:
     """A result that is an elementwise function of one series, through any number of equations.
 
-    Its Jacobian is made for all of them at once, when it is asked for, so that n numbers per entry are written once and
-    not at each equation: three times as fast for a dense net with `jax.nn.gelu`, which is ten equations.
+    Its Jacobian is computed for all of them at once, on demand, so that n numbers per entry are written once and not at
+    each equation: three times as fast for a dense net with `jax.nn.gelu`, which is ten equations.
     """
 
     def __init__(self, root: Series, eqn: JaxprEqn, operands: list[Any], value: jax.Array) -> None:
@@ -121,9 +121,9 @@ def _root(operand: object) -> Any:
 
 
 def _propagate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], unknown: set[str]) -> list[Any]:
-    """The results of a program: series, chains, or arrays and numbers that do not depend on the input.
+    """Returns the results of a program: series, chains, or arrays and numbers that do not depend on the input.
 
-    The primitives that it went through without a rule are added to `unknown`.
+    It adds the primitives that have no rule to `unknown`.
     """
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 

@@ -21,10 +21,10 @@ from ._sweeps import mapped
 
 
 class Operator(eqx.Module):
-    """A symmetric matrix over the trained parameters, known by its products: `operator(tangent)`.
+    """A symmetric matrix over the trained parameters, defined by its products: `operator(tangent)`.
 
-    A pytree: it may be passed to and returned from `jax.jit`, closed over, mapped and scanned. Made by
-    `hessian_operator` and `ggn_operator`.
+    It is a pytree: you may pass it to and return it from `jax.jit`, close over it, map it and scan over it.
+    `hessian_operator` and `ggn_operator` make it.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -57,7 +57,7 @@ class Operator(eqx.Module):
         return f"Operator(shape={self.shape}, damping={self.damping}, {self.layout!r})"
 
     def __call__(self, tangent: PyTree) -> PyTree:
-        """The product with a tangent, plus `damping` times the tangent: arguments, result and errors as of `hvp`.
+        """Returns the product with a tangent, plus `damping` times the tangent; result and errors as for `hvp`.
 
         Args:
             tangent: as for `hvp`.
@@ -69,26 +69,26 @@ class Operator(eqx.Module):
         return given_back(self.layout, product, tangent)
 
     def __matmul__(self, matrix: Any) -> Array:
-        """The product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
+        """Returns the product with a vector, `(n,)`, or with each column of a matrix, `(n, k)`."""
         if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2):
             raise TypeError(
-                f"operator @ takes a vector (n,) or a matrix (n, k), got {describe(matrix)}; call it with a tree"
+                f"operator @ needs a vector (n,) or a matrix (n, k), got {describe(matrix)}; for a tree call it"
             )
         return self(matrix) if jnp.ndim(matrix) == 1 else jax.vmap(self, 1, 1)(matrix)
 
     __array_ufunc__ = None  # so that `array @ operator` of NumPy comes here
 
     def __rmatmul__(self, matrix: Any) -> Array:
-        """The product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`: the operator is symmetric."""
+        """Returns the product with a real vector, `(n,)`, or with each row of a matrix, `(k, n)`, by symmetry."""
         if not is_array(matrix) or jnp.ndim(matrix) not in (1, 2) or jnp.iscomplexobj(matrix):
-            raise TypeError(f"@ operator takes a real vector (n,) or matrix (k, n), got {describe(matrix)}")
+            raise TypeError(f"@ operator needs a real vector (n,) or matrix (k, n), got {describe(matrix)}")
         return (self @ matrix.T).T
 
     def diagonal(self, *, chunk: int | None = None) -> Float[Array, " n"]:
-        """The diagonal over the real vector of the parameters, damping included: exact, by n products.
+        """Returns the diagonal over the real vector of the parameters, damping included: exact, by n products.
 
-        With fewer products it is estimated: the mean of `signs * operator(signs)` over random signs (Bekas, Kokiopoulou
-        and Saad, 2007).
+        With fewer products you can estimate it: the mean of `signs * operator(signs)` over random signs (Bekas,
+        Kokiopoulou and Saad, 2007).
 
         >>> import jax, jax.numpy as jnp
         >>> from treeparams import nested
@@ -112,7 +112,7 @@ class Operator(eqx.Module):
         return columns(self, chunk, "products", lambda column, i: jnp.sum(column, where=jnp.arange(column.size) == i))
 
     def as_lineax(self, tags: object = None) -> Any:
-        """The operator for lineax's solvers, over the real vector of the parameters.
+        """Returns the operator for lineax's solvers, over the real vector of the parameters.
 
         >>> import jax.numpy as jnp, lineax
         >>> from treeparams import nested
@@ -123,8 +123,8 @@ class Operator(eqx.Module):
         [0.125      0.07142857]
 
         Args:
-            tags: the properties that lineax may take for granted, such as `lineax.positive_semidefinite_tag`, which are
-                not checked; `None`: that it is symmetric.
+            tags: the properties that lineax may rely on, such as `lineax.positive_semidefinite_tag`, which are not
+                checked; `None`: that it is symmetric.
 
         Returns:
             A `lineax.FunctionLinearOperator` from vectors `(n,)` to the same, as of `diagonal`.
@@ -141,7 +141,7 @@ Operator.__module__ = "treeparams.nested"
 
 
 def columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.Array, jax.Array], Any]) -> jax.Array:
-    """`of(column, number)` for each column of the matrix over the real vector."""
+    """Returns `of(column, number)` for each column of the matrix over the real vector."""
     block = reals_of(operator.layout).blocks[0]
     one = lambda i: of(operator(jax.nn.one_hot(i, block.size, dtype=block.dtype)), i)
     return mapped(one, jnp.arange(block.size), chunk, noun)
@@ -150,7 +150,7 @@ def columns(operator: Operator, chunk: int | None, noun: str, of: Callable[[jax.
 def hessian_operator(
     f: Callable[..., Array], *, damping: ArrayLike | None = None, trainable: Trainable = None
 ) -> Callable[..., Operator]:
-    """The Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
+    """Computes the Hessian of a loss as an operator, linearised once: each product costs the linear operations alone.
 
     >>> import jax, jax.numpy as jnp, treeparams as tp
     >>> from treeparams import nested
@@ -165,10 +165,11 @@ def hessian_operator(
     >>> bool(loss(restructure(newton(vector))) < loss(restructure(vector)))
     True
 
-    Made within the compiled function, as here, it is traced with it once. One that is made outside is a program of its
-    own, for which a compiled function that takes it as an argument is compiled anew.
+    If you make it inside the compiled function, as here, it is traced with it once. If you make it outside, it is a
+    separate program, and a compiled function that takes it as an argument is compiled again for each.
 
-    The diagonal of the Hessian is `operator.diagonal()`, and for lineax's solvers there is `operator.as_lineax()`.
+    You get the diagonal of the Hessian from `operator.diagonal()`, and an operator for lineax's solvers from
+    `operator.as_lineax()`.
 
     Args:
         f: called as `f(model, *args)`, returns a scalar.
@@ -199,11 +200,11 @@ def ggn_operator(
     damping: ArrayLike | None = None,
     trainable: Trainable = None,
 ) -> Callable[..., Operator]:
-    """The generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
+    """Computes the generalised Gauss-Newton matrix `J^T H J` as an operator, linearised once.
 
-    J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. Where H is
-    positive semi-definite, as of squared errors and cross-entropies, so is the product, which the Hessian of a network
-    is not (Schraudolph, 2002). Where the outputs are linear in the parameters, the two are equal.
+    J is the Jacobian of the outputs in the parameters, H the exact Hessian of the loss in the outputs. If H is positive
+    semi-definite, as for squared errors and cross-entropies, so is the product, which the Hessian of a network is not
+    (Schraudolph, 2002). If the outputs are linear in the parameters, the two are equal.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -238,6 +239,6 @@ def ggn_operator(
 
 
 def _between(forward: Callable[[Any], Any], curvature: Callable[[Any], Any], direction: Reals) -> Reals:
-    """`J^T H J` times a direction, of linear functions that are pytrees."""
+    """Returns `J^T H J` times a direction, from linear functions that are pytrees."""
     (product,) = jax.linear_transpose(forward, direction)(curvature(forward(direction)))
     return product

@@ -1,6 +1,6 @@
-"""Value, Jacobian and Laplacian of a result, and how they go through one equation of a program.
+"""Value, Jacobian and Laplacian of a result, and rules to carry them through one equation of a program.
 
-Of `y = g(z)` with z known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`: all
+If `y = g(z)` and z is known to second order, the Jacobian is `g' J` and the Laplacian `g' l + sum_i g''[J_i, J_i]`: all
 second derivatives are summed as soon as they arise (Li et al., 2024, "A computational framework for neural
 network-based variational Monte Carlo with Forward Laplacian"). Only the last term needs a rule for each primitive.
 """
@@ -39,7 +39,7 @@ _ELEMENTWISE = frozenset({
     "one_minus_square", "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
 })  # fmt: skip
 
-# The same, and operations that are no functions of interest by themselves, but stand within one, as `jax.nn.gelu`.
+# The same, and operations that occur inside an elementwise function, such as `jax.nn.gelu`.
 _POINTWISE = _ELEMENTWISE | {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy", "eq", "floor",
     "ge", "gt", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "round", "select_n", "sign",
@@ -61,12 +61,12 @@ Rule = Callable[[Any, Function, list[Series]], list[Series]]
 
 
 def inner(eqn: JaxprEqn) -> Any:
-    """The closed program that an equation calls."""
+    """Returns the closed program that an equation calls."""
     return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
 
 
 def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | None:
-    """How an equation is gone through of whose operands `which` depend on the input; `None` if only as `traced`."""
+    """Returns the rule of an equation whose operands `which` depend on the input; `None` if only `traced` applies."""
     name = eqn.primitive.name
     if is_linear_in(eqn, which):
         return _linear
@@ -76,14 +76,14 @@ def rule_of(eqn: JaxprEqn, which: Sequence[bool], pointwise: bool) -> Rule | Non
         return lambda eqn, of, depends: [elementwise(of, depends)]
     if name.startswith("custom_vjp_call"):
         raise TypeError(
-            "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no derivative forward; give it a "
-            "rule for jvp, or take the trace of jax.jacrev(jax.grad(f))"
+            "f calls a function with a rule for vjp alone (jax.custom_vjp), which has no forward derivative; give it a "
+            "rule for jvp, or use the trace of jax.jacrev(jax.grad(f))"
         )
     return traced if name in (CUSTOM, "abs") else None
 
 
 def is_linear_in(eqn: JaxprEqn, which: Sequence[bool]) -> bool:
-    """Whether an equation is linear, at least in pieces, in those of its operands together."""
+    """Returns whether an equation is linear, at least in pieces, in those of its operands together."""
     name = eqn.primitive.name
     if name in _PIECEWISE:
         return not _is_complex(eqn)
@@ -95,7 +95,7 @@ def _is_complex(eqn: JaxprEqn) -> bool:
 
 
 def _avals(eqn: JaxprEqn) -> list[Any]:
-    """The shapes and dtypes of the operands and the results."""
+    """Returns the shapes and dtypes of the operands and the results."""
     return [var.aval for var in (*eqn.invars, *eqn.outvars)]
 
 
@@ -120,13 +120,13 @@ def _bilinear(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series
 
 
 def elementwise(of: Function, depends: Sequence[Series]) -> Series:
-    """A function of entries at one index, also of arrays that are broadcast: a derivative is one number per entry."""
+    """Applies a function of entries at one index, with broadcasting: its derivative is one number per entry."""
     values, jacobians, laplacians = zip(*depends, strict=True)
     (result,) = of(*values)
     count, dtype = len(depends), result.dtype
     ones = [tuple(jnp.full_like(value, i == j) for i, value in enumerate(values)) for j in range(count)]
     first = [lambda *values, ones=each: jax.jvp(of, values, ones)[1][0] for each in ones]
-    # Axes of one behind the first, for a scalar that stands beside an array.
+    # Axes of length one after the first, for a scalar beside an array.
     jacobians = [jnp.expand_dims(each, tuple(range(1, 2 + result.ndim - each.ndim))) for each in jacobians]
     jacobian, laplacian = jnp.zeros((), dtype), jnp.zeros((), dtype)
     for j in range(count):
@@ -140,7 +140,7 @@ def elementwise(of: Function, depends: Sequence[Series]) -> Series:
 
 
 def traced(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
-    """Any primitive: the last term by second derivatives, one per entry of the input."""
+    """Applies any primitive: the last term by second derivatives, one per entry of the input."""
     values, jacobians, _ = zip(*depends, strict=True)
 
     def second(*tangents: jax.Array) -> list[Any]:
@@ -157,7 +157,7 @@ def traced(eqn: JaxprEqn, of: Function, depends: list[Series]) -> list[Series]:
 
 
 def is_pointwise(eqn: JaxprEqn, depends: Sequence[Any]) -> bool:
-    """Whether an equation, or all equations that it calls, act on each entry of real operands of the result's shape."""
+    """Returns whether an equation, and all that it calls, act on each entry of real operands of the result's shape."""
     results: list[Any] = eqn.outvars
     shapes = {var.aval.shape for var in results} | {operand.value.shape for operand in depends}
     # A choice between two operands, as `jnp.where` is, does not look at the slope of the other one.

@@ -1,7 +1,7 @@
 """A function of a model as one of its trained parameters, all of them real; tangents as vectors or as trees.
 
 A complex parameter is differentiated as the pair of its real and imaginary part: only so are Hessians symmetric, and
-Jacobians matrices where f is not holomorphic. Tangents and products are complex again, `re + i im` of the pair.
+Jacobians matrices if f is not holomorphic. Tangents and products are complex again, `re + i im` of the pair.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from .._tree.types import PyTree
 
 
 class Pair(NamedTuple):
-    """The real and the imaginary part of a complex array, which stand in a tree instead of it."""
+    """The real and the imaginary part of a complex array, which replace it in a tree."""
 
     real: Any
     imag: Any
@@ -36,31 +36,31 @@ Reals = tuple[jax.Array | Pair, ...]
 
 
 def in_reals(tree: PyTree) -> PyTree:
-    """A tree of arrays with complex ones as pairs."""
+    """Returns a tree of arrays with complex ones as pairs."""
     return jax.tree.map(lambda leaf: Pair(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else leaf, tree)
 
 
 def from_reals(tree: PyTree) -> PyTree:
-    """A tree of arrays with pairs as complex ones."""
+    """Returns a tree of arrays with pairs as complex ones."""
     is_pair = lambda node: isinstance(node, Pair)
     return jax.tree.map(lambda node: jax.lax.complex(*node) if is_pair(node) else node, tree, is_leaf=is_pair)
 
 
 def parts_of(model: PyTree, trainable: Trainable) -> Parts:
-    """The model taken apart, with JAX arrays in its slots."""
+    """Takes the model apart, with JAX arrays in its slots."""
     parts = take_apart(model, trainable)
     return Parts(tuple(map(jnp.asarray, parts.slots)), parts.rest)
 
 
 def of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
-    """`f(model, *args)` as a function of the slots in reals."""
+    """Returns `f(model, *args)` as a function of the slots in reals."""
     if not callable(f):
         raise TypeError(f"expected a function of the model, got {describe(f)}; write nested.hessian(loss)(model, x)")
     return lambda reals: f(parts.model(from_reals(reals)), *args)
 
 
 def loss_of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callable[[Any], Any]:
-    """The same of a loss, which is to return a scalar."""
+    """Returns the same for a loss, which must return a scalar."""
     of = of_reals(f, parts, *args)
 
     def loss(reals: Any) -> Any:
@@ -73,10 +73,10 @@ def loss_of_reals(f: Callable[..., Any], parts: Parts, *args: object) -> Callabl
 
 
 def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
-    """The slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
+    """Returns the slots as types that vary over devices as `f(slots)` does, inside of a `jax.shard_map`.
 
-    Of slots that are the same on all devices JAX would sum each gradient over the devices. The gradient of one example
-    is of that example alone.
+    If slots are the same on all devices, JAX sums each gradient over the devices. The gradient of one example must be
+    of that example alone.
     """
     axes = result_varies(f, slots)
     return jax.tree.map(lambda leaf: vary(leaf, axes - varying(jax.typeof(leaf))), slots)
@@ -86,12 +86,12 @@ def own_copies(f: Callable[[Any], Any], slots: Reals) -> Reals:
 
 
 def joined(layout: Layout, reals: Reals) -> jax.Array:
-    """The real vector of one value per slot in reals."""
+    """Returns the real vector of one value per slot in reals."""
     return reals_of(layout).join(jax.tree.leaves(reals))
 
 
 def divided(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
-    """The inverse of `joined`."""
+    """Inverts `joined`."""
     if index_of(layout).complex_slots and jnp.iscomplexobj(vector):
         raise TypeError(
             "expected a real vector, with complex parameters as pairs of reals (nested.real_vector), "
@@ -102,9 +102,9 @@ def divided(layout: Layout, vector: jax.Array | np.ndarray) -> Reals:
 
 
 def taken(layout: Layout, tangent: PyTree) -> Reals:
-    """A tangent, vector, real vector or tree, as one value per slot in reals; missing entries of a tree are zero.
+    """Returns a tangent (vector, real vector or tree) as one value per slot in reals; missing entries are zero.
 
-    A tangent is a value of the parameters, so at a tie the slot's own entry counts, and not a sum of several.
+    A tangent is a value of the parameters, so at a tie the slot's own entry counts, not a sum of several.
     """
     index, shape = index_of(layout), getattr(tangent, "shape", None)
     if shape == (layout.size,):
@@ -122,7 +122,10 @@ def taken(layout: Layout, tangent: PyTree) -> Reals:
 
 
 def given_back(layout: Layout, reals: Reals, tangent: PyTree) -> PyTree:
-    """One value per slot in reals as a vector, a real vector or a tree, as the tangent is, in no narrower dtypes."""
+    """Returns one value per slot in reals in the form of the tangent, a vector, a real vector or a tree.
+
+    No dtype is narrower than in the tangent.
+    """
     shape = getattr(tangent, "shape", None)
     if shape == (layout.size,):
         return _no_narrower(vector_of(layout).join(from_reals(reals)), tangent)
@@ -139,7 +142,7 @@ def _no_narrower(product: jax.Array, tangent: Any) -> jax.Array:
 
 
 def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array, " n"], Callable[[Any], Any]]:
-    """The trained parameters as one real vector, complex ones as pairs of reals, and the way back.
+    """Returns the trained parameters as one real vector, complex ones as pairs of reals, and the way back.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import nested
@@ -150,17 +153,17 @@ def real_vector(model: PyTree, trainable: Trainable = None) -> tuple[Float[Array
     >>> restructure(2 * vector)["w"]
     Array([2.+4.j, 6.+8.j], dtype=complex64)
 
-    It is the vector that columns of `parameter_jacobian` are counted by. Where no parameter is complex it is that of
-    `tp.ravel`, whose `restructure` knows names too; those of a layout (`layout.slice`, `layout.indices`) are of that
-    vector, and not of this one where parameters are complex.
+    The columns of `parameter_jacobian` are counted by this vector. If no parameter is complex, it equals the one of
+    `tp.ravel`, whose `restructure` has names too. The positions in a layout (`layout.slice`, `layout.indices`) are
+    those of `tp.ravel`, so they do not fit this vector if parameters are complex.
 
     Args:
         model: any pytree.
         trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
 
     Returns:
-        The vector, shape `(n,)`: slots in order, ties once, of a complex slot all real parts and then all imaginary
-        ones; and a function from such a vector to the model, a pytree that may pass `jax.jit`.
+        The vector, shape `(n,)`: slots in order, ties once, for a complex slot all real parts and then all imaginary
+        ones; and a function from such a vector to the model, a pytree that you may pass through `jax.jit`.
 
     Raises:
         ValueError: as `tp.layout`.

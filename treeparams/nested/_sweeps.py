@@ -15,7 +15,7 @@ from .._tree.types import PyTree
 
 
 def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: str) -> PyTree:
-    """`f` of each of the values, a tree of arrays with one leading axis; about `chunk` of them at once, stacked."""
+    """Returns `f` of each of the values, arrays with one leading axis; about `chunk` of them at once, stacked."""
     length = len(jax.tree.leaves(values)[0])
     size = length if chunk is None else count_of("chunk", chunk, noun)
     if length == 1:  # a batch of one costs up to five times as much: XLA multiplies batches of matrices in a loop
@@ -43,13 +43,13 @@ def mapped(f: Callable[[Any], PyTree], values: PyTree, chunk: int | None, noun: 
 
 
 def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, batch: int = 0) -> jax.Array:
-    """The Jacobian of f at x in the fewer sweeps: forward, or backward.
+    """Returns the Jacobian of f at x in the fewer sweeps: forward, or backward.
 
-    With `batch=1` it is that of each sample in itself, the samples being along the first axis: one direction then
-    serves all of them at once.
+    With `batch=1` it is that of each sample in itself, with the samples along the first axis: one direction then serves
+    all of them at once.
     """
-    # f is called here alone: within nested derivatives two calls at each level would be many. Forward it is not
-    # linearised, since that keeps what is computed at each step of a loop.
+    # f is called only here: inside nested derivatives two calls at each level would be many. Forward it is not
+    # linearised, since that keeps the results of each step of a loop.
     closed = jax.make_jaxpr(f)(x)
     inputs, outputs = x.shape[batch:], closed.out_avals[0].shape[batch:]
 
@@ -70,13 +70,13 @@ def in_sweeps(f: Callable[[Any], jax.Array], x: jax.Array, chunk: int | None, ba
 
 
 def basis(like: jax.Array) -> jax.Array:
-    """One array like the given one for each of its entries, with a one there."""
+    """Returns one array like the given one for each of its entries, with a one there."""
     unit = jnp.eye(like.size, dtype=like.dtype).reshape(like.size, *like.shape)
     return unit + jnp.zeros_like(like)[None]  # within `jax.shard_map` it varies over the devices as the given one does
 
 
 def length_of(batch: PyTree) -> int:
-    """How many samples there are in a tree of arrays with one leading axis in common."""
+    """Returns how many samples there are in a tree of arrays with one leading axis in common."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or () in lengths:
@@ -85,9 +85,9 @@ def length_of(batch: PyTree) -> int:
 
 
 def real_array(x: object) -> jax.Array:
-    """An input as an array, if it is a real floating one."""
+    """Returns an input as an array, if it is a real floating one."""
     if not hasattr(x, "dtype") and not isinstance(x, float):
-        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees there is nested.gradient")
+        raise TypeError(f"expected an array for x, got {type(x).__name__}; for trees use nested.gradient")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected x to be real and floating, got {x.dtype}")
@@ -95,7 +95,7 @@ def real_array(x: object) -> jax.Array:
 
 
 def output(y: Any, kind: str = "real floating") -> jax.Array:
-    """What f returned as an array, if it is one of `kind`: this, or "floating or complex"."""
+    """Returns the output of f as an array, if it is one of `kind`: this, or "floating or complex"."""
     allowed = jnp.floating if kind == "real floating" else jnp.inexact
     if not isinstance(y, float) and not (hasattr(y, "dtype") and jnp.issubdtype(y.dtype, allowed)):
         raise TypeError(f"expected f to return a {kind} array, got {describe(y)}")

@@ -1,16 +1,17 @@
-"""Optax over models with frozen and tied parameters.
+"""Optax optimisers for models with frozen and tied parameters.
 
-`trainable`, `flat` or `stacked` takes the model and stands outermost; all within is plain Optax.
+`trainable`, `flat` and `stacked` wrap an Optax optimiser so that it accepts a whole model. Use one of them, as the
+outermost transformation; everything inside it is plain Optax.
 
-    over models    trainable, flat, stacked
-    a step         step, apply_updates, value_and_grad_from_state
-    within         groups, scaled, master, per_leaf, clip_by_global_norm
-    while it runs  set_trainable, adjust
-    look           report, Report, clip_state, eval_params
+    whole models   trainable, flat, stacked
+    one step       step, apply_updates, value_and_grad_from_state
+    inside         groups, scaled, master, per_leaf, clip_by_global_norm
+    between steps  set_trainable, adjust
+    inspect        report, Report, clip_state, eval_params
     plain Optax    from_optax, to_optax
     states, types  TrainableState, ModelTransformation, ClipState, GroupsState, MasterState, PerLeafState, ScaledState
 
-Only this module, and `saving` for its states, imports optax.
+Only this module and `saving`, which handles its states, import Optax.
 """
 
 from ._adjust import adjust as adjust

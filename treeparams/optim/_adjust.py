@@ -1,4 +1,4 @@
-"""adjust: hyperparameters that change between steps."""
+"""adjust: changes hyperparameters between steps."""
 
 import itertools
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ S = TypeVar("S")
 
 
 def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
-    """The state with other hyperparameters, if `optax.inject_hyperparams` keeps them in it.
+    """Changes hyperparameters that `optax.inject_hyperparams` keeps in an optimiser's state.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -29,23 +29,25 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
     >>> tx.update({"a": jnp.ones(1), "b": jnp.ones(1)}, state, model)[0]
     {'a': Array([-0.5], dtype=float32), 'b': Array([-0.1], dtype=float32)}
 
-    A jitted step is not traced again. Leaves that are frozen now are adjusted too: thawed, they have the same rate.
+    A jitted step is not traced again. The hyperparameters of frozen parameters change too, so that you thaw them with
+    the same rate.
 
     Args:
-        state: any state, of this library or of Optax.
-        group: the key of one group of `optim.groups`, or "default"; `None` is everywhere.
-        **hyperparams: the new values, of the shapes they have; they may be traced. They are copied. Within
-            `optim.per_leaf` a number is that of all leaves and rows.
+        state: any state of this library or of Optax.
+        group: the key of one group of `optim.groups`, or "default"; `None` changes all groups.
+        **hyperparams: the new values, in the shapes of the old ones; they may be traced. They are copied. Inside
+            `optim.per_leaf` a number applies to all leaves and rows.
 
     Returns:
         The new state.
 
     Raises:
-        ValueError: no group of this name; no group has such a hyperparameter, or a schedule sets it; another shape.
+        ValueError: there is no such group; there is no such hyperparameter in it, or a schedule sets it; the shape
+            differs.
     """
     check_state(state)
     if isinstance(group, (int, float)) or is_array(group):
-        raise TypeError(f"expected a group, or hyperparameters by name, learning_rate=0.1; got {group!r:.40}")
+        raise TypeError(f"expected a group, or hyperparameters by name as in learning_rate=0.1; got {group!r:.40}")
     if isinstance(group, TrainableState):
         raise TypeError("the state comes first: optim.adjust(state, group, learning_rate=0.1)")
     name = None if group is None else group_name(group)
@@ -66,20 +68,20 @@ def adjust(state: S, group: Where | None = None, **hyperparams: ArrayLike) -> S:
 
     changed = map_injected(change, state)
     if name is not None and name not in groups:
-        raise ValueError(f"no group {name!r} in the state; there are {', '.join(map(repr, sorted(groups))) or 'none'}")
+        raise ValueError(f"no group {name!r} in the state; it has {', '.join(map(repr, sorted(groups))) or 'none'}")
     for each in hyperparams.keys() - found:
-        there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there are none"
+        there = f"it has {', '.join(map(repr, sorted(known))) or 'none'}"
         where = "the state" if name is None else f"the state of group {name!r}"
         raise ValueError(
-            f"no hyperparameter {each!r} in {where}; {there}. Only what optax.inject_hyperparams keeps can be "
-            "adjusted: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
+            f"no hyperparameter {each!r} in {where}; {there}. You can adjust only those that optax.inject_hyperparams "
+            "keeps in the state: optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)"
         )
     return changed
 
 
 def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array:
     if name not in free_rates(node):
-        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; give a number there")
+        raise ValueError(f"{name!r} follows a schedule, which would set it again in the next step; use a number there")
     if not (isinstance(value, (bool, int, float, complex)) or is_array(value)):
         raise TypeError(f"expected a number for {name}, got {describe(value)}")
     old, given = jnp.asarray(node.hyperparams[name]), jnp.result_type(value)
@@ -89,7 +91,7 @@ def _as_before(node: Any, name: str, value: Any, of_rows: set[int]) -> jax.Array
     wider = (jnp.complexfloating, jnp.inexact)
     if any(jnp.issubdtype(given, kind) and not jnp.issubdtype(old.dtype, kind) for kind in wider):
         raise ValueError(
-            f"{name} is {old.dtype}, which does not hold {value}; write the number in inject_hyperparams as a float"
+            f"{name} is {old.dtype}, which cannot hold {value}; write the number in inject_hyperparams as a float"
         )
-    # A buffer of its own, of a traced value too: the state may be donated.
+    # A new buffer, for traced values too, since the state may be donated.
     return jnp.array(jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape), copy=True)

@@ -1,16 +1,17 @@
-"""One update of parameters that have taken different numbers of steps.
+"""Runs one update for parameters that have taken different numbers of steps.
 
-What a rule shares, such as a step count, then has a value for each history, while what it makes of all parameters
-together, such as a global norm, is one. To run the rule for each history by itself is right where the coupling comes
-first (a clip, then Adam). Where it comes after (Adam, then a clip of its updates), each run would see the moments of
-the others with its own count. So the program of the rule is gone through once, and each value in it is known to be
+Values that a rule shares between parameters, such as a step count, then exist once for each history. Values computed
+from all parameters together, such as a global norm, exist only once. Running the rule separately for each history is
+right if the coupling comes first (a clip, then Adam). It is wrong if the coupling comes later (Adam, then a clip of its
+updates): each run would see the moments of the other histories under its own count. So `run_apart` interprets the
+rule's program once and classifies each value in it as
 
 - of one history: computed from arrays of its parameters, with its own count;
-- shared by all: there is one for each history;
-- of all together: computed from what is of several histories, each with its own count.
+- shared by all: there is one value for each history;
+- of all together: computed from values of several histories, each with its own count.
 
-An operation on what is of several histories *and* shared has no such reading, inside a branch or a loop; then there is
-no result, and each history runs by itself.
+A branch or a loop that uses values of several histories *and* shared values cannot be classified. Then `run_apart`
+returns `None`, and the caller runs the rule separately for each history.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,30 +26,30 @@ from .._tree.types import PyTree
 
 
 class Value(NamedTuple):
-    """A value in the program: one, or, of what is shared, one for each history."""
+    """A value in the program: a single one, or, if it is shared, one for each history."""
 
     each: tuple[Any, ...]
-    owner: int | None = None  # the history that it is of
+    owner: int | None = None  # the history it belongs to
 
     def of(self, history: int) -> Any:
-        """The value as one history has it."""
+        """Returns the value that one history sees."""
         return self.each[history if len(self.each) > 1 else 0]
 
 
 class Unclear(Exception):  # noqa: N818 - no error of the user's
-    """An operation is on what is of several histories and on what is shared."""
+    """Raised for an operation on values of several histories and on shared values."""
 
 
 def run_apart(
     update: Callable[..., PyTree], args: Sequence[PyTree], values: Sequence[Value], count: int
 ) -> list[PyTree] | None:
-    """What an update gives as each of so many histories has it; `None` where that cannot be told.
+    """Returns the results of an update for each history, or `None` if they cannot be told apart.
 
     Args:
         update: a function of trees of arrays.
-        args: the trees, as any history has them.
+        args: the trees, as one of the histories has them.
         values: their leaves.
-        count: of histories.
+        count: the number of histories.
     """
     program, made = jax.make_jaxpr(update, return_shape=True)(*args)
     try:

@@ -1,6 +1,6 @@
-"""The boundary between models and Optax: what is refused there, such as a second one; updates without `None`.
+"""The boundary between models and Optax: checks of models, states and gradients, and updates without `None`.
 
-And what is warned of: narrow parameters that do not train.
+It also warns about narrow parameters that the first steps do not change.
 """
 
 import inspect
@@ -29,25 +29,28 @@ from ._step import added
 
 # By their states.
 _OTHER = {
-    optax.LookaheadState: "optax.lookahead takes a pair of models, slow and fast, in place of one",
-    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy takes a gradient for each example",
+    optax.LookaheadState: "optax.lookahead needs a pair of models, slow and fast, in place of one",
+    optax.contrib.DifferentiallyPrivateAggregateState: "differential privacy needs a gradient for each example",
 }
 _ANOTHER = f"these gradients are the updates of another transformation over models; {ONE}"
-# One array of each tree of updates that was handed out, as long as it lives: as gradients they would be conjugated
-# twice, or those of ties added up.
+# One array of each returned tree of updates, as long as it lives. As gradients, these would be conjugated twice, or
+# summed over the places of a tie.
 _handed_out: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 def check_model(params: PyTree) -> None:
-    """Checks that `init` has been given a model, and a whole one."""
+    """Checks that `init` received a model, and the whole of it."""
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax.tree_utils.tree_map_params
-        raise TypeError("map plain Optax: pass the transformation within optim.trainable and state.runs[0]")
+        raise TypeError(
+            "tree_map_params maps the state of plain Optax: pass the transformation inside optim.trainable, and "
+            "state.runs[0]"
+        )
     if nodes_of(optax.MaskedNode, params):
-        raise ValueError(f"a mask, or optax.partition, stands around a transformation over models; {ONE}")
+        raise ValueError(f"a mask, or optax.partition, is around a transformation over models; {ONE}")
 
 
 def check_run(run: PyTree, parts: Parts[Any]) -> None:
-    """Checks that the fresh state of a rule is of plain Optax over the parameters of one model."""
+    """Checks that a fresh state is one of plain Optax over the parameters of one model."""
     if nodes_of(TrainableState, run):
         raise ValueError(ONE)
     for kind, why in _OTHER.items():
@@ -58,25 +61,25 @@ def check_run(run: PyTree, parts: Parts[Any]) -> None:
     is_complex = any(jnp.iscomplexobj(rate) for rates in rates_in(run) for rate in rates.values())
     if is_complex and len(parts.index.complex_slots) < len(parts.slots):
         raise ValueError(
-            "beside complex leaves optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
+            "because of complex leaves, optax.inject_hyperparams makes the hyperparameters of real ones complex too; "
             "write inject_hyperparams(..., hyperparam_dtype=jnp.float32)"
         )
 
 
 def taken_apart(model: PyTree, state: TrainableState, grads: PyTree = None) -> Parts[Any]:
-    """The model by what its state says, or an error that says which of the arguments is another tree."""
+    """Takes the model apart by its state's layout, or raises an error that names the argument that does not fit."""
     try:
         return take_apart(model, state.roles.layout)
     except MisfitError as error:
         if None in structure_of(grads)[2].specs:  # functions and numbers are in a model, and not in gradients
             raise ValueError(
-                "the gradients hold values that are no arrays, as a model does; the order is tx.update(grads, state, "
-                "model), optim.step(tx, grads, state, model)"
+                "the gradients contain values that are not arrays, as a model does; the order is tx.update(grads, "
+                "state, model), optim.step(tx, grads, state, model)"
             ) from None
         raise ValueError(
             "the state was made from another tree (the first below) than this model (the second): write state = "
-            "tx.init(model), the whole model, not eqx.filter(model, ...) or a part of it, and give each step the whole "
-            f"model:\n{error.differences}"
+            "tx.init(model) with the whole model, not eqx.filter(model, ...) or a part of it, and pass the whole model "
+            f"to each step:\n{error.differences}"
         ) from None
 
 
@@ -85,23 +88,23 @@ def _is_chain(node: object) -> bool:
 
 
 def _check_chain(node: Any) -> None:
-    """Refuses a chain in which something stands behind wide copies."""
-    # It would change the updates by which each parameter is its copy rounded; then all copies begin anew in each step,
-    # and a narrow parameter stands still as without them.
+    """Refuses a chain in which another transformation follows wide copies."""
+    # It would change the updates, so that no parameter is its copy rounded. Then all copies restart from the parameters
+    # in each step, and small steps are lost as without copies.
     if not _is_chain(node):
         return
     *before, last = (bool(nodes_of(MasterState, each)) for each in node)
     if any(before):
         raise ValueError(
-            "in a chain optim.master stands last, and all that makes the step within it, rates and clips too: write "
-            "optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
+            "optim.master must be last in a chain, with everything that makes the step inside it, rates and clips too: "
+            "write optim.master(optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(1e-4)))"
         )
     if last:
         jax.tree.map(_check_chain, node[-1], is_leaf=_is_chain)
 
 
 def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:
-    """Remembers updates that are handed out, where as gradients they would be wrong; not those that were given."""
+    """Remembers returned updates that would be wrong as gradients, unless the caller passed them in."""
     if parts.index.ties or parts.index.complex_slots:
         first = next(iter(jtu.tree_leaves(updates)), None)
         if isinstance(first, jax.Array) and id(first) not in set(map(id, jtu.tree_leaves(given))):
@@ -109,7 +112,7 @@ def note_updates(parts: Parts[Any], updates: PyTree, given: PyTree) -> None:
 
 
 def check_no_updates(parts: Parts[Any], grads: PyTree) -> None:
-    """Refuses updates of another transformation over models as gradients."""
+    """Refuses gradients that are the updates of another transformation over models."""
     if parts.index.ties or parts.index.complex_slots:
         first = next(iter(jtu.tree_leaves(grads)), None)
         if first is not None and _handed_out.get(id(first)) is first:
@@ -119,8 +122,9 @@ def check_no_updates(parts: Parts[Any], grads: PyTree) -> None:
 def refuse_another() -> None:
     """Refuses to be one of two transformations over models in a combination of Optax.
 
-    Each by itself is given what the other one made, with all places of a tie filled and complex numbers conjugated, and
-    would do so again. What one is called with does not tell, so it is the state of what calls it that is looked at.
+    Each of them would receive the updates of the other one, in which all places of a tie are filled and complex numbers
+    are conjugated, and would do both again. Its arguments do not show this, so the function looks at the state of its
+    caller.
     """
     frame = inspect.currentframe()
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("optax."):
@@ -132,7 +136,7 @@ def refuse_another() -> None:
 
 
 def check_ties(model: PyTree, parts: Parts[Any]) -> None:
-    """Checks that the places of each tie that trains agree, where there are values to see it."""
+    """Checks that the places of each trained tie agree, where their values are known."""
     index, leaves = parts.index, jtu.tree_leaves(model)
     for alias in index.ties:
         pair = have, source = leaves[alias.leaf], leaves[alias.source]
@@ -146,24 +150,25 @@ def check_ties(model: PyTree, parts: Parts[Any]) -> None:
         if not is_equal:
             paths = index.structure.paths
             raise ValueError(
-                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but has another value than that gives, and "
-                "the first step would change it; set it first: model = tp.tie(model, layout), layout = tp.layout(model)"
+                f"{paths[alias.leaf]!r} is tied to {paths[alias.source]!r}, but does not have the value that the tie "
+                "gives, so the first step would change it; set it first: layout = tp.layout(model), model = "
+                "tp.tie(model, layout)"
             )
 
 
 def zeros_filled(model: PyTree, updates: PyTree) -> PyTree:
-    """The updates with a zero at each number and array of numbers in the model where there is none."""
+    """Returns the updates, with a zero at each number and array of numbers that has no update."""
     leaves, treedef = flatten(model)
     steps = treedef.flatten_up_to(updates)
     return jtu.tree_unflatten(treedef, map(_or_zero, leaves, steps))
 
 
 def _or_zero(leaf: Any, step: Any) -> Any:
-    """The step, or the zero that changes no number when it is added: -0.0 + 0.0 is 0.0."""
+    """Returns the step, or else -0.0: adding it changes no number, whereas 0.0 would turn -0.0 into 0.0."""
     if step is not None:
         return step
     if is_array(leaf):
-        # There is no sum with a PRNG key, so that no update is right for code that adds one to each leaf.
+        # Nothing can be added to a PRNG key, so no update is right for code that adds one to each leaf.
         is_number = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
         return jnp.full_like(leaf, complex(-0.0, -0.0) if jnp.iscomplexobj(leaf) else -0.0) if is_number else None
     # Numbers too: a plain `jax.jit` makes arrays of them.
@@ -175,11 +180,11 @@ def _or_zero(leaf: Any, step: Any) -> Any:
 
 
 class _Looks(NamedTuple):
-    """What the first steps outside of a trace do to the narrow parameters of a kind of model."""
+    """The effect of the first steps outside of a trace on the narrow parameters of one kind of model."""
 
     seen: int  # how many
-    still: frozenset[int]  # the parameters that no step changes
-    lost: frozenset[int]  # those that have had a step that is not zero, and changes nothing
+    still: frozenset[int]  # the parameters that no step has changed
+    lost: frozenset[int]  # those that had a nonzero step which changed nothing
 
 
 _LOOKS = 3
@@ -187,7 +192,7 @@ _looks: dict[int, _Looks] = {}  # of each kind, by the hash of its layout
 
 
 def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
-    """Warns, once for a kind of model, of narrow parameters that the first steps do not change.
+    """Warns, once for each kind of model, about narrow parameters that the first steps do not change.
 
     `form` is the name of the transformation over models.
     """
@@ -199,7 +204,7 @@ def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
     if seen == _LOOKS or any(isinstance(each, Tracer) for pair in given for each in pair):
         return
     for slot, leaf, step in given:
-        # Each by itself, since within one program the sum might never be rounded.
+        # Outside of one program, in which the sum might never be rounded.
         is_as_before, is_zero = map(bool, _as_before(leaf, step, added(paths[slot], leaf, step)))
         still = still if is_as_before else still - {slot}
         lost = lost if is_zero or not is_as_before else lost | {slot}
@@ -209,12 +214,12 @@ def notice_loss(parts: Parts[Any], steps: Sequence[Any], form: str) -> None:
         dtype = parts.layout[stuck[0]].dtype
         warn(
             f"the first {_LOOKS} steps change nothing at {first_few(stuck)}: in {dtype} a step below half the spacing "
-            "between neighbouring numbers rounds to none. Where it is to train, keep float32 copies: put your rule "
-            f"within optim.master, {form}(optim.master(rule))"
+            "between neighbouring numbers rounds to zero. To train it, keep float32 copies: put your optimiser inside "
+            f"optim.master, {form}(optim.master(tx))"
         )
 
 
 @jax.jit
 def _as_before(leaf: jax.Array, step: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether a parameter is as it was before its step, and whether the step is zero."""
+    """Returns whether a step left its parameter unchanged, and whether the step is zero."""
     return jnp.all(after == leaf), jnp.all(step == 0)

@@ -1,4 +1,4 @@
-"""clip_by_global_norm: plain Optax, with the norm of this library."""
+"""clip_by_global_norm: clips by the global norm of this library, as plain Optax."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from ._state import check_state, nodes_of
 
 
 class ClipState(NamedTuple):
-    """The state of `optim.clip_by_global_norm`; its fields are there to be plotted.
+    """The state of `optim.clip_by_global_norm`, with fields that you can plot.
 
     Attributes:
-        norm: the global norm in the last call, before clipping; float32, or float64 of a float64 model.
-        clipped: in how many calls it was finite and above the limit.
-        nonfinite: in how many calls it was infinite or NaN.
+        norm: the global norm in the last call, before clipping; float32, or float64 for a float64 model.
+        clipped: the number of calls in which it was finite and above the limit.
+        nonfinite: the number of calls in which it was infinite or NaN.
     """
 
     norm: Float[Array, ""]
@@ -38,7 +38,7 @@ ClipState.__module__ = "treeparams.optim"
 def clip_by_global_norm(
     max_norm: float | int | Array, *, axis_name: str | Sequence[str] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales a gradient down to a global norm: each leaf counts once, in every dtype.
+    """Scales gradients down to a maximum global norm, in which each parameter counts once.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -51,17 +51,18 @@ def clip_by_global_norm(
     >>> updates["a"], clip.norm, clip.clipped
     (Array([-0.6, -0.8], dtype=float32), Array(5., dtype=float32), Array(1, dtype=int32))
 
-    It is plain Optax, with the norm `tp.global_norm` of the tree that it is given. Within `optim.trainable` that has
-    each tie once and nothing frozen, so the backward pass of a frozen trunk does not come back for its norm.
+    It is plain Optax and uses `tp.global_norm` of the tree that it receives, in any mix of dtypes. Inside
+    `optim.trainable` this tree has each tied parameter once and no frozen ones, so the norm needs no backward pass
+    through a frozen trunk.
 
-    **A norm that is not finite** makes the whole update NaN, so that it is seen: one infinite entry would make all
-    finite ones zero. To skip such steps and hold all state, write
+    **If the norm is not finite**, the whole update becomes NaN, so that you see it: scaling by an infinite norm would
+    make all finite entries zero. To skip such steps and keep the state, write
     `optim.trainable(optax.apply_if_finite(tx, max_consecutive_errors=10))`. A limit of infinity changes nothing.
 
     Args:
         max_norm: the limit, positive; it may be traced (`optax.inject_hyperparams`).
-        axis_name: one or more named axes (`jax.shard_map`, `jax.vmap`) over which the gradient is split: the norm is
-            that of all pieces together. Not for gradients that are whole on each device.
+        axis_name: one or more named axes (`jax.shard_map`, `jax.vmap`) over which the gradient is split; the norm is
+            then that of all pieces together. Leave it out if each device has the whole gradient.
 
     Returns:
         A transformation with a `ClipState`; each leaf keeps its dtype.
@@ -72,9 +73,9 @@ def clip_by_global_norm(
     """
     if callable(max_norm):
         injected = "optax.inject_hyperparams(optim.clip_by_global_norm)(max_norm=...)"
-        raise TypeError(f"max_norm is a number; for a schedule write {injected}")
+        raise TypeError(f"max_norm must be a number; for a schedule write {injected}")
     if not (isinstance(max_norm, (int, float)) or is_array(max_norm)):
-        raise TypeError(f"max_norm is a number, got {describe(max_norm)}")
+        raise TypeError(f"max_norm must be a number, got {describe(max_norm)}")
     if not isinstance(max_norm, Tracer) and not float(max_norm) > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
@@ -103,7 +104,7 @@ def clip_by_global_norm(
 
 
 def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
-    """The norm of a gradient that is split over named axes, from that of the piece on each device."""
+    """Returns the norm of a gradient that is split over named axes, from the norm of the piece on each device."""
     # Scaled by the largest, so that squares neither overflow nor vanish.
     largest = jax.lax.pmax(norm, axis_name)
     safe = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
@@ -111,7 +112,7 @@ def _norm_over(axis_name: str | Sequence[str], norm: jax.Array) -> jax.Array:
 
 
 def clip_state(state: PyTree) -> ClipState:
-    """The `ClipState` in a state of any chain or wrapper.
+    """Returns the `ClipState` from the state of any chain or wrapper.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -122,15 +123,15 @@ def clip_state(state: PyTree) -> ClipState:
     Array(5., dtype=float32)
 
     Args:
-        state: of a transformation with `optim.clip_by_global_norm` in it.
+        state: the state of a transformation that contains `optim.clip_by_global_norm`.
 
     Returns:
-        The norm in the last call, how often it clipped, and how often the norm was not finite. Of several histories
-        (`optim.set_trainable`) those of the oldest that trains now, in the last call that had gradients for it; of
-        several clips, as in groups, the first.
+        The norm in the last call, how often it clipped, and how often the norm was not finite. If the state has several
+        histories (`optim.set_trainable`), you get those of the oldest one that trains now, in its last call with
+        gradients; if there are several clips, as in groups, you get the first.
 
     Raises:
-        ValueError: there is no clip in it.
+        ValueError: the state contains no clip.
     """
     check_state(state)
     found = nodes_of(ClipState, state)

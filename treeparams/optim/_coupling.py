@@ -1,15 +1,16 @@
-"""Whether a rule couples leaves: what its results depend on, read from its programs.
+"""Finds out whether a rule couples leaves, by reading its programs.
 
-A rule runs over each row of a stack by itself only if it does the same to a leaf whatever the others are. Trying it on
-numbers does not tell: `optax.apply_if_finite`, `optax.contrib.prodigy`, D-Adaptation and `optax.contrib.mechanize`
-give the same leaf by leaf as over all, to 1e-7, until a NaN comes or an estimate has grown - and they do couple.
+A rule may run over each row of a stack separately only if it does the same to a leaf whatever the other leaves are.
+Trying it on numbers does not show this: `optax.apply_if_finite`, `optax.contrib.prodigy`, D-Adaptation and
+`optax.contrib.mechanize` give the same results leaf by leaf as over all leaves, to 1e-7, until a NaN comes or an
+estimate has grown - and they do couple.
 
-So each leaf gets a mark, a bit of an integer, and marks are carried through the jaxprs of `init` and `update`, from
-inputs to outputs: the result of an operation has the marks of all its operands. The state goes from one update into the
-next, so its marks are carried round until no more come. A rule is refused if the update of a leaf has the mark of
-another, or an array of the state those of two. That errs on one side alone: what joins leaves to one array and divides
-it again (`optax.flatten`) is refused too, whatever it does between. Only what Python reads off the tree, such as how
-many leaves there are, leaves no mark.
+So each leaf gets a mark, a bit of an integer, and `coupling` carries the marks through the jaxprs of `init` and
+`update`, from inputs to outputs: the result of an operation has the marks of all its operands. The state of one update
+is an input of the next, so its marks are carried round until no more are added. A rule couples if the update of a leaf
+has the mark of another leaf, or an array of the state has two marks. The only error is to refuse too much: a rule that
+joins leaves into one array and divides it again (`optax.flatten`) is refused, whatever it does in between. Facts that
+Python reads from the tree, such as the number of leaves, leave no mark.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from ._formulas import alike_p
 from ._named import Asked, Named
 
 Extended = optax.GradientTransformationExtraArgs
-"""A rule of Optax as `extended` gives it."""
+"""A rule of Optax, as `extended` returns it."""
 
 _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key, and draw nothing
 
@@ -35,9 +36,9 @@ _KEYS_ALONE = {"random_seed", "random_wrap", "random_unwrap"}  # they make a key
 def coupling(
     tx: optax.GradientTransformation, rows: Sequence[jax.ShapeDtypeStruct], extra: dict[str, Any] | None
 ) -> str:
-    """How a rule couples leaves, in words: of a tree with two leaves of each kind. The empty text if it does not.
+    """Describes how a rule couples leaves, on a tree with two leaves of each kind; the empty text if it does not.
 
-    Without `extra` arguments of `update` it gets those that rules of Optax ask for.
+    Without `extra`, `update` gets the arguments that rules of Optax ask for.
     """
     asked = Asked()
     leaves = Named([row for row in rows for _ in range(2)], asked)
@@ -51,7 +52,7 @@ def coupling(
     if any(map(_draws, primitives(init) | primitives(update))):
         return "it draws random numbers, which would be the same for all leaves of one shape"
     if asked.names:
-        return "it goes by the names of leaves, of which a row has none"
+        return "it uses the names of leaves, and a row has none"
     own = [1 << i for i in range(2 * len(rows))]
     slots, places = (jtu.tree_flatten_with_path(tree)[0] for tree in (updates, state))
 
@@ -77,7 +78,7 @@ def _draws(name: str) -> bool:
     return name.startswith(("random_", "threefry", "rng_")) and name not in _KEYS_ALONE
 
 
-# -- A rule over rows, within one that is read as a whole --------------------------------------------------------------
+# -- A rule over rows, inside one that is read as a whole --------------------------------------------------------------
 
 
 def as_one_operation(
@@ -87,9 +88,10 @@ def as_one_operation(
     params: PyTree | None,
     extra: dict[str, Any],
 ) -> PyTree:
-    """The updates of a rule over rows, as one operation: which it is tells its program over the first of them.
+    """Returns the updates of a rule over rows as a single operation.
 
-    What the rule closes over, such as a rate that was made outside of it, goes into the operation.
+    The rule's program over the first row identifies the operation. Values that the rule closes over, such as a rate
+    that was made outside of it, are operands.
     """
     try:
         program = jax.make_jaxpr(lambda row: rule.update(row, rule.init(row), row, **extra))(row)

@@ -1,7 +1,7 @@
-"""`{where: value}` within plain Optax: which entry each parameter of a canonical tree goes by, and a check of it.
+"""Reads `{where: value}` inside plain Optax: finds the entry of each parameter of a canonical tree, and checks it.
 
-A rule within `optim.trainable` sees the trained parameters alone. So entries are read in the tree that it is shown, and
-checked in the whole model, where `init` has it.
+A rule inside `optim.trainable` sees only the trained parameters. So entries are read in the tree that the rule sees,
+and checked in the whole model, which `init` has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +25,12 @@ from .._tree.types import PyTree
 class Keys:
     """The keys of entries in a state, for the check at `init`.
 
-    All are equal, and a copy that is pickled has none: no program and no file is about functions that select.
+    All are equal, and a pickled copy has none, so that programs and files do not depend on functions that select.
     """
 
     def __init__(self, wheres: Sequence[Where] = (), by_parameter: Callable[..., PyTree] | None = None) -> None:
         self.wheres = tuple(wheres)
-        self.by_parameter = by_parameter  # what stands for the names of parameters in one update, see `told`
+        self.by_parameter = by_parameter  # reads factors by parameter in one update, see `told`
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Keys)
@@ -46,10 +46,10 @@ contents[Keys] = lambda _: ()
 
 
 def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = False) -> dict[str, int]:
-    """The number of the entry that each parameter of a canonical tree goes by, for those that one selects.
+    """Returns the number of the entry that selects each parameter of a canonical tree; others are left out.
 
-    A tie that a class declares is named by either end, though the tree has nothing at its alias. Of a tree that is no
-    whole model an entry may select nothing.
+    You may name a tie that a class declares by either end, although the tree has nothing at its alias. If the tree is
+    not a whole model, an entry may select nothing.
     """
     structure = structure_of(_with_aliases(params))[2]
     index = Index(structure, (True,) * len(structure.specs), find_ties(structure))
@@ -58,20 +58,20 @@ def entries_of(params: PyTree, wheres: Sequence[Where], *, is_whole: bool = Fals
 
 
 def check_entries(index: Index, keys: Keys, numbers: Mapping[str, int | None]) -> None:
-    """Checks entries in the whole model, and that each parameter goes by the one that they were read as."""
+    """Checks entries in the whole model, and that each parameter has the entry that the rule found for it."""
     found = first_entries(index, keys.wheres)
     for leaf in index.positions:
         path = index.structure.paths[leaf]
         if path in numbers and numbers[path] != found.get(leaf):
             name = name_of(keys.wheres[found[leaf]])
             raise ValueError(
-                f"{name} names {path!r} by an alias that a layout was given, which a rule within the optimiser is not "
-                f"shown; write {path!r}, or declare the tie in its class"
+                f"{name} names {path!r} by an alias that only a layout has, and the optimiser does not see it; write "
+                f"{path!r}, or declare the tie in its class"
             )
 
 
 def _with_aliases(params: PyTree) -> PyTree:
-    """The tree as shapes, with those at the aliases that its classes declare."""
+    """Returns the tree as shapes, with further ones at the aliases that its classes declare."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     structure, aliases = structure_of(shapes)[2], dict[str, Any]()
     for node, said in declaring_nodes(structure):

@@ -1,16 +1,17 @@
-"""What programs compute, as formulas: those with the same ones do the same, whatever their arrays are cut into.
+"""Programs as formulas: programs with the same formulas do the same, however their arrays are cut.
 
 A rule over one array of all leaves is another program than over the leaves, with other shapes in it, and is right if
 each *element* comes out the same. So an array is described by the formula of its elements: the sum of two arrays is
-`add(x, y)`, in leaves and in vectors, and a number is itself, however it is broadcast. A total is a set of terms, such
-as "x squared, over slots 0 and 1", so that a sum over all leaves is one formula, whether it was made leaf by leaf or at
-once, and the norm of one leaf is another formula than the norm of all.
+`add(x, y)`, in leaves and in vectors, and a number has one formula, however it is broadcast. A total is a set of terms,
+such as "x squared, over slots 0 and 1". So a sum over all leaves has one formula, whether it is computed leaf by leaf
+or at once, and the norm of one leaf has another formula than the norm of all.
 
-Formulas are numbers, given out by one `Formulas` to all programs that are compared. A formula is an operation and the
-numbers of the formulas that it is over, and the same operation over the same numbers gets the same number again. So to
-compare two formulas, however deep, is to compare two numbers, and the programs are never compared with each other.
+Formulas are numbers, which one `Formulas` gives to all programs that are compared. A formula is an operation and the
+numbers of the formulas of its operands; the same operation over the same numbers gets the same number again. So two
+formulas, however deep, are compared as two numbers, and programs are never compared with each other.
 
-A value is an array, as runs of elements with one formula each: of one array, one run; of arrays that were joined, some.
+A value is an array, as runs of elements with one formula each: a single run for one array, several for arrays that were
+joined.
 
 Example: the norm of all leaves. Leaf by leaf a program has `add(reduce_sum(mul(a, a)), reduce_sum(mul(b, b)))`, with
 the leaf `a` in slot 0 and `b` in slot 1. Over a vector it has `reduce_sum(mul(v, v))`, with both slots in `v`. The
@@ -26,19 +27,19 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 
 NO_FORMULA = -1
-"""Of what a program does not show, and of all that is made of it."""
+"""The formula of values that a program does not show, and of all values made from them."""
 
 alike_p = Primitive("alike")
-"""Stands for what is known to do the same to leaves as to what they are joined to, whatever it does."""
+"""An operation that is known to do the same to leaves as to the array that they are joined to."""
 
 alike_p.def_abstract_eval(lambda array, *_, **__: array)
 
 
 Place = int | tuple[str, int] | None
-"""The block in which elements lie; `("of size", n)` in an array of no block; `None` if all are equal."""
+"""The block in which elements lie; `("of size", n)` for an array of no block; `None` if all elements are equal."""
 
 Key = tuple[Any, ...]
-"""An operation: its name, and what else tells it from others."""
+"""An operation: its name, and everything else that distinguishes it."""
 
 
 class Run(NamedTuple):
@@ -46,29 +47,29 @@ class Run(NamedTuple):
 
     formula: int
     place: Place
-    size: int  # of the block, or how many they are; if all are equal, and there is no other run, nothing is known of it
+    size: int  # of the block, or the number of elements; unknown if all are equal and there is no other run
 
 
 Value = tuple[Run, ...]
 Terms = Mapping[tuple[int, Place], int]
-"""How often each formula, over the elements at a place, is in a total."""
+"""How often each formula, over the elements at a place, occurs in a total."""
 
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
-"""By what operation on two numbers is reduced."""
+"""The operation on two numbers that each reduction repeats."""
 
-_LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # what they do to a sum they do to each term
+_LINEAR = frozenset({"mul", "div", "neg", "convert_element_type"})  # applied to a sum, they apply to each term
 
 
 class Formulas:
-    """The numbers of formulas."""
+    """Gives numbers to formulas."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Key, tuple[int, ...]], int] = {}
         self._keys: list[tuple[Key, tuple[int, ...]]] = []
-        self.kept: list[Tracer] = []  # of which there are ids in keys
+        self.kept: list[Tracer] = []  # whose ids are in keys
 
     def of(self, *key: Hashable, over: Iterable[int] = ()) -> int:
-        """The number of a formula, of other formulas `over` which it is."""
+        """Returns the number of a formula; `over` are the formulas of its operands."""
         whole = key, tuple(over)
         if NO_FORMULA in whole[1]:
             return NO_FORMULA
@@ -78,7 +79,7 @@ class Formulas:
         return self._numbers[whole]
 
     def carried_in(self, depth: int, formulas: Iterable[int]) -> set[int]:
-        """The numbers of what a loop at this depth carries, of all that formulas are made of."""
+        """Returns the numbers of the values that a loop at this depth carries and that the formulas depend on."""
         waiting, seen, found = set(formulas) - {NO_FORMULA}, set[int](), set[int]()
         while waiting:
             formula = waiting.pop()
@@ -91,7 +92,7 @@ class Formulas:
 
 
 class Blocks:
-    """What is made of the elements of some blocks: arrays in which slots lie, such as leaves, a vector, stacks."""
+    """Computes the formulas of values made from blocks: arrays that hold slots, such as leaves, a vector, stacks."""
 
     def __init__(self, formulas: Formulas, slots: Sequence[Iterable[int]], sizes: Sequence[int]) -> None:
         self.formulas = formulas
@@ -100,17 +101,17 @@ class Blocks:
         self._terms: dict[int, tuple[str, Terms]] = {}  # of a formula that is a total
 
     def argument(self, name: str, block: int | None = None) -> Value:
-        """An argument of this name: a block, or a number."""
+        """Returns an argument of this name: a block, or a number."""
         return (Run(self.formulas.of(name), block, 1 if block is None else self._sizes[block]),)
 
     def lies(self, value: Value) -> Key:
-        """Where the elements of a value lie, in the words of slots."""
+        """Returns where the elements of a value lie, in terms of slots."""
         slots = [self._slots[run.place] if isinstance(run.place, int) else run.place for run in value]
         return tuple((own, run.size if len(value) > 1 else 0) for own, run in zip(slots, value, strict=True))
 
     def each(self, key: Key, its: Sequence[Value]) -> Value | None:
-        """What is made element by element; `None` where places differ: the first of one leaf, and that of another."""
-        longest = max(its, key=len)  # what is equal everywhere, such as a rate, goes with each run of the others
+        """Returns the result of an element-wise operation; `None` if places differ, such as elements of two leaves."""
+        longest = max(its, key=len)  # an array of equal elements, such as a rate, goes with each run of the others
         found = []
         for runs in zip(*(in_runs(value, longest) for value in its), strict=True):
             placed = {run.place: run for run in runs if run.place is not None}
@@ -121,31 +122,34 @@ class Blocks:
         return tuple(found)
 
     def over_all(self, kind: str, value: Value, size: int) -> Value:
-        """The sum (or the largest, or whether all are true, ...) of all elements of an array of this size."""
+        """Returns the sum (or the largest, or whether all are true, ...) of all elements of an array of this size."""
         terms: list[Terms] = []
         for formula, place, own in value:
             if place is None:
                 terms.append(self._terms_of(kind, formula, size if len(value) == 1 else own))
                 continue
-            ahead = size // own if len(value) == 1 else 1  # a memory of several steps has axes ahead of the leaf's
+            ahead = size // own if len(value) == 1 else 1  # a memory of several steps has leading axes
             terms.append({(formula if ahead == 1 else self.formulas.of("ahead", ahead, over=[formula]), place): 1})
         return self._total(kind, terms)
 
     def of_totals(self, key: Key, its: Sequence[Value], is_floating: bool) -> Value | None:
-        """What is made of totals, if that is one too: leaf by leaf they are added up, and may be scaled before."""
+        """Returns the result of an operation on totals, if it is a total too.
+
+        Leaf by leaf, totals are added up, and may be scaled before.
+        """
         formulas = [value[0].formula for value in its]
         totals = {i: self._terms[formula] for i, formula in enumerate(formulas) if formula in self._terms}
         kinds = {kind for kind, _ in totals.values()}
         if not kinds or not all(map(is_equal, its)):
             return None
-        if key[0] == "sub" and "add" in kinds:  # as the sum with what is negative
+        if key[0] == "sub" and "add" in kinds:  # as the sum with the negative
             negative = self.of_totals(("neg",), its[1:], is_floating) or self.each(("neg",), its[1:])
             return None if negative is None else self.of_totals(("add",), [its[0], negative], is_floating)
         if key[0] in kinds:
             return self._total(key[0], [self._terms_of(key[0], formula, 1) for formula in formulas])
         at, *others = totals
-        # Half of a sum is the sum of the halves, so that it is one number whether the sum was halved or its terms. In
-        # whole numbers it is not, and the reciprocal of a sum is not made of those of its terms.
+        # Half of a sum is the sum of the halves, so both get one number. With integers they differ, and the reciprocal
+        # of a sum is not the sum of the reciprocals.
         if key[0] not in _LINEAR or not is_floating or kinds != {"add"} or others or (key[0] == "div" and at == 1):
             return None
         scaled = {}
@@ -159,14 +163,14 @@ class Blocks:
         return {term: n * count for term, n in terms.items()} if own == kind else {(formula, None): count}
 
     def _total(self, kind: str, several: Sequence[Terms]) -> Value:
-        """The total of some others: their terms together, of which each slot is united with the others."""
+        """Returns the total of several others: all their terms, with the slots of equal terms united."""
         terms: dict[tuple[int, Place], int] = {}
         for term, count in (item for each in several for item in each.items()):
             terms[term] = terms.get(term, 0) + count if kind == "add" else 1
         if [*terms.values()] == [1] and next(iter(terms))[1] is None:
             return equal(next(iter(terms))[0])
-        # The blocks of leaves and those of a vector are others, so it is slots that tell over what a formula is added
-        # up; and of two leaves apart the slots are united, as they are in the vector.
+        # Leaves and a vector have different blocks, so a total lists the slots that a formula is summed over. The slots
+        # of separate leaves are united, as they are in the vector.
         reached: dict[tuple[int, int, Place], frozenset[int]] = {}
         for (formula, place), count in terms.items():
             slots, other = (self._slots[place], None) if isinstance(place, int) else (frozenset[int](), place)
@@ -179,40 +183,40 @@ class Blocks:
 
 
 def equal(formula: int) -> Value:
-    """An array whose elements are all equal."""
+    """Returns an array whose elements are all equal."""
     return (Run(formula, None, 1),)
 
 
 def is_equal(value: Value) -> bool:
-    """Whether all elements are equal."""
+    """Returns whether all elements are equal."""
     return [run.place for run in value] == [None]
 
 
 def of_no_block(formula: int, size: int) -> Value:
-    """An array that is no block's."""
+    """Returns an array that belongs to no block."""
     return equal(formula) if size == 1 else (Run(formula, ("of size", size), size),)
 
 
 def runs_of(values: Iterable[Value]) -> list[Run]:
-    """The runs of some values."""
+    """Returns the runs of some values."""
     return [run for value in values for run in value]
 
 
 def with_formulas(values: Sequence[Value], formulas: Iterable[int]) -> list[Value]:
-    """Values with other formulas, one for each run."""
+    """Returns values with other formulas, one for each run."""
     given = iter(formulas)
     return [tuple(run._replace(formula=next(given)) for run in value) for value in values]
 
 
 def in_runs(value: Value, like: Value) -> Value:
-    """A value whose elements are all equal in as many runs as another has; others as they are."""
+    """Divides a value whose elements are all equal into the runs of another value; returns others as they are."""
     if len(value) == len(like) or not is_equal(value):
         return value
     return tuple(own._replace(size=run.size) for own in value for run in like)
 
 
 def between(value: Value, size: int, start: int, end: int) -> Value | None:
-    """The elements from one to another of an array of this size; `None` if no runs begin and end there."""
+    """Returns the elements from one to another of an array of this size; `None` if no runs begin and end there."""
     if is_equal(value):
         return value
     found, at = [], 0

@@ -1,4 +1,4 @@
-"""value_and_grad_from_state, eval_params: what the state of an optimiser has beside its own arrays."""
+"""value_and_grad_from_state, eval_params: results that an optimiser's state holds beside its moments."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ M = TypeVar("M")
 
 
 def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.Array, PyTree]]:
-    """As `tp.value_and_grad(f)`, out of the state where a line search has left both in it.
+    """Makes `tp.value_and_grad(f)` reuse the value and gradient that a line search has left in the state.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -40,11 +40,11 @@ def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.
     >>> round(float(value), 3), model["steps"], model["activation"] is jnp.tanh
     (1.8, 3, True)
 
-    It is `optax.value_and_grad_from_state` for models with frozen parts, ties, functions and integers in them. A line
-    search ends with the loss and its gradient where it arrived, which is where the next step begins, so that each step
-    evaluates the loss once less. The model and the further arguments must be those that the search has seen: with
-    another batch for each step write `tp.value_and_grad`. `f` is called where the state has no finite value, as before
-    the first step; and for parameters that have not taken their steps together, as after `optim.set_trainable`.
+    It is `optax.value_and_grad_from_state` for models that contain frozen parts, ties, functions and integers. A line
+    search ends with the loss and its gradient at the point where the next step begins, so each step evaluates the loss
+    once less. The model and the further arguments must be those that the search has seen: if each step has another
+    batch, write `tp.value_and_grad`. The function calls `f` if the state holds no finite value, as before the first
+    step, and if parameters have taken different numbers of steps, as after `optim.set_trainable`.
 
     Args:
         f: the loss, a function of the model and further arguments, as you pass it to the line search as `value_fn`.
@@ -80,13 +80,13 @@ def value_and_grad_from_state(f: Callable[..., Any]) -> Callable[..., tuple[jax.
 
 
 def _searched(state: TrainableState) -> tuple[jax.Array, list[jax.Array]]:
-    """The value, and the gradient of each slot, that a line search has left in a state."""
+    """Returns the value, and the gradient of each slot, that a line search has left in a state."""
     nodes = jtu.tree_flatten_with_path(state.runs[0], is_leaf=_has_searched)[0]
     found = [(path, node) for path, node in nodes if _has_searched(node)]
     if len(found) != 1:
         raise ValueError(
-            f"expected one line search that keeps value and gradient in the state, found {len(found)}: optax.lbfgs() "
-            "has one, and optax.scale_by_backtracking_linesearch(..., store_grad=True); else write tp.value_and_grad"
+            f"expected one line search that keeps value and gradient in the state, found {len(found)}: use "
+            "optax.lbfgs() or optax.scale_by_backtracking_linesearch(..., store_grad=True), or write tp.value_and_grad"
         )
     ((path, node),) = found
     place = (key_entries((*path, jtu.GetAttrKey("grad"))), ())
@@ -102,7 +102,7 @@ def _has_searched(node: object) -> bool:
 
 
 def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
-    """The model with the parameters that a function of Optax makes of an optimiser's state and its parameters.
+    """Returns the model with the parameters that an Optax function computes from the state and the parameters.
 
     >>> import equinox as eqx, jax, optax
     >>> from treeparams import optim
@@ -113,15 +113,16 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
     (True, (1, 4))
 
     Args:
-        f: called with the state of the rule within, `state.runs[0]`, and the parameters in the form that the state has
-            them in: a canonical tree, a vector, stacks. Of a chain it takes one state: `lambda state, params:
-            optax.contrib.schedule_free_eval_params(state[1], params)`. Parameters that have not taken their steps
-            together, as after `optim.set_trainable`, have a state for each history, and `f` is called with each.
-        state: that of `optim.trainable`, `flat` or `stacked`, or of a chain or wrapper around it.
+        f: called with the state of the inner optimiser, `state.runs[0]`, and the parameters in the form that this state
+            has: a canonical tree, a vector, stacks. If the optimiser is a chain, pick one of its states: `lambda state,
+            params: optax.contrib.schedule_free_eval_params(state[1], params)`. If parameters have taken different
+            numbers of steps, as after `optim.set_trainable`, there is a state for each history, and `f` is called with
+            each.
+        state: the state of `optim.trainable`, `flat` or `stacked`, or of a chain or wrapper around it.
         model: the model that was trained.
 
     Returns:
-        The model. A tie has its new value at all places; what does not train is as it was.
+        The model. A tied parameter has its new value at all places; everything that is not trained is unchanged.
 
     Raises:
         ValueError: the state is not that of one transformation over models; it is in the stacks of `optim.groups`; the
@@ -140,7 +141,7 @@ def eval_params(f: Callable[[Any, Any], Any], state: PyTree, model: M) -> M:
 
 
 def _form_of(layout: Layout, division: Division) -> Form:
-    """The form of the parameters of which a state is copies."""
+    """Returns the form of the parameters that a state holds copies of."""
     owned = {(each.paths, each.axis is None) for each in division.owners if each is not None}
     for make in (tree_of, vector_of, stacks_of):
         form = make(layout)
@@ -148,4 +149,4 @@ def _form_of(layout: Layout, division: Division) -> Form:
         known = {(tuple([form.paths[slot] for slot in slots]), block.length is None) for slots, block in blocks}
         if owned <= known:
             return form
-    raise ValueError("the state is in stacks of groups, so there is no form to call the function with; call it by hand")
+    raise ValueError("the state is in stacks of groups, which eval_params cannot pass to the function; call it by hand")

@@ -1,4 +1,4 @@
-"""groups: a rule for each of several groups of parameters. report: the group of each parameter."""
+"""groups: an optimiser for each of several groups of parameters. report: the group of each parameter."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from ._state import Plain, TrainableState, extended, nodes_of, rule_of
 
 
 class Group(NamedTuple):
-    """One group: its name, and the parameters in it."""
+    """One group: its name and its parameters."""
 
     name: str
     paths: tuple[str, ...]
@@ -37,8 +37,8 @@ class GroupsState:
 
     Attributes:
         inner_states: `{group: state}`, as `optax.partition` keeps it.
-        groups: the name of each group and the parameters in it; static.
-        keys: that the groups were given under; static.
+        groups: the name and the parameters of each group; static.
+        keys: the keys that you passed to `optim.groups`; static.
     """
 
     inner_states: Any
@@ -51,7 +51,7 @@ jtu.register_dataclass(GroupsState, ["inner_states"], ["groups", "keys"])
 
 
 def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -> optax.GradientTransformationExtraArgs:
-    """A rule for each of several groups of parameters; the first that selects a parameter gets it.
+    """Uses a different optimiser for each group of parameters; the first group that selects a parameter gets it.
 
     >>> import equinox as eqx, jax, optax, treeparams as tp
     >>> from treeparams import optim
@@ -66,29 +66,30 @@ def groups(transformations: Mapping[Any, Plain], default: Plain | None = None) -
     layers.1.weight  1,4    float32  tp.leaves(<lambda>)
     layers.1.bias    1      float32  default
 
-    It is `optax.partition` with labels by path, within `optim.trainable`: each rule sees the leaves of its group alone,
-    so a norm in it is that of the group. **A tie is one parameter and goes where its source goes**, the path that
-    `tp.layout(model)` lists. A group all of whose leaves are frozen is empty. Of stacks in groups, as
-    `tp.stack(model, groups={"a": ...})` gives them, each goes to the rule of its name, or to the default.
+    It is `optax.partition` with labels by path, for use inside `optim.trainable`. Each optimiser sees only the leaves
+    of its group, so a norm in it is the norm of that group. **A tied parameter belongs to the group of its source**,
+    the path that `tp.layout(model)` lists. A group is empty if all of its leaves are frozen. If you pass stacks in
+    groups, as `tp.stack(model, groups={"a": ...})` makes them, each goes to the optimiser of its name, or to the
+    default.
 
     Args:
-        transformations: `{where: tx}`, with any `where` of `tp.layout` that is hashable.
-        default: the rule for the leaves that no group selects.
+        transformations: `{where: tx}`, with any hashable `where` of `tp.layout`.
+        default: the optimiser for the leaves that no group selects.
 
     Returns:
-        A transformation with a `GroupsState`; `optim.adjust(state, where, ...)` sets the rates of one group.
+        A transformation with a `GroupsState`; `optim.adjust(state, where, ...)` sets the hyperparameters of one group.
 
     Raises:
-        ValueError: two groups read alike; `init`: a leaf is in no group, and there is no default; a key selects
-            nothing, or nothing that earlier keys left, or one place alone of an array that is at several.
-        TypeError: not a dictionary of transformations; `init`: a leaf is no array, as in a model.
+        ValueError: two groups have the same name; `init`: a leaf is in no group, and there is no default; a key selects
+            nothing, or only parameters that earlier keys select, or only one place of an array that is at several.
+        TypeError: not a dictionary of transformations; `init`: a leaf is not an array, as in a model.
     """
     if not isinstance(transformations, Mapping):
         raise TypeError(f"expected a dictionary {{where: transformation}}, got {describe(transformations)}")
     called = [*map(group_name, transformations), *(["default"] if default is not None else [])]
     if len(set(called)) < len(called):
         raise ValueError(
-            f"two groups read alike, {', '.join(called)}; name functions by `def`, so that both can be named"
+            f"two groups have the same name, among {', '.join(called)}; name functions by `def`, so that they differ"
         )
     wheres = dict(zip(called, transformations, strict=False))
     for name, rule in zip(called, transformations.values(), strict=False):
@@ -111,13 +112,13 @@ class _Groups:
     wheres: Mapping[str, Any]
 
     def init(self, params: PyTree) -> Any:
-        """The states of the rules, and the parameters of each."""
+        """Returns the states of the rules, and the parameters of each."""
         structure = structure_of(params)[2]
         are_of_stacks, paths = are_stacks(params), structure.paths
         if None in structure.specs:
             raise TypeError(
-                f"{paths[structure.specs.index(None)]!r} is no array: optim.groups is plain Optax, for parameters "
-                "alone; write tx = optim.trainable(optim.groups(...)), state = tx.init(model)"
+                f"{paths[structure.specs.index(None)]!r} is not an array: optim.groups is plain Optax, which accepts "
+                "only arrays; write tx = optim.trainable(optim.groups(...)), state = tx.init(model)"
             )
         found = self.of_stacks(params) if are_of_stacks else self.of_parameters(params, paths)
         members: dict[str, list[str]] = {name: [] for name in self.rules}
@@ -128,23 +129,26 @@ class _Groups:
         return GroupsState(self._partition(groups).init(params).inner_states, groups, keys)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Any]:
-        """The updates, each of the rule of its group, and the next states."""
+        """Returns the updates, each from the rule of its group, and the next states."""
         updates, after = self._partition(state.groups).update(updates, state, params, **extra)  # reads `inner_states`
         return updates, dataclasses.replace(state, inner_states=after.inner_states)
 
     def of_parameters(self, params: PyTree, paths: Sequence[str]) -> list[str]:
-        """The group of each parameter, the first that selects it."""
+        """Returns the group of each parameter, the first that selects it."""
         entries, names = entries_of(params, [*self.wheres.values()]), [*self.wheres]
         lost = [path for path in paths if path not in entries]
         if lost and not self._has_default():
             raise ValueError(
                 f"trained, but in no group: {quoted(lost, 5)}. The groups are {', '.join(self.wheres)}; write "
-                "optim.groups({...}, default=...) for all that is left"
+                "optim.groups({...}, default=...) for the others"
             )
         return [names[entries[path]] if path in entries else "default" for path in paths]
 
     def of_stacks(self, stacks: PyTree) -> list[str]:
-        """The group of each stack. Its rows have no paths here, so it goes by the group that the stacks have it in."""
+        """Returns the group of each stack.
+
+        Its rows have no paths here, so the group that it lies in among the stacks decides.
+        """
         leaves = jtu.tree_flatten_with_path(stacks)[0]
         given = {i: str(path[0].key) for i, (path, _) in enumerate(leaves) if len(path) > 1}
         if self._has_default():
@@ -155,9 +159,9 @@ class _Groups:
         if len(given) < len(leaves) or not is_fine:
             names = ", ".join(map(repr, dict.fromkeys(given.values()))) or "none"
             raise ValueError(
-                f"of stacks, a group goes to the rule of its name: expected groups among {', '.join(self.rules)}, got "
-                f"{names}; write tp.stack(model, groups={{name: where}}), or optim.stacked(optim.groups(...)), or "
-                "name the rules after these groups, with default= for those that are not named"
+                "a group of stacks needs an optimiser of the same name: expected groups among "
+                f"{', '.join(self.rules)}, got {names}; write tp.stack(model, groups={{name: where}}), or "
+                "optim.stacked(optim.groups(...)), or name the optimisers after these groups, with default= for others"
             )
         return [name if name in self.rules else "default" for name in given.values()]
 
@@ -167,33 +171,33 @@ class _Groups:
     def _partition(self, groups: Sequence[Group]) -> Any:
         rules: Any = self.rules
         names = {path: group.name for group in groups for path in group.paths}
-        # Labels are a function, since a model of labels may itself be one that can be called, and would be.
+        # Labels are passed as a function: a tree of labels may be callable, like its model, and Optax would call it.
         return optax.partition(rules, functools.partial(_labelled, names), mask_compatible_extra_args=True)
 
 
 def are_stacks(params: PyTree) -> bool:
-    """Whether all leaves are in stacks, and there are any."""
+    """Returns whether all leaves are in stacks, and there is at least one."""
     return bool(jtu.tree_leaves(params)) and all(map(_is_stacks, jtu.tree_leaves(params, is_leaf=_is_stacks)))
 
 
 def _is_stacks(node: object) -> bool:
-    """Whether the leaves below a node have no paths of the model."""
+    """Returns whether the leaves below a node have no paths of the model."""
     return isinstance(node, (Stacks, Named))
 
 
 def _labelled(names: Mapping[str, str], tree: PyTree) -> PyTree:
-    """A tree of parameters with the name of its group in place of each."""
+    """Returns a tree of parameters with each replaced by the name of its group."""
     return jtu.tree_unflatten(jtu.tree_structure(tree), [names[path] for path in structure_of(tree)[2].paths])
 
 
 def group_name(where: object) -> str:
-    """The name of a group that a rule was given under this key."""
-    # It is a key in the state, and so in files of it: a line number there would change when somebody edits the program.
+    """Returns the name of the group with this key."""
+    # It is a key in the state and in saved files. A line number in it would change whenever the program is edited.
     return where if isinstance(where, str) else name_of(where, with_line=False).strip("'")
 
 
 def check_groups(state: PyTree, index: Index) -> None:
-    """Checks the keys of groups in the whole model: the rule itself sees neither frozen parameters nor aliases."""
+    """Checks the keys of groups in the whole model, since the rule sees neither frozen parameters nor aliases."""
     for node in nodes_of(GroupsState, state):
         if node.keys.wheres:
             count = len(node.keys.wheres)  # the default comes behind them
@@ -203,14 +207,14 @@ def check_groups(state: PyTree, index: Index) -> None:
 
 
 def groups_in(state: PyTree) -> Iterator[Group]:
-    """The groups in a state, those within groups too."""
+    """Yields the groups in a state, including groups within groups."""
     for node in nodes_of(GroupsState, state):
         yield from node.groups
         yield from groups_in(node.inner_states)
 
 
 def _paths_at(form: Form, paths: Sequence[str]) -> Iterator[str]:
-    """The parameters that lie at these paths of a form."""
+    """Yields the parameters that lie at these paths of a form."""
     members = {join_path(entries): slots for entries, slots in zip(form.entries, form.members, strict=True)}
     for path in paths:
         yield from [path] if path in form.paths else [form.paths[slot] for slot in members[path]]
@@ -221,8 +225,8 @@ class Report:
     """The group of each leaf; you see it printed as a table.
 
     Attributes:
-        groups: `{path: group}` of each trained parameter; the empty text where there is one rule for all.
-        table: the rows, each of the texts that are printed.
+        groups: `{path: group}` of each trained parameter; the empty text if all share one optimiser.
+        table: the rows, as the texts that are printed.
     """
 
     groups: dict[str, str]
@@ -239,7 +243,7 @@ Report.__module__ = "treeparams.optim"
 
 
 def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Report:
-    """Shows the group of a transformation that each leaf goes to, which are frozen, and how many steps each has taken.
+    """Shows each leaf with its group in `optim.groups`, whether it is frozen, and how many steps it has taken.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -252,17 +256,17 @@ def report(tx: Any, model: PyTree, state: TrainableState | None = None) -> Repor
     b     3      float32  default  0            1
     c     1      float32  default  1            0
 
-    Where bfloat16 or float16 parameters train, the column "copy" says in which dtype `optim.master` keeps a copy of
+    If bfloat16 or float16 parameters train, the column "copy" shows the dtype of the copy that `optim.master` keeps of
     each. A parameter with "none" loses steps that are below half the spacing between its neighbouring numbers.
 
     Args:
         tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`.
-        model: any pytree. No state is made of it.
-        state: a state of `tx`: you then see the leaves that train by this state, their histories and their counts.
-            Steps in which a row of stacks waited (`active=`) are counted too; its own count is in the state.
+        model: any pytree. `report` makes no optimiser state of it.
+        state: a state of `tx`: you then see the leaves that train by this state, their histories and their step counts.
+            Steps in which a row of stacks waited (`active=`) count too; the row's own count is in the state.
 
     Returns:
-        An object that prints as this table; groups within groups stand with a slash.
+        An object that prints as this table; the names of groups within groups are joined by slashes.
 
     Raises:
         TypeError: `tx` is plain Optax; as `tp.layout`.

@@ -1,4 +1,4 @@
-"""What a rule has learned of parameters that take their steps together, and how other parameters come by that."""
+"""Histories: the state of parameters that take their steps together, and how to regroup such states."""
 
 import dataclasses
 import functools
@@ -21,24 +21,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """A state of the rule, the layout of the parameters it is of, the steps it took, and what it is a part of."""
+    """A state of the rule, the layout of its parameters, the steps it has taken, and the history it was split from."""
 
     layout: Layout
     state: PyTree
     division: Division
     count: Any = None
     origin: int = 0
-    begin: Callable[[], PyTree] | None = None  # of a fresh one, which has shapes alone: makes its arrays
+    begin: Callable[[], PyTree] | None = None  # makes the arrays of a fresh one, which has only shapes
 
     @functools.cached_property
     def copies(self) -> Copies:
-        """The arrays of the state, and the parameters that each is of."""
+        """The arrays of the state, and the parameters of each."""
         shapes = {slot.path: slot.shape for slot in self.layout.slots}
         return Copies(shapes, entries_of(self.state), self.division)
 
 
 def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T:
-    """What a rule has worked out for a layout, as long as both live."""
+    """Returns the value that a rule has computed for a layout, kept as long as both live."""
     known = index_of(layout).states.setdefault(rule, {})
     if name not in known:
         known[name] = make()
@@ -46,7 +46,10 @@ def remembered(rule: Any, layout: Layout, name: str, make: Callable[[], T]) -> T
 
 
 def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division]:
-    """A fresh state of a form, as shapes, and which array of it is of which parameters; `made` is one that is there."""
+    """Returns a fresh state of a form, as shapes, and the parameters of each of its arrays.
+
+    `made` is such a state that exists already.
+    """
     if made is None:
         state = jax.eval_shape(init, form.shapes())
     else:
@@ -55,10 +58,10 @@ def asked(init: Init, form: Form, made: PyTree = None) -> tuple[PyTree, Division
 
 
 def regrouped(histories: Sequence[History], like: History) -> PyTree:
-    """The state of the parameters of another history: the pieces of each as they are, else what the first one shares.
+    """Returns the state for the parameters of another history: their pieces, and the first history's shared arrays.
 
     Raises:
-        ValueError: the rule does not keep its state leaf by leaf, or it was made by another one.
+        ValueError: the rule does not keep its state leaf by leaf, or another rule made it.
     """
     treedef = jtu.tree_structure(like.state)
     first = histories[0]
@@ -67,7 +70,7 @@ def regrouped(histories: Sequence[History], like: History) -> PyTree:
     check_no_memory(histories)
     sources = [each.copies for each in histories]
     if like.begin is not None and like.copies.common.difference(*[each.common for each in sources]):
-        # Where no parameter of a group is left, `optim.per_leaf` keeps what it had no use for before.
+        # If a group has no parameter left, `optim.per_leaf` keeps an array that the histories do not have.
         sources.append(dataclasses.replace(like, state=like.begin(), begin=None).copies)
     return jtu.tree_unflatten(treedef, regroup(sources, like.copies))
 
@@ -77,6 +80,6 @@ def check_no_memory(histories: Sequence[History]) -> None:
     if nodes_of(optax.ScaleByLBFGSState, [each.state for each in histories]):
         raise ValueError(
             "L-BFGS remembers steps of all trained leaves together, so it cannot go on with some of them. Give all of "
-            'them gradients, tp.project(model, grads, missing="zeros"), or forget what it and all other state has '
-            "learned: optim.set_trainable(..., reset=True)"
+            'them gradients, tp.project(model, grads, missing="zeros"), or drop the whole state: '
+            "optim.set_trainable(..., reset=True)"
         )

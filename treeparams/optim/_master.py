@@ -1,13 +1,13 @@
 """master: plain Optax that trains wide copies of narrow parameters.
 
 A bfloat16 number has 8 significant bits. A step of 0.001 from 1.0 is less than half the spacing between neighbouring
-numbers, so the sum rounds back to 1.0, in this step and in all others. Here the rule trains float32 copies, and each
-parameter is its copy, rounded.
+numbers, so the sum rounds back to 1.0, in this step and in all others. Here the optimiser trains float32 copies, and
+each parameter is its copy, rounded.
 
-An update is added by somebody else, in the parameter's dtype. The difference of two narrow numbers is a narrow number
-where they differ by less than a factor of two (Sterbenz), so then the sum is the rounded copy, bit for bit. Else it may
-not be: no bfloat16 number added to 1.0 gives 1e-5. So `optim.step`, which knows the state, writes the rounded copy
-itself (`landed`), wherever the update is still the one that was made here.
+The caller adds the update to the parameter, in the parameter's dtype. The difference of two narrow numbers is a narrow
+number if they differ by less than a factor of two (Sterbenz), so then the sum is the rounded copy, bit for bit.
+Otherwise it may not be: no bfloat16 number added to 1.0 gives 1e-5. So `optim.step`, which has the state, writes the
+rounded copy itself (`landed`), if the update is still the one that was computed here.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from .._tree.types import PyTree
 from ._state import ONE, ModelTransformation, Plain, extended, in_own_buffers
 
 _FUNCTIONS = ("value_fn", "obj_fn", "grad_fn")
-"""Extra arguments of rules of Optax that are functions of parameters."""
+"""The extra arguments of Optax's rules that are functions of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MasterState:
 
     Attributes:
         copies: a tree like the parameters: the wide copy of each narrow one, `None` at the others.
-        inner: the state of the rule, over the copies and the parameters that are wide already.
+        inner: the state of the inner optimiser, over the copies and the parameters that are wide already.
     """
 
     copies: Any
@@ -51,7 +51,7 @@ jtu.register_dataclass(MasterState, ["copies", "inner"], [])
 
 
 def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransformationExtraArgs:
-    """Trains bfloat16 and float16 parameters by float32 copies, so that no small step is lost.
+    """Trains bfloat16 and float16 parameters through float32 copies, so that no small step is lost.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -63,39 +63,40 @@ def master(tx: Plain, dtype: DTypeLike = jnp.float32) -> optax.GradientTransform
     >>> print(model["w"], state.runs[0].copies["w"].round(4), state.runs[0].copies["b"])
     [0.898438 0.898438] [0.9 0.9] None
 
-    Each parameter is its copy, rounded to the parameter's dtype; under `optim.step` bit for bit after every step. The
-    gradients that you pass may be narrow or wide. It costs 4 bytes for each narrow element, and rules keep their
-    moments in float32 too: with Adam, 12 bytes beside the 2 of a bfloat16 weight, where 4 would be without. A parameter
+    Each parameter is its copy, rounded to the parameter's dtype; under `optim.step` bit for bit after every step. You
+    may pass narrow or wide gradients. The copies cost 4 bytes for each narrow element, and optimisers keep their
+    moments in float32 too: with Adam, 12 bytes beside the 2 of a bfloat16 weight, and 4 without copies. A parameter
     that is as wide as `dtype` has no copy.
 
-    It is plain Optax, and stands anywhere within `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
-    and `optim.per_leaf`, and in `sharding.make_step`. **Put all that makes the step within it**: clips, weight decay,
-    `optim.scaled`, `optax.apply_if_finite`, `optax.MultiSteps`, which then adds up in float32. What changes updates
-    behind it leaves parameters that are not their copies, so that the copies begin anew in each step and small steps
-    are lost again: in a chain it stands last, or `init` of `optim.trainable` refuses it.
+    It is plain Optax, and works anywhere inside `optim.trainable`, `optim.flat` and `optim.stacked`, in `optim.groups`
+    and `optim.per_leaf`, and in `sharding.make_step`. **Put everything that makes the step inside it**: clips, weight
+    decay, `optim.scaled`, `optax.apply_if_finite`, and `optax.MultiSteps`, which then accumulates in float32. If a
+    later transformation changes the updates, parameters differ from their copies, all copies restart in each step, and
+    small steps are lost again. So `optim.master` must be the last in a chain; otherwise `init` of `optim.trainable`
+    raises a `ValueError`.
 
-    **A parameter that you change yourself stays changed**: an element that is not its copy rounded when a step begins
-    (`tp.replace`, a part that was loaded, a projection) has been changed from outside, and its copy begins anew from
-    it. So keep the state when you save: a copy that begins anew has lost what was below the rounding.
+    **If you change a parameter yourself, it stays changed.** An element that is not its copy rounded when a step begins
+    (after `tp.replace`, a part that was loaded, a projection) restarts its copy. So save the state with the model: a
+    copy that restarts has lost the digits below the rounding.
 
-    **With `eqx.apply_updates`, or `optim.apply_updates`**, which know no state, a parameter is its copy rounded as long
-    as a step changes it by less than a factor of two. In another step its copy begins anew from the sum.
+    **With `eqx.apply_updates` or `optim.apply_updates`**, which do not see the state, a parameter is its copy rounded
+    as long as a step changes it by less than a factor of two. In other steps its copy restarts from the sum.
 
-    Functions among the extra arguments (`value_fn`, `grad_fn`) are called with parameters in their own dtypes, rounded,
-    since that is the model that you train. So a line search tries steps in narrow numbers; it does better on a model
-    that is wide.
+    Functions among the extra arguments (`value_fn`, `grad_fn`) are called with rounded parameters in their own dtypes,
+    since that is the model that you train. So a line search tries steps in narrow numbers; it works better on a wide
+    model.
 
     Args:
-        tx: any Optax transformation or chain. All that it is shown is wide.
-        dtype: the dtype of the copies, floating. Narrower parameters have one; of a complex parameter, which counts by
-            its real part, it is complex.
+        tx: any Optax transformation or chain. It sees only wide arrays.
+        dtype: the dtype of the copies, floating. Narrower parameters have a copy. A complex parameter counts by its
+            real part, and its copy is complex.
 
     Returns:
-        A transformation with a `MasterState`. Each update has the dtype of its parameter. `None`, or
-        `optax.MaskedNode`, is no step: the copy stays as it is.
+        A transformation with a `MasterState`. Each update has the dtype of its parameter. `None` or `optax.MaskedNode`
+        is no step: the copy stays as it is.
 
     Raises:
-        TypeError: `dtype` is not floating; `tx` is no transformation.
+        TypeError: `dtype` is not floating; `tx` is not a transformation.
         ValueError: `dtype` is float64 and JAX has 32 bits; `tx` is a transformation over models; `update`: there are no
             parameters.
     """
@@ -113,29 +114,29 @@ def _checked(dtype: DTypeLike) -> np.dtype:
         given = None
     if given is None or not jnp.issubdtype(given, jnp.floating):
         raise TypeError(
-            "dtype is that of the wide copies, a floating one such as jnp.float32, got "
-            f"{getattr(dtype, '__name__', dtype)}; of complex parameters they are complex by themselves"
+            "dtype must be a floating dtype for the wide copies, such as jnp.float32, got "
+            f"{getattr(dtype, '__name__', dtype)}; copies of complex parameters are complex anyway"
         )
     if jax.dtypes.canonicalize_dtype(given) != given:
-        raise ValueError(f'copies in {given} need 64 bits: jax.config.update("jax_enable_x64", True) at the start')
+        raise ValueError(f'copies in {given} need 64 bits: call jax.config.update("jax_enable_x64", True) at the start')
     return given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Master:
-    """A rule, and the dtype of the copies that it is shown in place of narrower parameters."""
+    """A rule, and the dtype of the copies that it sees in place of narrower parameters."""
 
     tx: optax.GradientTransformationExtraArgs
     dtype: np.dtype
 
     def init(self, params: PyTree) -> Any:
-        """The copies, and the state of the rule over them."""
+        """Returns the copies, and the state of the rule over them."""
         copies = jax.tree.map(self.copy_of, params)
         state = MasterState(copies, self.tx.init(jax.tree.map(_copy_or_own, params, copies)))
         return in_own_buffers(state, jtu.tree_leaves(params))  # a rule may keep what it is given
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        """The updates in the dtypes of the parameters, and the next copies and state."""
+        """Returns the updates in the dtypes of the parameters, and the next copies and state."""
         if params is None:
             raise ValueError("optim.master needs the parameters: write tx.update(grads, state, params)")
         before = jax.tree.map(_current, params, state.copies)
@@ -149,22 +150,22 @@ class _Master:
         return treedef.unflatten(steps), MasterState(treedef.unflatten(copies), inner)
 
     def copy_of(self, leaf: Any) -> jax.Array | None:
-        """The copy of a narrow parameter; of another one there is none."""
+        """Returns the copy of a narrow parameter, or `None` for a wide one."""
         wide = self._wide(leaf)
         return None if wide is None else jax.lax.convert_element_type(leaf, wide)
 
     def widened(self, tree: PyTree) -> PyTree:
-        """A tree with its narrow arrays as wide ones."""
+        """Returns a tree with its narrow arrays made wide."""
         return jax.tree.map(lambda leaf: _copy_or_own(leaf, self.copy_of(leaf)), tree)
 
     def _wide(self, leaf: Any) -> Any:
-        """The dtype of the copy of a parameter."""
+        """Returns the dtype of a parameter's copy, or `None` if it has none."""
         if not (is_array(leaf) and is_inexact(leaf.dtype)) or jnp.finfo(leaf.dtype).bits >= jnp.finfo(self.dtype).bits:
             return None
         return jnp.result_type(self.dtype, jnp.complex64) if is_complex(leaf.dtype) else self.dtype
 
     def _argument(self, name: str, value: Any, params: PyTree) -> Any:
-        """An extra argument as a rule understands it that is shown copies."""
+        """Converts an extra argument for a rule that sees copies."""
         if name == "grad":
             return self.widened(value)
         if name not in _FUNCTIONS or not callable(value):
@@ -172,7 +173,7 @@ class _Master:
         return self._over_copies(value, params)
 
     def _over_copies(self, f: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
-        """A function of parameters as one of copies, which it is given rounded; gradients it returns are wide."""
+        """Turns a function of parameters into one of copies, which it sees rounded; it returns wide gradients."""
 
         def of_copies(copies: PyTree, *args: Any, **kwargs: Any) -> Any:
             rounded = jax.tree.map(lambda leaf, copy: _rounded(copy, leaf.dtype), params, copies)
@@ -190,16 +191,16 @@ def _copy_or_own(leaf: Any, copy: jax.Array | None) -> Any:
 
 
 def _current(leaf: Any, copy: jax.Array | None) -> Any:
-    """What a rule is shown of a parameter: its copy, which begins anew where the parameter has been changed."""
+    """Returns the array that the rule sees for a parameter: its copy, restarted where you changed the parameter."""
     return leaf if copy is None else _kept(leaf, copy)
 
 
-# Outside of a trace each of these is one call, and not some ten.
+# Compiled, so that outside of a trace each of these is one call and not about ten.
 
 
 @functools.partial(jax.jit, inline=True)
 def _kept(leaf: jax.Array, copy: jax.Array) -> jax.Array:
-    """A copy, with the elements of the parameter that are not those of the copy, rounded."""
+    """Returns the copy, but with the parameter's elements where these differ from the rounded copy."""
     rounded = _rounded(copy, leaf.dtype)
     is_same = (rounded == leaf) | (jnp.isnan(rounded) & jnp.isnan(leaf))
     return jnp.where(is_same, copy, jax.lax.convert_element_type(leaf, copy.dtype))
@@ -207,33 +208,33 @@ def _kept(leaf: jax.Array, copy: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _step(copy: jax.Array, step: jax.Array, leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The copy after a step, and the update of the parameter."""
+    """Returns the copy after a step, and the update of the parameter."""
     copy = copy + jax.lax.convert_element_type(step, copy.dtype)
     return copy, _difference(_rounded(copy, leaf.dtype), leaf)
 
 
 def _difference(rounded: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The update of a parameter that is to be a rounded copy."""
+    """Returns the update that turns a parameter into the rounded copy."""
     return jnp.where(rounded == leaf, jnp.zeros((), leaf.dtype), rounded - leaf)  # that of infinities is NaN
 
 
 def _rounded(copy: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A copy in the dtype of its parameter."""
+    """Rounds a copy to the dtype of its parameter."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(copy.dtype)
-    # Compilers may leave out a cast down that is followed by one up (`xla_allow_excess_precision`). Where these numbers
-    # were compared so, no parameter would be its copy rounded. They leave out no rounding that is asked for by itself,
-    # which is the same where exponents have the same range, as in bfloat16 and float32.
+    # Compilers may leave out a cast down that is followed by a cast up (`xla_allow_excess_precision`); the comparison
+    # would then find that no parameter is its copy rounded. They keep `reduce_precision`, which rounds alike if both
+    # exponents have the same range, as in bfloat16 and float32.
     if narrow.nexp == wide.nexp and narrow.nmant < wide.nmant:
         copy = jax.lax.reduce_precision(copy, narrow.nexp, narrow.nmant)
     return jax.lax.convert_element_type(copy, dtype)
 
 
-# -- Where the step is applied -----------------------------------------------------------------------------------------
+# -- For the code that applies the step --------------------------------------------------------------------------------
 
 
 def copies_in(state: PyTree, division: Division) -> Iterator[tuple[Owners, Any]]:
-    """The wide copies in the state of a rule, and the parameters that each is of."""
-    if "copies" not in division.names:  # of most states that is all that is asked
+    """Yields the wide copies in the state of a rule, with the parameters of each."""
+    if "copies" not in division.names:  # most states need no further look
         return
     owners = iter(division.owners)
     for node in jtu.tree_leaves(state, is_leaf=_is_master):
@@ -250,7 +251,7 @@ def _is_master(node: object) -> bool:
 
 @functools.partial(jax.jit, inline=True)
 def landed(leaf: jax.Array, step: jax.Array, copy: jax.Array, moved: jax.Array) -> jax.Array:
-    """A parameter after a step: its copy rounded, where the update is the one that leads there; else as it `moved`."""
+    """Returns a parameter after a step: its rounded copy if the update leads there, otherwise the sum `moved`."""
     if step.dtype != leaf.dtype:
         return moved
     rounded = _rounded(copy, leaf.dtype)

@@ -1,4 +1,4 @@
-"""What moves elements, and what is made of all of them: the operations of JAX that know where an element lies."""
+"""Operations that move elements or reduce over all of them, for which it is known where each element lies."""
 
 import itertools
 import math
@@ -11,12 +11,12 @@ from ._formulas import TOTALS, Blocks, Run, Value, between, equal, is_equal, run
 
 
 def aval_of(atom: Var | Literal) -> Any:
-    """The shape and dtype of an operand or a result, which an abstract value has not for type checkers."""
+    """Returns the shape and dtype of an operand or a result, which abstract values do not declare to type checkers."""
     return atom.aval
 
 
 def _reduced(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """Over all elements; `None` of an axis."""
+    """Reduces over all elements; `None` for a reduction over some axes."""
     shape, axes, kind = aval_of(eqn.invars[0]).shape, eqn.params["axes"], TOTALS[eqn.primitive.name]
     if all(axis in axes or size == 1 for axis, size in enumerate(shape)):
         return [blocks.over_all(kind, its[0], math.prod(shape))]
@@ -24,7 +24,7 @@ def _reduced(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | N
 
 
 def _product(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """The inner product of all elements; `None` of one of matrices."""
+    """Returns the inner product over all elements; `None` for a product of matrices."""
     (left, right), batch = eqn.params["dimension_numbers"]
     one, other = map(aval_of, eqn.invars)
     if any(batch) or tuple(left) != tuple(right) or len(left) < one.ndim or one.shape != other.shape:
@@ -34,7 +34,7 @@ def _product(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | N
 
 
 def _reshaped(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """Elements stay as they are, in their order."""
+    """Keeps the elements, in their order."""
     is_same = aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size and eqn.params.get("dimensions") is None
     return its[:1] if is_same or eqn.primitive.name == "squeeze" or is_equal(its[0]) else None
 
@@ -74,7 +74,7 @@ def _split(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | Non
 
 
 def _windowed(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | None:
-    """A window of axes that are ahead of the leaf's, cut out or written: one of the steps of a memory."""
+    """Reads or writes a window of axes ahead of the leaf's: one of the steps of a memory."""
     if eqn.primitive.name == "dynamic_slice" and is_equal(its[0]):
         return its[:1]
     arrays, index, ahead, window = _window(eqn, its)
@@ -91,9 +91,9 @@ def _windowed(blocks: Blocks, eqn: JaxprEqn, its: list[Value]) -> list[Value] | 
 
 
 def _window(eqn: JaxprEqn, its: list[Value]) -> tuple[list[Value], list[Value], int, Sequence[int]]:
-    """The arrays of an operation on a window, the index, how many axes are ahead of those that are whole in it, and it.
+    """Returns an operation's arrays, its index, the number of axes ahead of those that are whole in the window, and it.
 
-    It is empty if it is not one window, at one index.
+    The window is empty unless it is a single one, at one index.
     """
     shape, params = aval_of(eqn.invars[0]).shape, eqn.params
     if eqn.primitive.name.startswith("scatter"):
@@ -118,4 +118,4 @@ MOVES: dict[str, Callable[[Blocks, JaxprEqn, list[Value]], list[Value] | None]] 
     **dict.fromkeys(("split", "unstack"), _split),
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add"), _windowed),
 }
-"""By name; `None` is returned for what no formula of elements says."""
+"""By name of the primitive; each returns `None` if no formula of elements describes the result."""

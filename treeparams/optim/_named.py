@@ -1,7 +1,7 @@
-"""What a rule is shown while its programs are read: leaves whose names are noticed if they are asked for, and stacks.
+"""Trees that a rule sees while its programs are read: lists that notice if their names are asked for, and stacks.
 
-A rule over rows (`optim.per_leaf`) sees by the type of a node that it is compared over leaves and over stacks of them,
-and stands for one operation there.
+By the type of a node, a rule over rows (`optim.per_leaf`) recognises that it is compared over leaves and over stacks of
+them, and acts as a single operation.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from .._tree.types import PyTree
 
 
 class Asked:
-    """Whether anybody has asked for names."""
+    """Records whether any code has asked for names."""
 
     names = False
 
@@ -23,8 +23,8 @@ class Asked:
 class Named(list[Any]):
     """A list of leaves that notices if their names are asked for, as by `jax.tree_util.tree_map_with_path`.
 
-    Which names decide cannot be known, so it is no use to try some. But whoever sees names has them from the function
-    that is registered here.
+    It is no use to try some names, since nobody knows which ones the rule looks for. But code that sees names gets them
+    from the function that is registered here.
     """
 
     def __init__(self, leaves: Iterable[Any], asked: Asked) -> None:
@@ -37,11 +37,11 @@ class Rows(Named):
 
 
 class RowsJoined(Stacks):
-    """The stacks with which they are compared."""
+    """The stacks that such leaves are compared with."""
 
 
 def is_compared(tree: PyTree) -> bool:
-    """Whether a tree holds rows that are compared with stacks of them, or those stacks."""
+    """Returns whether a tree holds rows that are compared with stacks of them, or those stacks."""
     return any(map(_is_row_node, jtu.tree_leaves(tree, is_leaf=_is_row_node)))
 
 
@@ -71,7 +71,7 @@ jtu.register_pytree_with_keys(
 
 
 def _is_asked_by_a_rule() -> bool:
-    """Whether other code asks than JAX and this library, for messages, and Optax, for fields of states."""
+    """Returns whether a rule asks, and not JAX or this library, for messages, or Optax, for fields of states."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -84,4 +84,4 @@ def _is_asked_by_a_rule() -> bool:
     return False
 
 
-_BETWEEN = frozenset({"functools", "jaxtyping", "beartype"})  # they call what others call
+_BETWEEN = frozenset({"functools", "jaxtyping", "beartype"})  # they only pass calls on

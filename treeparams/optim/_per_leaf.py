@@ -1,4 +1,4 @@
-"""per_leaf: a rule over each leaf by itself, and over all rows of a stack at once."""
+"""per_leaf: runs an optimiser over each leaf separately, and over all rows of a stack at once."""
 
 import dataclasses
 import functools
@@ -27,10 +27,11 @@ class PerLeafState:
     """The state of `optim.per_leaf`, a pytree.
 
     Attributes:
-        states: a tree like the parameters, with a state of the rule at each array. At a stack, all arrays in it have a
-            leading axis over the rows, counts and hyperparameters too.
-        spare: where there are no parameters, the state that one would have, so that `optim.adjust` reaches the rates.
-        is_checked: whether the rule is known to treat each leaf for itself; static.
+        states: a tree like the parameters, with a state of `tx` at each array. For a stack, all arrays in it have a
+            leading axis over the rows, including counts and hyperparameters.
+        spare: if there are no parameters, the state that one would have, so that `optim.adjust` finds the
+            hyperparameters.
+        is_checked: whether `tx` is known to treat each leaf separately; static.
     """
 
     states: Any
@@ -43,7 +44,7 @@ jtu.register_dataclass(PerLeafState, ["states", "spare"], ["is_checked"])
 
 
 def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.GradientTransformationExtraArgs:
-    """A rule over each leaf by itself: over each row of a stack, all rows of one in one operation.
+    """Runs an optimiser over each leaf separately: over each row of a stack, with all rows in one operation.
 
     >>> import jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -55,36 +56,37 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
     >>> updates["float32[2,3]"].shape, state[1].states["float32[3]"][0].count
     ((4, 2, 3), Array([1, 1, 1, 1], dtype=int32))
 
-    It is plain Optax, of any tree. The rows of **stacks**, the dictionary that `tp.stack` makes, are leaves to `tx`,
-    through `jax.vmap`; any other array is one leaf, also one in a dictionary that you make of stacks by hand. So rules
-    that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are right on stacks and compile as one program for each
-    shape; what treats elements alike (`optax.adam`) needs none of this.
+    It is plain Optax and accepts any tree. In **stacks**, the dictionary that `tp.stack` makes, each row is a leaf for
+    `tx`, through `jax.vmap`. Any other array is one leaf, also in a dictionary of stacks that you make by hand. So
+    optimisers that look at a leaf's axes or norm (Muon, Adafactor, LAMB) are right on stacks and compile as one program
+    for each shape. Element-wise optimisers (`optax.adam`) do not need it.
 
-    `tx` sees one bare array, and no names: `optim.groups` stands around it, masks and labels within it are functions,
-    `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **What couples leaves is refused** - norms of the
-    whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - and so is what draws random numbers, of which all rows
-    would get the same, and what asks for paths. Put these around it, in a chain as above. Coupling is read from the
-    programs of `tx`, once for each kind of leaf, in 5 to 200 ms. `optax.MultiSteps` belongs around it, too: within,
-    each row decides for itself, so each call computes the step.
+    `tx` sees one bare array without a name. So put `optim.groups` around it, and write masks and labels inside it as
+    functions, `mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)`. **You get a `ValueError` if `tx`
+    couples leaves** - norms of the whole gradient, `optax.apply_if_finite`, L-BFGS, Prodigy - or draws random numbers,
+    which would be the same for all rows, or asks for paths. Put these around it, in a chain as above. `init` finds
+    coupling in the programs of `tx`, once for each kind of leaf, in 5 to 200 ms. Put `optax.MultiSteps` around it, too:
+    inside, each row decides separately, so each call computes the step.
 
-    **`None` is not zero**, nor is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state, count
-    included, waits. All rows of a stack move together.
+    **`None` is not zero**, and neither is `optax.MaskedNode`: a leaf without a gradient gets no update, and its state
+    waits, including its count. All rows of a stack move together.
 
     Args:
-        tx: any Optax transformation that treats each leaf for itself.
-        at_once: how many rows of a stack run together (`jax.lax.map`), which bounds the memory for what is computed
-            between; `None` is all. A rule that does its work in some steps only, by `jax.lax.cond` (Shampoo, SOAP),
-            does it in each under `jax.vmap`, of which `at_once=1` has none. On a CPU a few are faster for rules that
-            are mostly products: Muon over 1000 matrices of 64x64 takes half the time with `at_once=1`.
+        tx: any Optax transformation that treats each leaf separately.
+        at_once: how many rows of a stack run together (`jax.lax.map`), which bounds the memory for intermediate
+            results; `None` is all. An optimiser that works only in some steps, by `jax.lax.cond` (Shampoo, SOAP), works
+            in every step under `jax.vmap`; `at_once=1` does without `jax.vmap`. On a CPU a small number is faster for
+            optimisers that consist mostly of matrix products: Muon over 1000 matrices of 64x64 takes half the time with
+            `at_once=1`.
 
     Returns:
-        A transformation with a `PerLeafState`. Extra arguments of `update` go to every row as they are.
+        A transformation with a `PerLeafState`. It passes extra arguments of `update` to every row unchanged.
 
     Raises:
         ValueError: `at_once` is not positive; `init`, or the first `update` if `tx` needs extra arguments: `tx` couples
-            leaves, draws random numbers, has `optim.groups` or a transformation over models in it, or fails on one
+            leaves, draws random numbers, contains `optim.groups` or a transformation over models, or fails on one
             array; `update`: the gradients do not fit the state.
-        TypeError: `tx` is no transformation.
+        TypeError: `tx` is not a transformation.
     """
     if isinstance(tx, ModelTransformation):
         raise ValueError(ONE)
@@ -94,12 +96,12 @@ def per_leaf(tx: Plain, *, at_once: SupportsIndex | None = None) -> optax.Gradie
 
 
 class _Rows(NamedTuple):
-    """How many rows of a stack run together; `None` is all."""
+    """The number of rows of a stack that run together; `None` is all."""
 
     limit: int | None
 
     def run(self, f: Callable[..., Any], *args: Any) -> Any:
-        """`f` of each row."""
+        """Applies `f` to each row."""
         limit, count = self.limit, len(args[0])
         if limit is None or limit >= count:
             return jax.vmap(f)(*args)
@@ -122,10 +124,10 @@ class _Each:
     def __init__(self, rule: Extended, rows: _Rows) -> None:
         self.rule = rule
         self.rows = rows
-        self.known = set[Any]()  # rows, with the names of extra arguments, that the rule treats one by one
+        self.known = set[Any]()  # rows, with the names of extra arguments, that the rule is known to treat one by one
 
     def init(self, params: PyTree) -> Any:
-        """The state of each leaf."""
+        """Returns the state of each leaf."""
         if is_compared(params):
             return PerLeafState(())
         leaves, treedef = jtu.tree_flatten(params)
@@ -137,7 +139,7 @@ class _Each:
         return PerLeafState(treedef.unflatten(list(map(settled, states))), spare, is_checked)
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        """The update of each leaf, and its next state."""
+        """Returns the update of each leaf, and its next state."""
         if not isinstance(state, PerLeafState):
             raise TypeError(f"expected the state that init or the last update returned, got {describe(state)}")
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
@@ -148,7 +150,7 @@ class _Each:
         states = _like(treedef, state.states)
         values = [None] * len(leaves) if params is None else _like(treedef, params)
         here = [i for i, gradient in enumerate(leaves) if not _is_nothing(gradient)]
-        if extra or not state.is_checked:  # else `init` has, maybe of a rule that is made anew for each update
+        if extra or not state.is_checked:  # else `init` has checked it, even if the rule is made anew for each update
             _check(self.rule, self.known, [_row(leaves[i], stacked[i]) for i in here], extra)
         run = functools.partial(self._step, extra)
         for i in here:
@@ -162,20 +164,20 @@ class _Each:
         return self.rule.update(gradient, state, value, **extra)
 
     def _check_state(self, updates: PyTree, i: int, is_stack: bool, gradient: Any, state: Any) -> None:
-        """Refuses a gradient of what `init` did not have, or had in another number of rows."""
+        """Refuses a gradient at a leaf that `init` did not have, or had with another number of rows."""
         problem = ""
         if is_stack:
             counts = {jnp.shape(each)[0] for each in jax.tree.leaves(state)}
             if counts - {len(gradient)}:
-                problem = f" of {len(gradient)} rows, where init had {max(counts)}"
+                problem = f" with {len(gradient)} rows, but init had {max(counts)}"
         if _is_nothing(state) and not _is_nothing(jax.eval_shape(self.rule.init, gradient)):
-            problem = ", for which init had no parameter; give None there"
+            problem = ", but init had no parameter there; give None"
         if problem:
             path = jtu.keystr(jtu.tree_flatten_with_path(updates, is_leaf=_is_nothing)[0][i][0])
-            raise ValueError(f"a gradient for {path}{problem}")
+            raise ValueError(f"got a gradient for {path}{problem}")
 
 
-_KINDS = 6  # of rows; each takes some 10 ms
+_KINDS = 6  # of rows; each takes about 10 ms
 
 
 def _is_nothing(node: Any) -> bool:
@@ -183,13 +185,16 @@ def _is_nothing(node: Any) -> bool:
 
 
 def _row(leaf: Any, is_stack: bool) -> jax.ShapeDtypeStruct:
-    """What the rule is shown of a leaf."""
+    """Returns the shape and dtype that the rule sees of a leaf."""
     shape = jnp.shape(leaf)
     return jax.ShapeDtypeStruct(shape[1:] if is_stack else shape, jnp.result_type(leaf))
 
 
 def _start_rows(rule: Extended, stack: Any) -> PyTree:
-    """The state of all rows, over the devices as they lie: `jax.vmap` leaves whole on each what starts alike."""
+    """Returns the state of all rows, sharded as they are.
+
+    `jax.vmap` replicates arrays that start alike for all rows.
+    """
     state = jax.vmap(rule.init)(stack)
     if not is_sharded(stack) and split(stack) is None:
         return state
@@ -198,7 +203,7 @@ def _start_rows(rule: Extended, stack: Any) -> PyTree:
 
 
 def _like(treedef: Any, tree: PyTree) -> list[Any]:
-    """What a tree has at the leaves of another one."""
+    """Returns the subtrees of a tree at the leaves of another one."""
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
@@ -215,10 +220,10 @@ def _check(
     each: Iterable[jax.ShapeDtypeStruct],
     extra: dict[str, Any] | None = None,
 ) -> bool:
-    """Checks that a rule treats such rows one by one, which it does for those that are known.
+    """Checks that a rule treats such rows one by one, unless that is known already.
 
     Returns:
-        Whether that could be told; not if the rule needs extra arguments, and none are given.
+        Whether it could be checked: not if the rule needs extra arguments, and there are none.
     """
     kinds = {(row.shape, row.dtype) for row in each}
     by_size = sorted(kinds, key=lambda kind: (math.prod(kind[0]), kind[0], str(kind[1])))
@@ -236,21 +241,21 @@ def _check(
         if extra is None:  # it may take other arguments: the first update tells
             return False
         raise ValueError(
-            f"{_fails('update', error)}. Extra arguments go to each row as they are, so trees of gradients and "
-            "functions of the model are not for rules within optim.per_leaf; a number is given by "
+            f"{_fails('update', error)}. Each row gets extra arguments unchanged, so optimisers inside optim.per_leaf "
+            "cannot use trees of gradients or functions of the model; pass a number by "
             "tx.update(grads, state, params, value=loss)"
         ) from error
     if reason:
         raise ValueError(
-            f"optim.per_leaf is for rules that treat each leaf for itself, and of this one {reason}. Put what "
-            "concerns all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
+            f"optim.per_leaf needs an optimiser that treats each leaf separately, but {reason}. Put transformations "
+            "of all leaves around it: optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(...))"
         )
     known.update(seen)
     return True
 
 
 def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
-    """Checks that a rule can start with one array, and has nothing in it that goes by the paths of a model."""
+    """Checks that a rule can start with one array, and contains nothing that uses the paths of a model."""
     try:
         state = jax.eval_shape(rule.init, row)
     except Exception as error:
@@ -262,16 +267,16 @@ def _check_alone(rule: Extended, row: jax.ShapeDtypeStruct) -> None:
         raise ValueError(ONE)
     if nodes_of(GroupsState, state):
         raise ValueError(
-            "groups go by path, and within optim.per_leaf no leaf has one; write "
+            "optim.groups selects by path, and inside optim.per_leaf no leaf has one; write "
             "optim.groups({'layers.0': optim.per_leaf(...)}, default=...)"
         )
     if nodes_of(ScaledState, state):
         raise ValueError(
-            "optim.scaled goes by path, and within optim.per_leaf no leaf has one; write "
+            "optim.scaled selects by path, and inside optim.per_leaf no leaf has one; write "
             "optax.chain(optim.per_leaf(...), optim.scaled(...))"
         )
 
 
 def _fails(what: str, error: Exception) -> str:
     reason = in_short(error)
-    return f"optim.per_leaf runs the transformation on each array by itself, and its {what} fails there ({reason})"
+    return f"optim.per_leaf runs the transformation on each array separately, and its {what} fails there ({reason})"

@@ -1,8 +1,8 @@
-"""from_optax, to_optax: a state of plain Optax as one of a transformation over models, and back.
+"""from_optax, to_optax: convert a state of plain Optax to one of a transformation over models, and back.
 
-Plain Optax over a tree of arrays keeps its copies of that tree at the same paths as it does over the canonical tree,
-where these have anything. So the array at a place of a parameter's state has the same path in both; what differs is
-that plain Optax has one for each place of a tie, and one for each frozen array.
+Plain Optax over a tree of arrays keeps its copies of that tree at the same paths as over the canonical tree, where the
+latter has arrays. So the array at a place of a parameter's state has the same path in both. The difference is that
+plain Optax has an array for each place of a tie, and one for each frozen array.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _COUNTS = {("count",), ("gradient_step",)}  # how the paths of numbers of steps 
 
 
 def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState:
-    """The state of a transformation over models, made of one of plain Optax: a run that goes on under this library.
+    """Converts a state of plain Optax to one of a transformation over models, to continue a run with this library.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -59,33 +59,35 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
     >>> state.layout.paths, state.runs[0][0].mu.layers[1].weight is theirs[0].mu.layers[1].weight
     (('layers.1.weight', 'layers.1.bias'), True)
 
-    The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters. What it
-    has learned about frozen parameters, and about integers, is dropped. For a tie it has an array at each of its
-    places: they must be equal. Of complex parameters it must have been given the conjugates of JAX's gradients.
+    The next steps are those that Optax would have taken, bit for bit, with its step counts and hyperparameters. The
+    state of frozen parameters, and of integers, is dropped. A tied parameter has an array at each of its places in
+    Optax's state: they must be equal. For complex parameters Optax must have received the conjugates of JAX's
+    gradients.
 
     Args:
-        tx: an `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` around the rule that made the state.
-        optax_state: its state, of the model or any part of it that has what trains, such as
-            `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays of the same paths. Where a mask
-            or `optax.partition` stood around the rule, pass what is within,
+        tx: an `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` around the optimiser that made the
+            state.
+        optax_state: its state, over the model or over any part of it that contains the trained parameters, such as
+            `eqx.filter(model, eqx.is_inexact_array)`. It may be a tree of NumPy arrays with the same paths. If a mask
+            or `optax.partition` was around the optimiser, pass the inner state,
             `state.inner_states["train"].inner_state`.
         model: the model as it is now.
 
     Returns:
-        The state. Its arrays are not copied where they need not change.
+        The state. Arrays that need not change are not copied.
 
     Raises:
-        ValueError: the state has not what `tx` keeps, or has more, or other shapes or dtypes, or other values at two
-            places of a tie; it is traced; L-BFGS, whose memory is of all parameters together, is in it, and some of
+        ValueError: the state lacks arrays that `tx` keeps, or has more, or other shapes or dtypes, or other values at
+            two places of a tie; it is traced; it contains L-BFGS, which remembers all parameters together, and some of
             them are frozen, tied or in another form; otherwise as `tx.init`.
         TypeError: `tx` is plain Optax; otherwise as `tx.init`.
     """
     rule = rule_of(tx)
     if nodes_of(TrainableState, optax_state):
-        raise ValueError("this is a state of a transformation over models already: pass it to tx.update as it is")
+        raise ValueError("this is already a state of a transformation over models: pass it to tx.update as it is")
     given = entries_of(optax_state)
     if any(isinstance(leaf, Tracer) for leaf in given.values()):
-        raise ValueError("from_optax is called between steps, outside of jax.jit: it compares what is tied")
+        raise ValueError("call from_optax between steps, outside of jax.jit: it compares tied arrays")
     fresh = rule.init(model)
     if not fresh.runs:
         return fresh
@@ -99,14 +101,14 @@ def from_optax(tx: object, optax_state: PyTree, model: PyTree) -> TrainableState
 
 
 def _history_of(tree: History, given: Mapping[Entries, Any]) -> History:
-    """The history over the canonical tree that a state of plain Optax is, and the most steps that it counts."""
+    """Returns a state of plain Optax as a history over the canonical tree, with the largest step count in it."""
     state = jtu.tree_unflatten(jtu.tree_structure(tree.state), _arrays_for(tree, given))
     count = max([int(np.max(given[entries])) for entries in given if entries[-1:] in _COUNTS], default=0)
     return dataclasses.replace(tree, state=state, count=count)
 
 
 def known_history(tx: object, given: Mapping[Entries, Any], layout: Layout) -> History:
-    """The history that a state of plain Optax is, of those parameters of a layout that it has anything of."""
+    """Returns a state of plain Optax as a history of those parameters of a layout for which it has arrays."""
     init = rule_of(tx).tx.init if isinstance(tx, ModelTransformation) else extended(tx).init
     tree = History(layout, *asked(init, tree_of(layout)))
     own = {(place, path): entries for (place, path), (entries, *_) in _owned_by_path(tree)}
@@ -120,20 +122,20 @@ def known_history(tx: object, given: Mapping[Entries, Any], layout: Layout) -> H
 
 
 def _owned_by_path(tree: History) -> Iterable[Any]:
-    """The arrays of parameters, which stand at their paths: in a list by numbers they may be those of others."""
+    """Returns the arrays of parameters, which must be at their paths: numbers in a list may be those of others."""
     tree.copies.check()
     for (place, path), found in tree.copies.at.items():
         if found[0] != (*place[0], *split_path(path), *place[1]):
             raise ValueError(
-                f"the rule keeps what is of {path!r} at {join_path(found[0])!r}, by a number and not by its path, so "
-                "it cannot be told which parameter it is of without the model before; write state = "
-                "optim.from_optax(tx, state, model) with that one first"
+                f"the optimiser keeps an array of {path!r} at {join_path(found[0])!r}, by a number and not by its "
+                "path, so the old model is needed to find its parameter; first write state = "
+                "optim.from_optax(tx, state, model) with the old model"
             )
     return tree.copies.at.items()
 
 
 def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
-    """The arrays of a state over the canonical tree, out of one over a whole tree; nothing else may be in that."""
+    """Returns the arrays of a state over the canonical tree, from one over a whole tree that has no further arrays."""
     index, owned = index_of(tree.layout), list(tree.copies.owned())
     leaf_at, taken = dict(zip(tree.layout.paths, index.positions, strict=True)), set[Entries]()
     found: list[Any] = []
@@ -152,8 +154,8 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
     if missing:
         raise ValueError(
             f"the state has nothing at {first_few(missing)}, where the transformation keeps an array, but has "
-            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another one, or over a tree of "
-            "other paths than eqx.filter(model, eqx.is_array)"
+            f"{first_few(list(map(join_path, rest))) or 'nothing else'}: it was made by another transformation, or "
+            "over a tree of other paths than eqx.filter(model, eqx.is_array)"
         )
     for (entries, want), array in zip(shapes, found, strict=True):
         _check_kind(entries, want, array)
@@ -163,17 +165,17 @@ def _arrays_for(tree: History, given: Mapping[Entries, Any]) -> list[Any]:
 
 
 def _places_of(index: Index, leaf: int) -> list[Alias]:
-    """The source of a tie and its aliases, those with a transform last; of an untied parameter itself."""
+    """Returns the source of a tie and its aliases, those with a transform last; for an untied parameter only itself."""
     return [Alias(leaf, leaf, ()), *sorted(index.aliases.get(leaf, ()), key=lambda alias: bool(alias.transforms))]
 
 
 def _at(place: Place, index: Index, leaf: int) -> Entries:
-    """The path of an array that is at this place in the state of a parameter."""
+    """Returns the path of the array at this place in the state of a parameter."""
     return (*place[0], *index.structure.entries[leaf], *place[1])
 
 
 def _one_of(index: Index, given: Mapping[Entries, Any], here: Mapping[Entries, Alias | None]) -> Any:
-    """The array at the places of a tie, which must be one."""
+    """Returns the array at the places of a tie, which must be equal."""
     (first, source), *others = here.items()
     array = jnp.asarray(given[first])
     for name, alias in others:
@@ -194,27 +196,28 @@ def _check_kind(entries: Entries, want: Any, array: Any) -> None:
     if (array.shape, array.dtype) != (want.shape, want.dtype):
         raise ValueError(
             f"the state has {describe(array)} at {join_path(entries)!r}, where the transformation keeps "
-            f"{describe(want)}: it was made by another one, or of another model"
+            f"{describe(want)}: it was made by another transformation, or for another model"
         )
 
 
 def _check_rest(index: Index, places: Set[Place], rest: Iterable[Entries]) -> None:
-    """Refuses arrays that are of no frozen array of the model."""
+    """Refuses arrays that do not belong to a frozen array of the model."""
     entries = index.structure.entries
     known = {_at(place, index, leaf) for place in places for leaf in range(len(entries)) if leaf not in index.by_leaf}
     leaf_at = {own: leaf for leaf, own in enumerate(entries)}
     lost = [join_path(name) for name in rest if name not in known and not _is_of_untrained(index, leaf_at, name)]
     if lost:
         raise ValueError(
-            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another one, "
-            "or of another model"
+            f"the state has {first_few(lost)}, for which the transformation has no place: it was made by another "
+            "transformation, or for another model"
         )
 
 
 def _is_of_untrained(index: Index, leaf_at: Mapping[Entries, int], name: Entries) -> bool:
-    """Whether an array is of a leaf that is not trained, at a place that no trained one has, as in a group of its own.
+    """Returns whether an array belongs to a frozen leaf, at a place that no trained one has, as in a separate group.
 
-    Of a list, positions of a chain may be paths of parameters, too. So the longest path in it counts, and the last.
+    In a list, positions of a chain may be paths of parameters, too. So the longest path in the name counts, and the
+    last.
     """
     spans = [(stop - start, start) for start in range(len(name)) for stop in range(start + 1, len(name) + 1)]
     size, start = max([span for span in spans if name[span[1] : sum(span)] in leaf_at], default=(0, 0))
@@ -222,11 +225,11 @@ def _is_of_untrained(index: Index, leaf_at: Mapping[Entries, int], name: Entries
 
 
 def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool) -> None:
-    """Refuses L-BFGS but for the same parameters in the same form."""
+    """Refuses L-BFGS except for the same parameters in the same form."""
     if nodes_of(optax.ScaleByLBFGSState, tree.state) and not (is_tree and len(given) == len(tree.copies.arrays)):
         raise ValueError(
-            "L-BFGS remembers steps of all parameters together, in one form: its state goes over to optim.trainable "
-            "alone, where all of them train and none is tied; begin with tx.init(model)"
+            "L-BFGS remembers steps of all parameters together, in one form: you can convert its state only for "
+            "optim.trainable, if all of them train and none is tied; begin with tx.init(model)"
         )
 
 
@@ -234,7 +237,7 @@ def _check_memory(tree: History, given: Mapping[Entries, Any], *, is_tree: bool)
 
 
 def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
-    """The state of plain Optax that one of a transformation over models is: the way back of `optim.from_optax`.
+    """Converts a state of a transformation over models to one of plain Optax: the inverse of `optim.from_optax`.
 
     >>> import equinox as eqx, jax, optax
     >>> from treeparams import optim
@@ -247,16 +250,17 @@ def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
     Args:
         tx: the transformation over models that made the state.
         state: its state, or that of a chain or wrapper around it.
-        params: the tree that plain Optax is to go on with, such as `eqx.filter(model, eqx.is_inexact_array)`: arrays
-            alone, at the paths of the model.
+        params: the tree that plain Optax will continue with, such as `eqx.filter(model, eqx.is_inexact_array)`: only
+            arrays, at the paths of the model.
 
     Returns:
-        What `tx` holds within, as if it had been made over `params`. The moments of a tie stand at all of its places,
-        through the transform of an alias that has one. Of parameters that are frozen it has what the state holds of
-        them, or what `init` makes: there is one step count, so Adam's first steps are too long for them.
+        The state of the optimiser inside `tx`, as if you had made it over `params`. It has the moments of a tied
+        parameter at all of its places, through the transform of an alias that has one. For a frozen parameter it has
+        the state that `tx` held, or else a fresh one. Since there is one step count, Adam's first steps are too long
+        for it.
 
     Raises:
-        ValueError: parameters that train have not taken their steps together, as after `optim.set_trainable`; `params`
+        ValueError: trained parameters have taken different numbers of steps, as after `optim.set_trainable`; `params`
             is of another model; the state is of another transformation.
         TypeError: `tx` is plain Optax; `params` has functions or texts in it.
     """
@@ -288,12 +292,12 @@ def to_optax(tx: object, state: PyTree, params: PyTree) -> PyTree:
 
 
 def _known_in(params: PyTree, layout: Layout) -> Set[str]:
-    """The paths of a tree that plain Optax takes, which has all that is trained."""
+    """Returns the paths of a tree for plain Optax, which must contain all trained parameters."""
     structure = structure_of(params)[2]
     for leaf, path in zip(jax.tree.leaves(params), structure.paths, strict=True):
         if not (is_array(leaf) or isinstance(leaf, (bool, int, float, complex))):
             raise TypeError(
-                f"expected the tree that plain Optax takes, arrays alone, as eqx.filter(model, eqx.is_array); got "
+                f"expected the tree of arrays that plain Optax accepts, as eqx.filter(model, eqx.is_array); got "
                 f"{describe(leaf)} at {path!r}"
             )
     for slot in layout.slots:
@@ -304,7 +308,7 @@ def _known_in(params: PyTree, layout: Layout) -> Set[str]:
 
 
 def _as_plain(history: History, known: Set[str]) -> Iterator[tuple[Entries, Any]]:
-    """The arrays of parameters in a history, by their paths in a state of plain Optax over a tree of known paths."""
+    """Yields the arrays of a history's parameters, with their paths in a state of plain Optax over known paths."""
     index, copies = index_of(history.layout), history.copies
     there = {leaf for leaf, path in enumerate(index.structure.paths) if path in known}
     leaf_at = dict(zip(history.layout.paths, index.positions, strict=True))

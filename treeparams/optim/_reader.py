@@ -1,9 +1,9 @@
-"""From programs to formulas: what JAX's operations do to the elements of blocks.
+"""From programs to formulas: the effect of JAX's operations on the elements of blocks.
 
-Loops, and the state of an optimiser, carry values round. Those that begin alike and go on alike are one, and are
-numbered in the order in which they are first carried, which is the same in any form. An operation of which no more is
-known - a product of matrices, a sort, a draw - has a formula of its name, its parameters and its operands, shapes
-included, so that it is equal only to itself. Kernels, and callbacks to Python, have none.
+Loops, and the state of an optimiser, carry values from round to round. Values that begin alike and change alike share a
+number. Numbers follow the order in which values are first carried, which is the same in any form. An operation of which
+nothing more is known - a product of matrices, a sort, a draw - has a formula of its name, its parameters and its
+operands, including shapes, so that it is equal only to itself. Kernels, and callbacks to Python, have no formula.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _EACH = frozenset({
     "tan", "tanh", "xor", "zeta",
 })  # fmt: skip
 _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "reshard", "sharding_constraint", "stop_gradient"}
-_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # between which nothing that is counted here overflows
+_WHOLE = {np.dtype(np.int32), np.dtype(np.int64)}  # counts here overflow in neither
 _UNNAMED = {"out_sharding", "sharding", "weak_type"}  # parameters that no number depends on
 _DRAWS = ("random_", "threefry", "rng_")
 _KNOWN = {
@@ -40,16 +40,16 @@ _KNOWN = {
 } | {"add_any", "alike"}
 
 Body = Callable[[list[Value]], tuple[Sequence[Value], Sequence[Value]]]
-"""One round: from what is carried to what is carried next, and what else there is."""
+"""One round: from the carried values to the next ones, and its other results."""
 
 
 class _Loop(NamedTuple):
-    """What goes round."""
+    """The values of a loop."""
 
     start: Sequence[Value]
     carried: Sequence[Value]  # as the body takes it
     numbers: list[int]  # of each run that is carried, equal if the runs are
-    rounds: dict[int, tuple[int, int]]  # of each number, the first formula, and the next one, of those of the round
+    rounds: dict[int, tuple[int, int]]  # for each number, the first formula, and the next one in terms of the round's
     others: Sequence[Value]
 
 
@@ -59,7 +59,7 @@ class Reader(Blocks):
     _depth = 0  # of loops
 
     def run(self, program: ClosedJaxpr | Jaxpr, args: Sequence[Value]) -> list[Value]:
-        """What a program returns for these arguments."""
+        """Returns the results of a program for these arguments."""
         jaxpr: Any = getattr(program, "jaxpr", program)
         known = dict(zip(jaxpr.invars, args, strict=True))
         known |= zip(jaxpr.constvars, map(self._constant, getattr(program, "consts", ())), strict=True)
@@ -68,17 +68,17 @@ class Reader(Blocks):
         return self._look(known, jaxpr.outvars)
 
     def _look(self, known: Mapping[Var, Value], atoms: Sequence[Var | Literal]) -> list[Value]:
-        """The values of operands."""
+        """Returns the values of operands."""
         return [self._constant(atom.val) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     def training(self, start: Sequence[Value], body: Body) -> tuple[Any, Sequence[Value]] | None:
-        """What there is beside what is carried round: all rounds that it depends on, and its formulas in one.
+        """Returns all rounds that the results beside the carried values depend on, and these results in one round.
 
-        `None` where what is carried does not stay what it was.
+        It returns `None` if a carried value does not keep its runs and places.
 
-        The state of an optimiser may hold what no update depends on, such as the norm of each leaf to be plotted, which
-        is another over a vector. So only those numbers of the loop count that the updates are made of, in this round or
-        by way of the rounds before.
+        The state of an optimiser may contain arrays that no update depends on, such as the norm of each leaf for a
+        plot, which differs over a vector. So only those numbers of the loop count that the updates are made of, in this
+        round or through the rounds before.
         """
         found = self._loop(start, body)
         if found is None:
@@ -88,7 +88,7 @@ class Reader(Blocks):
             needed |= more
             formulas = [found.rounds[n][1] for n in more]
         if needed < found.rounds.keys():
-            # Read again without the others, which else would take part in the numbers of those that count.
+            # Read again without the others, which would otherwise influence the numbers of those that count.
             pairs = zip(found.numbers, runs_of(found.start), strict=True)
             kept = [run.formula if n in needed else NO_FORMULA for n, run in pairs]
             found = self._loop(with_formulas(found.start, kept), body)
@@ -97,7 +97,7 @@ class Reader(Blocks):
     # -- Operations ----------------------------------------------------------------------------------------------------
 
     def _step(self, eqn: JaxprEqn, its: list[Value]) -> Sequence[Value]:
-        """The results of an operation."""
+        """Returns the results of an operation."""
         name, program = eqn.primitive.name, called(eqn)
         if program is not None:
             return self.run(program, its)
@@ -119,7 +119,7 @@ class Reader(Blocks):
         return self._whole(eqn, its) if found is None else found
 
     def _whole(self, eqn: JaxprEqn, its: Sequence[Value]) -> list[Value]:
-        """The results of an operation of which nothing is known but what goes into it, as it lies there."""
+        """Returns the results of an operation of which only the operands are known, as they lie there."""
         params = repr(sorted((key, repr(value)) for key, value in eqn.params.items()))
         key = eqn.primitive.name, params, *(str(aval_of(atom)) for atom in eqn.invars), *map(self.lies, its)
         over = [run.formula for run in runs_of(its)]
@@ -186,7 +186,7 @@ class Reader(Blocks):
         return results
 
     def _row(self, value: Value, size: int) -> Value | None:
-        """What a scan gives to each of its rounds: it takes an axis ahead of the leaf's."""
+        """Returns the value that a scan gives to each of its rounds, without the axis ahead of the leaf's."""
         run, *others = value
         if is_equal(value):
             return value
@@ -196,14 +196,14 @@ class Reader(Blocks):
         return (run._replace(formula=formula),) if isinstance(run.place, int) else of_no_block(formula, size)
 
     def _loop(self, start: Sequence[Value], body: Body) -> _Loop | None:
-        """What goes round; `None` where what is carried does not stay what it was.
+        """Returns the values of a loop; `None` if a carried value does not keep its runs and places.
 
-        A round is read with symbols, "what is carried under this number". Which runs share a number is found from
-        above. At first it is all runs that begin with one formula, such as the moments of all leaves, which begin with
-        zero. If a round makes different formulas of two of them, they get numbers of their own, and the round is read
-        again. That ends, as there are more numbers each time and no more than runs. What shares a number then has begun
-        alike, and each round does the same to it, so it is equal after any number of rounds. The moment of a vector
-        that holds these leaves gets one number in the same way, and so the same symbol.
+        A round is read with symbols, "the value carried under this number". The runs that share a number are found from
+        above. At first these are all runs that begin with one formula, such as the moments of all leaves, which begin
+        with zero. If a round makes different formulas of two of them, they get separate numbers, and the round is read
+        again. That ends, as there are more numbers each time and no more than runs. Runs that share a number then have
+        begun alike, and each round does the same to them, so they are equal after any number of rounds. The moment of a
+        vector that holds these leaves gets one number in the same way, and so the same symbol.
         """
         self._depth += 1
         carried, numbers = [*start], _numbered([run.formula for run in runs_of(start)])
@@ -216,7 +216,7 @@ class Reader(Blocks):
                 self._depth -= 1
                 return None
             # Zeros lie nowhere, and are one run. A round may turn them into a block, or into the runs of several, if
-            # leaves were joined: they are taken to have been that from the start.
+            # leaves were joined. Then they are treated as such from the start.
             if [*map(len, joined)] != [*map(len, carried)]:
                 carried, start = joined, [*map(in_runs, start, joined)]
                 numbers = _numbered([run.formula for run in runs_of(start)])
@@ -233,14 +233,14 @@ class Reader(Blocks):
         return _Loop(start, carried, numbers, rounds, others)
 
     def _after(self, found: _Loop, *key: Any, over: Sequence[int] = ()) -> tuple[int, list[Value]]:
-        """The formula of a loop, and what is carried after all rounds."""
+        """Returns the formula of a loop, and the carried values after all rounds."""
         loop = self.formulas.of(*key, over=[*itertools.chain(*found.rounds.values()), *over])
         of = {n: self.formulas.of("result", n, over=[loop]) for n in found.rounds} | {NO_FORMULA: NO_FORMULA}
         return loop, with_formulas(found.carried, [of[n] for n in found.numbers])
 
 
 def _keeps_whole_numbers(eqn: JaxprEqn) -> bool:
-    """Whether an operation only turns whole numbers into wider or narrower ones.
+    """Returns whether an operation only turns integers into wider or narrower ones.
 
     With 64 bits JAX indexes some arrays by int32 and others by int64, according to their rank.
     """
@@ -248,13 +248,13 @@ def _keeps_whole_numbers(eqn: JaxprEqn) -> bool:
 
 
 def _numbered(keys: Sequence[Any]) -> list[int]:
-    """The numbers of keys, by their first places; of what has no formula there is none."""
+    """Numbers keys by their first places; values without a formula have no number."""
     found = {NO_FORMULA: NO_FORMULA}
     return [found.setdefault(key, len(found) - 1) for key in keys]
 
 
 def _merged(old: Value, new: Value) -> Value | None:
-    """What is `old` at first and `new` later, in runs and places that hold both; `None` if there are none."""
+    """Returns a value that is `old` at first and `new` later, in runs and places that hold both, or `None`."""
     old, new = in_runs(old, new), in_runs(new, old)
     if len(old) != len(new):
         return None

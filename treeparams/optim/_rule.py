@@ -1,7 +1,7 @@
-"""A rule of Optax over the parameters of models: what it is shown, and how its steps come back.
+"""A rule of Optax over the parameters of models: the form that it sees, and how its steps come back.
 
-The rule sees a form - the canonical tree, one vector, stacks - of the parameters that have a gradient. What it keeps
-is copies of that form (see `_states`), divided once, when a state is made.
+The rule sees the parameters that have a gradient in one form: the canonical tree, one vector, or stacks. Its state
+holds copies of that form (see `_forms.states`), divided once, when the state is made.
 """
 
 import dataclasses
@@ -58,11 +58,11 @@ Steps = tuple[list[Any], tuple[Any, ...], list[Any]]
 
 
 class Rule:
-    """An Optax transformation, the form that it is shown of a model, and the parameters that it trains.
+    """An Optax transformation, the form in which it sees a model, and the parameters that it trains.
 
     With `fills` a parameter without a gradient has a gradient of zeros, since the form has no holes. `words` are the
-    name of the function that makes the rule, and what to write instead where the rule is not right over the form;
-    `trial` are arguments that the rule needs to be looked at. `frozen` says what the updates are where nothing moves.
+    name of the function that makes the rule, and the advice if the rule is not right over the form. `trial` are
+    arguments that the check of the rule needs. `frozen` selects the updates of everything that does not move.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Rule:
         self._warned: set[int] = set()  # of layouts, by hash
 
     def __repr__(self) -> str:
-        # Rules of Optax have no names; the function that makes one stands in the name of its `init`.
+        # Rules of Optax have no names, but the name of their `init` contains the function that made them.
         inner = getattr(self.tx.init, "__qualname__", type(self.tx).__name__).partition(".")[0]
         options = {"trainable": self.trainable, "frozen": self.frozen}
         said = [inner, *(f"{name}={value!r}" for name, value in options.items() if value is not None)]
@@ -100,7 +100,7 @@ class Rule:
     # -- States
 
     def init(self, params: PyTree) -> TrainableState:
-        """A fresh state."""
+        """Returns a fresh state."""
         check_model(params)
         parts = take_apart(params, self.trainable)
         if not isinstance(self.trainable, Layout):
@@ -109,7 +109,7 @@ class Rule:
         return self.start(parts)
 
     def start(self, parts: Parts[Any]) -> TrainableState:
-        """A fresh state of what is trained."""
+        """Returns a fresh state of the trained parameters."""
         positions = parts.index.positions
         if not positions:
             warn_of_nothing(parts.index)
@@ -122,7 +122,7 @@ class Rule:
         return in_own_buffers(state, [*parts.slots, *kept_arrays(parts.rest).values()])
 
     def fresh(self, parts: Parts[Any]) -> PyTree:
-        """A fresh state of the rule itself."""
+        """Returns a fresh state of the inner rule."""
         form = self.form_of(parts.layout)
         self._right_for = check_form(self.tx, form, self._words, self._trial, self._right_for)
         run = self.tx.init(form.holding(parts.slots))
@@ -130,17 +130,17 @@ class Rule:
         return settled(run)
 
     def like(self, layout: Layout, made: PyTree = None) -> History:
-        """A fresh state of some parameters, as shapes; where one has been made, it need not be asked for."""
+        """Returns a fresh history of some parameters, as shapes; `made` is a fresh state that exists already."""
         ask = functools.partial(asked, self.tx.init, self.form_of(layout), made)
         return History(layout, *remembered(self, layout, "state", ask), begin=functools.partial(self.begun, layout))
 
     def begun(self, layout: Layout) -> PyTree:
-        """A fresh state of some parameters, of zeros."""
+        """Returns a fresh state for some parameters, made from zeros."""
         shapes = self.form_of(layout).shapes()
         return settled(self.tx.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)))
 
     def histories(self, state: Any) -> list[History]:
-        """All histories of a state, which must be one of this rule: those that run, and then those that wait."""
+        """Returns all histories of a state, which must be one of this rule: those that run, then those that wait."""
         if not isinstance(state, TrainableState):
             raise TypeError(
                 f"expected the state that tx.init(model) or the last update returned, got {describe(state)}; the order "
@@ -162,7 +162,7 @@ class Rule:
     def update(
         self, updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, TrainableState]:
-        """One step: the updates at all places, and the next state."""
+        """Takes one step: returns the updates at all places, and the next state."""
         if params is None:
             raise ValueError("expected the model as the third argument, got None; write tx.update(grads, state, model)")
         histories = self.histories(state)
@@ -181,10 +181,10 @@ class Rule:
     def steps(
         self, parts: Parts[Any], gradients: list[Any], histories: Sequence[History], extra: dict[str, Any]
     ) -> Steps:
-        """The step of each slot, and the next state and count of each history.
+        """Returns the step of each slot, and the next state and count of each history.
 
         A rule may couple leaves, by a global norm or a line search. So each history runs over all leaves that have a
-        gradient, and only its own leaves are kept of the result; of the rest XLA computes nothing.
+        gradient, and only its own leaves are kept of the result; XLA computes nothing for the rest.
         """
         for history in histories:
             if all(gradients[slot] is None for slot in slots_of(parts.index, history)):
@@ -201,9 +201,9 @@ class Rule:
         return steps, tuple(runs), counts
 
     def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
-        """What the rule is shown of a model, and the gradients that it is shown."""
+        """Returns the part of a model that the rule sees, and the gradients that it sees."""
         if "active" in extra:
-            raise TypeError("active= says which rows of stacks move: write optim.stacked(tx) in place of this one")
+            raise TypeError("active= selects the rows of stacks that move: write optim.stacked(tx) instead of this one")
         if self.fills:
             gradients = _filled(parts, gradients)
         layout, slots = parts.layout, [slot for slot, given in enumerate(gradients) if given is not None]
@@ -212,18 +212,18 @@ class Rule:
         return Sight(parts, layout, self.form_of(layout), slots), list(gradients)
 
     def update_of(self, sight: Sight, gradients: list[Any], extra: dict[str, Any]) -> Update:
-        """The update of the rule."""
+        """Returns the update of the rule."""
         further = {name: self._argument(sight, name, value) for name, value in extra.items()} if extra else {}
         shown, params = sight.show(gradients), sight.show(sight.parts.slots)
         is_scaled = remembered(self, sight.layout, "scaled", functools.partial(self._is_scaled, sight.layout))
         return Update(self.tx, shown, params, further, sight.by_parameter if is_scaled else None)
 
     def _is_scaled(self, layout: Layout) -> bool:
-        """Whether `optim.scaled` is in the rule."""
+        """Returns whether the rule contains `optim.scaled`."""
         return bool(nodes_of(ScaledState, self.like(layout).state))
 
     def _made(self, histories: Sequence[History], sight: Sight, update: Update) -> Iterator[tuple[int, list[Any], Any]]:
-        """Of each history that moves its number, the step of each slot as it has it, and its next state."""
+        """Yields, for each history that moves, its number, its steps of all slots, and its next state."""
         moving = [number for number, history in enumerate(histories) if sight.moves(history) is not False]
         if len(histories) == 1 and sight.layout is histories[0].layout:
             history = histories[0]
@@ -250,15 +250,15 @@ class Rule:
         first_time = not isinstance(history.count, Tracer) and not int(history.count)
         if first_time and hash(history.layout) not in self._warned:
             self._warned.add(hash(history.layout))
-            message = "trains, and no gradient has come for it since: take gradients by what the state says"
-            warn(f"{first_few(history.layout.paths)} {message}, tp.grad(loss, state.layout)")
+            message = "take gradients by the layout in the state, tp.grad(loss, state.layout)"
+            warn(f"no gradient so far for {first_few(history.layout.paths)}, which the state trains: {message}")
 
     # -- Arguments
 
     def _gradients(self, parts: Parts[Any], grads: PyTree) -> list[Any]:
-        """One gradient per slot as Optax's rules take them; `None` where there is none."""
+        """Returns one gradient per slot as Optax's rules expect them; `None` if there is none."""
         if grads is None or isinstance(grads, (bool, int)):
-            raise TypeError(f"expected a tree of gradients as of tp.grad(loss)(model), got {describe(grads)}")
+            raise TypeError(f"expected a tree of gradients, as tp.grad(loss)(model) returns it, got {describe(grads)}")
         gradients = slot_gradients(parts.index, grads, None, wide=True)
         check_no_updates(parts, grads)
         for slot in parts.index.complex_slots:
@@ -268,7 +268,7 @@ class Rule:
         return gradients
 
     def _argument(self, sight: Sight, name: str, value: Any) -> Any:
-        """An extra argument as the rule understands it: gradients and functions are of what it is shown."""
+        """Converts an extra argument for the rule: gradients and functions of the model become those of the form."""
         if name == "grad":
             return self._show_gradients(sight, value)
         if not (callable(value) and (name in ("value_fn", "obj_fn", "grad_fn") or jtu.all_leaves([value]))):
@@ -277,9 +277,9 @@ class Rule:
         if complex_slots and name != "grad_fn":
             slot = sight.parts.layout.slots[complex_slots[0]]
             raise TypeError(
-                "rules of Optax that differentiate a loss themselves, such as line searches, do not descend along "
-                f"complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as two real "
-                "parameters"
+                "Optax transformations that differentiate a loss themselves, such as line searches, do not descend "
+                f"along complex parameters, and {slot.path!r} is {slot.dtype}; keep its real and imaginary parts as "
+                "two real parameters"
             )
 
         @functools.wraps(value)  # Optax looks at the names of its arguments
@@ -290,22 +290,22 @@ class Rule:
         return of_what_is_shown
 
     def _show_gradients(self, sight: Sight, grads: PyTree) -> PyTree:
-        """Gradients among the extra arguments, as the rule is shown them."""
-        # A rule is shown a whole form, so what is missing here alone is zero.
+        """Converts gradients among the extra arguments to the form."""
+        # A rule sees a whole form, so gradients that are missing only here are zero.
         return sight.show(_filled(sight.parts, self._gradients(sight.parts, grads)))
 
 
 def _filled(parts: Parts[Any], gradients: Sequence[Any]) -> list[Any]:
-    """The gradients, of zeros where there is none."""
+    """Returns the gradients, with zeros for those that are missing."""
     pairs = zip(parts.slots, gradients, strict=True)
     return [jnp.zeros_like(leaf) if given is None else given for leaf, given in pairs]
 
 
 def _are_of_one_rule(like: Division, division: Division, is_one: bool) -> bool:
-    """Whether two states have the same arrays of the same parameters.
+    """Returns whether two states have the same arrays of the same parameters.
 
-    Of several histories, `saving.plan` makes those of some parameters without asking the rule. What is of parameters is
-    the same in them; the rest may not be.
+    If there are several histories, `saving.plan` makes those of some parameters without asking the rule. Then only the
+    arrays that belong to parameters must be the same.
     """
     of_each = lambda it: [(owners.paths, owners.place) for owners in it.owners if owners is not None]
     return like == division or (not is_one and of_each(like) == of_each(division))

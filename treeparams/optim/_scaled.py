@@ -29,7 +29,7 @@ from ._state import nodes_of
 
 Factors = Mapping[Where, ArrayLike]
 ByParameter = Callable[[Factors], PyTree]
-"""From `{where: number}` to a tree like what a rule is shown: a number for each array, or an array that broadcasts."""
+"""From `{where: number}` to a tree like the one a rule sees: a number for each array, or an array that broadcasts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScaledState:
     """The state of `optim.scaled`, a pytree without arrays.
 
     Attributes:
-        keys: that the factors were given under; static.
+        keys: the keys of the factors; static.
     """
 
     keys: Keys
@@ -48,10 +48,11 @@ jtu.register_dataclass(ScaledState, [], ["keys"])
 
 
 def told(state: PyTree, by_parameter: ByParameter | None) -> PyTree:
-    """The state of a rule whose factors are read in this way in one update; by `None`, by the paths of its tree.
+    """Returns the state of a rule in which `optim.scaled` reads its factors this way in one update; `None`: by path.
 
-    A rule over a vector or stacks is shown no names, so its state brings what stands for them. An extra argument would
-    not arrive everywhere: some wrappers of Optax pass none on, and its line searches give them to the loss.
+    A rule over a vector or stacks sees no names, so its state brings a function that reads the factors. An extra
+    argument would not arrive everywhere: some wrappers of Optax pass none on, and its line searches give them to the
+    loss.
     """
     is_scaled = lambda node: isinstance(node, ScaledState)
     tell = lambda node: ScaledState(Keys(node.keys.wheres, by_parameter)) if is_scaled(node) else node
@@ -59,9 +60,9 @@ def told(state: PyTree, by_parameter: ByParameter | None) -> PyTree:
 
 
 def spread(index: Index, layout: Layout, form: Form, given: Factors) -> PyTree:
-    """What `{where: number}` gives each parameter of a layout, 1 by default, in arrays that broadcast against a form.
+    """Returns the number of each parameter of a layout, 1 by default, in arrays that broadcast against a form.
 
-    The index is of the whole model.
+    The index is that of the whole model.
     """
     numbers: list[Any] = [*given.values(), 1.0]
     found = first_entries(index, [*given], asked=())  # `init` has checked that each is of use
@@ -81,31 +82,31 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
     >>> print([f"{layer.bias[0]:.3f}" for layer in updates.layers])
     ['-0.025', '-0.050', '-0.100']
 
-    Behind a rule such as Adam a factor scales its learning rate, and weight decay that the rule has. This is
+    After an optimiser such as Adam, a factor scales its learning rate, and its weight decay if it has one. Use it for
     **layer-wise learning-rate decay** (discriminative fine-tuning, ULMFiT, arXiv:1801.06146; BEiT, arXiv:2106.08254),
-    the **rates by width of muP** (Yang et al., arXiv:2203.03466; with Adam `1 / m` for the weights of hidden and output
-    layers, in a net that is `m` times as wide as the one that was tuned), or a slower encoder, `{"encoder": 0.1}`.
-    Before a rule a factor scales the gradient, which Adam nearly undoes.
+    for the **rates by width of muP** (Yang et al., arXiv:2203.03466; with Adam `1 / m` for the weights of hidden and
+    output layers, in a net that is `m` times as wide as the one that was tuned), or for a slower encoder, `{"encoder":
+    0.1}`. Before an optimiser, a factor scales the gradient, which Adam nearly undoes.
 
-    It is one rule with as many factors as you like: 48 groups over 769 leaves take five times as long to trace as 48
-    factors. Groups are for other rules, and for schedules of their own. It stands anywhere within `optim.trainable`,
-    `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain Optax it goes by the
-    paths of the tree that it is given.
+    You may give as many factors as you like: 48 groups over 769 leaves take five times as long to trace as 48 factors.
+    Use groups for different optimisers or schedules. `optim.scaled` works anywhere inside `optim.trainable`,
+    `optim.flat`, `optim.stacked` and `optim.groups`; beside `optim.per_leaf`, not in it. In plain Optax it uses the
+    paths of the tree that it receives.
 
     Args:
-        factors: `{where: number}`, with any `where` of `tp.layout` that is hashable. A number may be a traced scalar,
-            so one program serves a sweep by `jax.vmap`, and a hyperparameter: `optax.inject_hyperparams(lambda slow:
-            optax.chain(optax.adam(1e-3), optim.scaled({"encoder": slow})))(slow=0.1)`. Parameters that no entry
-            selects have 1.
+        factors: `{where: number}`, with any hashable `where` of `tp.layout`. A number may be a traced scalar, so one
+            program serves a sweep by `jax.vmap`, and a hyperparameter: `optax.inject_hyperparams(lambda slow:
+            optax.chain(optax.adam(1e-3), optim.scaled({"encoder": slow})))(slow=0.1)`. Parameters that no entry selects
+            have 1.
 
     Returns:
-        A transformation with a `ScaledState`. Each update keeps its dtype; the product is made in single precision at
-        least. A tie is one parameter: its source decides.
+        A transformation with a `ScaledState`. Each update keeps its dtype; the product is computed in at least single
+        precision. A tied parameter has the factor of its source.
 
     Raises:
-        ValueError: a factor is no scalar; `init` of `optim.trainable` and the like, or `update` in plain Optax: an
-            entry selects nothing, or nothing that earlier entries left, or one place alone of an array that is at
-            several.
+        ValueError: a factor is not a scalar; `init` of `optim.trainable` and the like, or `update` in plain Optax: an
+            entry selects nothing, or only parameters that earlier entries select, or only one place of an array that is
+            at several.
         TypeError: not a dictionary of numbers; a factor is a schedule.
     """
     if not isinstance(factors, Mapping):
@@ -119,13 +120,13 @@ def scaled(factors: Factors) -> optax.GradientTransformationExtraArgs:
 def _check_factor(name: str, factor: Any) -> None:
     if callable(factor):
         raise TypeError(
-            f"the factor of {name} is a number, got a function; for a schedule write "
+            f"the factor of {name} must be a number, got a function; for a schedule write "
             f"optim.groups({{{name}: optax.scale_by_schedule(schedule)}}, default=optax.identity())"
         )
     if not (is_array(factor) or isinstance(factor, (int, float, np.number))) or not _is_real(jnp.result_type(factor)):
-        raise TypeError(f"the factor of {name} is a real number, got {describe(factor)}")
+        raise TypeError(f"the factor of {name} must be a real number, got {describe(factor)}")
     if jnp.shape(factor):
-        raise ValueError(f"the factor of {name} is one number, got {describe(factor)}; write an entry for each")
+        raise ValueError(f"the factor of {name} must be one number, got {describe(factor)}; write an entry for each")
 
 
 def _is_real(dtype: Any) -> bool:
@@ -139,11 +140,11 @@ class _Scaled:
     factors: Factors
 
     def init(self, params: PyTree) -> Any:
-        """The keys, which are checked where a whole model is known."""
+        """Returns the keys, which are checked later, in the whole model."""
         return ScaledState(Keys([*self.factors]))
 
     def update(self, updates: PyTree, state: Any, params: PyTree | None = None, **_: object) -> tuple[PyTree, Any]:
-        """The updates, each times its factor."""
+        """Returns the updates, each times its factor."""
         by_parameter = state.keys.by_parameter or functools.partial(_by_path, updates if params is None else params)
         leaves, treedef = jtu.tree_flatten(updates, is_leaf=_is_nothing)
         pairs = zip(leaves, _like(treedef, by_parameter(self.factors)), strict=True)
@@ -155,25 +156,25 @@ def _is_nothing(node: object) -> bool:
 
 
 def _like(treedef: Any, factors: PyTree) -> list[Any]:
-    """The factors at the leaves of the updates."""
+    """Returns the factors at the leaves of the updates."""
     try:
         found = treedef.flatten_up_to(factors)
     except ValueError:
         found = [factors]
     if any(jtu.tree_structure(each).num_nodes > 1 for each in found):
         raise ValueError(
-            f"optim.scaled goes by parameter, and was given updates as {treedef!s:.80}, where the parameters are "
-            f"{jtu.tree_structure(factors)!s:.80}; put it outside of what changes their form, such as optax.flatten"
+            f"optim.scaled needs an update for each parameter: it got updates as {treedef!s:.80}, but the parameters "
+            f"are {jtu.tree_structure(factors)!s:.80}; put it outside of optax.flatten and others that change the form"
         )
     return found
 
 
 def _by_path(tree: PyTree, factors: Factors) -> PyTree:
-    """The factor of each array of a tree, by its path."""
+    """Returns the factor of each array of a tree, by its path."""
     if are_stacks(tree):
         raise ValueError(
-            "optim.scaled goes by the names of parameters, which the stacks of tp.stack do not have; give the model to "
-            "optim.stacked(optax.chain(..., optim.scaled(...)))"
+            "optim.scaled selects by the names of parameters, which the stacks of tp.stack do not have; pass the model "
+            "to optim.stacked(optax.chain(..., optim.scaled(...)))"
         )
     leaves, treedef = jtu.tree_flatten(tree)
     found = entries_of(tree, [*factors], is_whole=not nodes_of(optax.MaskedNode, tree))
@@ -185,14 +186,14 @@ def _by_path(tree: PyTree, factors: Factors) -> PyTree:
 
 
 def check_names(state: PyTree, index: Index) -> None:
-    """Checks the keys of groups and factors in the whole model, of which a rule is shown the trained parameters."""
+    """Checks the keys of groups and factors in the whole model, since a rule sees only the trained parameters."""
     check_groups(state, index)
     for node in nodes_of(ScaledState, state):
         first_entries(index, node.keys.wheres)
 
 
 def times(leaf: Any, factor: Any) -> Any:
-    """An update times a real number, in its own dtype; what is not floating stays as it is."""
+    """Multiplies an update by a real number, in its own dtype; returns updates that are not floating unchanged."""
     is_one = isinstance(factor, np.ndarray) and not factor.shape and factor == 1
     if is_one or not (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
         return leaf

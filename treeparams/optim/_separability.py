@@ -1,7 +1,7 @@
-"""Whether a rule does the same to leaves that lie together - in a vector, in stacks - as to the leaves themselves.
+"""Checks whether a rule does the same to joined leaves - in a vector, in stacks - as to the leaves themselves.
 
-It is read from its programs over two forms of one small layout, in which each element must have one formula
-(`_formulas`). What calls kernels or Python has none, and is tried with numbers on the same two forms.
+The check reads the rule's programs over two forms of one small layout, in which each element must have one formula
+(`_formulas`). Rules that call kernels or Python have none, and are tried with numbers on the same two forms.
 """
 
 import contextlib
@@ -30,22 +30,22 @@ from ._scaled import ByParameter, Factors, told
 from ._state import nodes_of, settled, steady
 
 Kinds = frozenset[tuple[str, int, int]]
-"""Of leaves: the group, empty where there are no groups; the rank; and whether it is 1 or, for several, 2."""
+"""Kinds of leaves: the group, or the empty text; the rank; and 1 for one such leaf, 2 for several."""
 
 ANY: Kinds = frozenset(("", rank, 1) for rank in range(4))
-"""For a form in which it does not matter which leaves there are."""
+"""The kinds for a form in which it does not matter which leaves there are."""
 
 # Programs are read and not run, so axes may be long: rules factorise, or precondition, from some length on.
 _LONG, _TRIED = 4096, 128
 _CALLS, _UPDATES = 512, 3  # up to so many calls, until so many updates were not zero: a rule may gather, or warm up
 _SCALES = (1e-3, 1.0, 1e3)  # thresholds are passed at one scale or another
 _TOLERANCE = 1e-4  # of the largest update of a leaf; sums in another order differ by less
-_BY_NAME = "goes by the names of leaves, and where they are joined they have none"
+_BY_NAME = "uses the names of leaves, which joined leaves do not have"
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs for milliseconds
 
 
 def kinds_of(form: Form) -> Kinds:
-    """The kinds of leaves in stacks."""
+    """Returns the kinds of leaves in stacks."""
     counts: dict[tuple[str, int], int] = {}
     for keys, block in zip(form.keys, form.blocks, strict=True):
         kind = keys[0].key if len(keys) > 1 else "", block.rank
@@ -66,10 +66,10 @@ def check_form(
 
     Args:
         rule: an Optax transformation that takes extra arguments.
-        form: what it is shown.
-        words: the name of the function that asks, and what to write instead.
+        form: the form that it sees.
+        words: the name of the function that asks, and the advice if the rule differs.
         extra: arguments that the rule needs, besides `value`, `grad` and `value_fn`.
-        known: the kinds of leaves for which it is known.
+        known: the kinds of leaves for which it is known to be the same.
 
     Returns:
         The kinds of leaves for which it is known now.
@@ -85,7 +85,7 @@ def check_form(
         raise ValueError(
             f"{name} traces the transformation over a few leaves, apart and joined, and it fails there "
             f"({in_short(error)}). {instead[0].upper()}{instead[1:]}; if it needs more arguments, give examples of "
-            "them (trial={...})"
+            "them, trial={...}"
         ) from error
     if reason:
         raise ValueError(f"the transformation {reason}; {instead}")
@@ -109,7 +109,7 @@ class _Sample(NamedTuple):
 
 
 def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[str, Any]) -> str:
-    """What a rule does otherwise, in words; the empty text if nothing."""
+    """Says how a rule differs over joined leaves; the empty text if it does not."""
     asked = Asked()
     sample = _few(kinds, is_stacks, _LONG, Rows if is_stacks else Named, asked)
     if not is_stacks and _has_groups(rule, jax.eval_shape(sample.joined.show, sample.shapes)):
@@ -124,13 +124,16 @@ def _difference(rule: Extended, kinds: Kinds, is_stacks: bool, extra: Mapping[st
         return "" if gap <= _TOLERANCE else f"{tried} {gap:.0e} of the largest"  # NaN is not
     for leaf, one, two in zip(sample.shapes, joined, apart, strict=True):
         if one != two:
-            other = f"{describe(leaf)} has another update where it is joined"
+            other = f"{describe(leaf)} gets another update if it is joined"
             return f"looks at the shapes of leaves, their axes or norms: {other}"
     return ""
 
 
 def _few(kinds: Kinds, is_stacks: bool, long: int, list_of: type[Named], asked: Asked) -> _Sample:
-    """A few leaves, joined and apart: apart in such a list, in which a rule over rows runs, or is one operation."""
+    """Returns a few leaves, joined and apart.
+
+    Apart they are in such a list, in which a rule over rows runs, or is one operation.
+    """
     leaves = _leaves(kinds, long)
     shapes = [leaf for _, leaf in leaves]
     groups: dict[Any, list[int]] = {group: [] for group, _, count in kinds if not count}
@@ -149,9 +152,9 @@ def _few(kinds: Kinds, is_stacks: bool, long: int, list_of: type[Named], asked: 
 
 
 def _leaves(kinds: Kinds, long: int) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Leaves of some kinds, each with its group, in the order in which stacks lie in their dictionary.
+    """Returns leaves of some kinds, each with its group, in the order in which stacks lie in their dictionary.
 
-    In each group that has leaves there are a vector and matrices, since the stack of a scalar is a vector, and so on.
+    Each group that has leaves contains a vector and matrices, since the stack of a scalar is a vector, and so on.
     """
     known = {kind[:2] for kind in kinds}
     added = [(group, rank, 1) for group in {group for group, _, count in kinds if count} for rank in (1, 2)]
@@ -166,12 +169,12 @@ def _leaves(kinds: Kinds, long: int) -> list[tuple[str, jax.ShapeDtypeStruct]]:
 
 
 def _compared(tree: PyTree) -> PyTree:
-    """Stacks, or stacks in groups, as those that a rule over rows is compared on."""
+    """Returns stacks, or stacks in groups, as those that a rule over rows is compared on."""
     return RowsJoined(tree) if isinstance(tree, Stacks) else {name: RowsJoined(own) for name, own in tree.items()}
 
 
 def _has_groups(rule: Extended, shown: PyTree) -> bool:
-    """Whether `optim.groups`, which goes by names, is in a rule."""
+    """Returns whether a rule contains `optim.groups`, which uses names."""
     with contextlib.suppress(Exception):
         return bool(nodes_of(GroupsState, jax.eval_shape(rule.init, shown)))
     return False
@@ -183,7 +186,7 @@ def _has_groups(rule: Extended, shown: PyTree) -> bool:
 def _updates(
     formulas: Formulas, rule: Extended, way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], extra: Mapping[str, Any]
 ) -> list[Any]:
-    """What tells the updates of leaves apart: equal if they are the same."""
+    """Returns a mark for the update of each leaf, equal if the updates are the same."""
     like, blocks = jax.eval_shape(way.show, shapes), range(len(way.slots))
     reader = Reader(formulas, way.slots, [leaf.size for leaf in jtu.tree_leaves(like)])
     init, state = jax.make_jaxpr(lambda params: settled(rule.init(params)), return_shape=True)(like)
@@ -200,13 +203,13 @@ def _updates(
 def _one_update(
     reader: Reader, update: Any, grads: Sequence[Value], params: Sequence[Value], carried: Sequence[Value]
 ) -> tuple[Sequence[Value], Sequence[Value]]:
-    """The next state, and the updates."""
+    """Returns the next state, and the updates."""
     found = reader.run(update, [*grads, *carried, *params, reader.argument("value")])
     return found[len(grads) :], found[: len(grads)]
 
 
 def _mark(rounds: Any, update: Value, block: int) -> Any:
-    """What tells the update of a block apart; equal to nothing else if it is not element by element of that block."""
+    """Returns the mark of a block's update; a unique one if the update is not element by element of the block."""
     run, *others = update
     if run.formula == NO_FORMULA:
         return NO_FORMULA
@@ -223,7 +226,7 @@ def _step(
     params: PyTree,
     value: Any,
 ) -> tuple[PyTree, PyTree]:
-    """The updates and the next state."""
+    """Returns the updates and the next state."""
     known = {"value": value, "grad": grads, "value_fn": functools.partial(_loss, scale)}
     before = told(state, by_parameter or functools.partial(_of_each_element, params))
     updates, after = rule.update(grads, before, params, **known | dict(extra))
@@ -231,19 +234,19 @@ def _step(
 
 
 def _of_each_element(params: PyTree, given: Factors) -> PyTree:
-    """What `{where: number}` gives each element: which number does not matter, but that it is of this element."""
+    """Returns factors that are known only to be those of each element, whatever their numbers are."""
     numbers, wheres = list(map(jnp.asarray, given.values())), str([*map(id, given)])
     return jax.tree.map(lambda leaf: alike_p.bind(leaf, *numbers, program=wheres), params)
 
 
 def _of_leaves_in_turn(way: _Way, shapes: Sequence[jax.ShapeDtypeStruct], given: Factors) -> PyTree:
-    """Numbers as of `{where: number}` whose entries take the leaves in turn."""
+    """Returns numbers as of `{where: number}` whose entries select the leaves in turn."""
     numbers = itertools.cycle([*given.values(), 1.0])
     return way.show([jnp.full(leaf.shape, number, leaf.dtype) for leaf, number in zip(shapes, numbers, strict=False)])
 
 
 def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
-    """The sum of squares, times a scale."""
+    """Returns the sum of squares, times a scale."""
     return scale * sum(jnp.sum(jnp.square(leaf)) for leaf in jtu.tree_leaves(params))
 
 
@@ -251,12 +254,12 @@ def _loss(scale: Any, params: PyTree, *_: Any, **__: Any) -> Any:
 
 
 def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
-    """The largest difference of a leaf's updates at any scale and step, relative to the largest of them there."""
+    """Returns the largest difference of a leaf's updates at any scale and step, relative to the largest update."""
     begin, both = functools.partial(_begin, rule, sample), functools.partial(_both, rule, sample, extra)
     programs = (begin, ()), (both, (jax.eval_shape(begin), np.float32(1)))
     if any(isinstance(const, Tracer) for f, args in programs for const in jax.make_jaxpr(f)(*args).consts):
-        raise ValueError("it calls kernels or Python, which is tried with numbers, and has traced ones in it")
-    # Compiled ahead, they run within jit too, where `init` may be called; of what they return only NumPy sees values.
+        raise ValueError("it calls kernels or Python, so it is tried with numbers, but it contains traced ones")
+    # Compiled ahead, they run inside jit too, where `init` may be called; only NumPy sees the values they return.
     begin_now, both_now = (jax.jit(f).lower(*args).compile(compiler_options=_QUICK) for f, args in programs)
     worst = 0.0
     for scale in map(np.float32, _SCALES):
@@ -272,7 +275,7 @@ def _gap(rule: Extended, sample: _Sample, extra: Mapping[str, Any]) -> float:
 
 
 def _begin(rule: Extended, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
-    """Parameters and state at first, in each way."""
+    """Returns the first parameters and state, in each way."""
     rng, factors = np.random.default_rng(0), itertools.cycle((1, 30, 5))  # gradients of some leaves are larger
     start = [
         jnp.asarray(factor * rng.normal(size=leaf.shape).astype(np.float32))
@@ -285,7 +288,7 @@ def _begin(rule: Extended, sample: _Sample) -> list[tuple[PyTree, PyTree]]:
 def _both(
     rule: Extended, sample: _Sample, extra: Mapping[str, Any], carries: Sequence[tuple[PyTree, PyTree]], scale: Any
 ) -> list[tuple[Sequence[Any], tuple[PyTree, PyTree]]]:
-    """One step in each way: the update of each leaf, and the next parameters and state."""
+    """Takes one step in each way: the update of each leaf, and the next parameters and state."""
     found = []
     for way, (params, state) in zip((sample.joined, sample.apart), carries, strict=True):
         grads = jax.tree.map(lambda leaf: 2 * scale * leaf, params)

@@ -1,4 +1,4 @@
-"""set_trainable: what trains, and what begins anew, changes between steps."""
+"""set_trainable: changes which parameters train, or resets some of them, between steps."""
 
 import dataclasses
 import operator
@@ -41,7 +41,7 @@ S = TypeVar("S")
 def set_trainable(
     tx: Any, state: S, model: PyTree, trainable: Trainable | EllipsisType = ..., *, reset: bool | Where = False
 ) -> S:
-    """The state with another choice of trained leaves; nothing that was learned about a leaf is lost.
+    """Freezes and thaws parameters between steps, and keeps the optimiser's state of each.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -54,51 +54,52 @@ def set_trainable(
     >>> model
     {'x': Array([ 0.7, -1. ], dtype=float32), 'y': Array([ -17., -196.], dtype=float32)}
 
-    Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`,
-    or the thawed leaves get none. A leaf that is frozen takes its state with it, bit for bit and with its step count.
-    Thawed, it goes on **with its own count**, as if the steps in between had not happened for it, also in schedules
-    within `tx`. A leaf that is trained for the first time starts at count zero, with hyperparameters as `tx` makes
-    them, or as `optim.adjust` has set them.
+    Call it between steps, outside of `jax.jit`; a jitted step is traced once more. Take gradients by `state.layout`, or
+    the thawed parameters get none. A frozen parameter keeps its moments, bit for bit, and its step count. When you thaw
+    it, it goes on **with its own count**, as if the steps in between had not happened for it, also in schedules inside
+    `tx`. A parameter that trains for the first time starts at count zero, with the hyperparameters of `tx`, or those
+    that `optim.adjust` has set.
 
-    **`reset=where` alone makes a part begin anew**, as for a head that you re-initialise: what trains stays as it is.
+    **`reset=where` resets part of the model**, such as a head that you re-initialise. Given alone, it does not change
+    which parameters train.
 
     >>> model["y"] = jnp.zeros(2)
     >>> state = optim.set_trainable(tx, state, model, reset="y")
     >>> [int(count) for count in state.counts], state.layout.paths
     ([2, 0], ('x', 'y'))
 
-    A parameter that is reset is as one that is trained for the first time, with a history of its own; a frozen one
-    has nothing held any more, and a tie is reset as a whole.
+    A reset parameter is like one that trains for the first time, with a separate history. The held state of a frozen
+    parameter is dropped, and a tied parameter is reset at all its places.
 
-    Leaves that were trained together from the start have one history, one run of `tx`. If you freeze some of them, they
-    are of the same history again if the others take no step before you thaw them; else they stay apart, even where
-    their counts are equal. Further histories cost tracing, and with `optim.flat` a run over the whole vector each. Held
-    states are passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state
-    with Orbax, pickle its structure beside it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
+    Parameters that trained together from the start share one history: one run of `tx`. If you freeze some of them and
+    thaw them before the others take a step, they share it again. Otherwise they stay apart, even if their counts are
+    equal. Further histories cost tracing time, and with `optim.flat` a run over the whole vector each. Held states are
+    passed through each step: donate the state, or it is copied (9 ms for 16 MB). To restore such a state with Orbax,
+    pickle its structure with it, `jax.eval_shape(lambda: state)`: a fresh `init` has one history.
 
     Args:
         tx: the `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)` that made the state.
-        state: its state, or that of a chain or wrapper around `tx`, of which the rest stays as it is; not that of an
+        state: its state, or that of a chain or wrapper around `tx`, whose other parts stay as they are; not that of an
             ensemble (`jax.vmap` of `init`).
         model: the model as it is now.
-        trainable: the leaves that are trained from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
-            `tp.layout`. Ties are those that the state knows. Left out, it is `None`, but beside `reset=where` what the
-            state has.
-        reset: a `where` of parameters whose moments and counts begin anew, frozen ones too; `True` is to forget all
-            histories and hold nothing. Hyperparameters stay as they were set.
+        trainable: the parameters that train from now on: `None` (as declared), a mask, a `where` or a `Layout`; see
+            `tp.layout`. Ties are those in the state. If you leave it out, it is `None`, or with `reset=where` the
+            choice in the state.
+        reset: a `where` of parameters whose moments and counts start afresh, including frozen ones; `True` drops all
+            histories and holds nothing. Hyperparameters stay as you set them.
 
     Returns:
-        The new state. A frozen leaf costs no more than its held state.
+        The new state. A frozen parameter costs no more than its held state.
 
     Raises:
-        ValueError: L-BFGS is in `tx`, whose memory is of all leaves together, and `reset` is not `True`; the model
-            does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or one
-            place alone of an array that is at several; as `tp.layout`.
+        ValueError: `tx` contains L-BFGS, which remembers all parameters together, and `reset` is not `True`; the model
+            does not fit the state; the state is traced or was made by another `tx`; `reset` selects nothing, or only
+            one place of an array that is at several; as `tp.layout`.
         TypeError: `tx` is plain Optax or no transformation; `reset` is neither a bool nor a `where`.
     """
     rule = rule_of(tx)
     if isinstance(trainable, bool):
-        raise TypeError(f"trainable={trainable} names no leaves; write None for what the classes declare, or '**'")
+        raise TypeError(f"trainable={trainable} selects nothing; write None for the parameters as declared, or '**'")
     if not isinstance(reset, bool):
         _check_where(reset)
     choice = None if trainable is ... and isinstance(reset, bool) else trainable
@@ -108,7 +109,7 @@ def set_trainable(
             "order is optim.set_trainable(tx, state, model, where)"
         )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, model))):
-        raise ValueError("set_trainable is called between steps, outside of jax.jit: it changes what is compiled")
+        raise ValueError("call set_trainable between steps, outside of jax.jit: it changes the compiled program")
 
     def change(node: Any) -> Any:
         return _changed(rule, node, model, choice, reset) if _is_ours(node) else node
@@ -121,9 +122,9 @@ def _is_ours(node: object) -> bool:
 
 
 def _check_where(reset: object) -> None:
-    """Checks that what is not a bool may be a `where`; what it selects is seen in a model."""
+    """Checks that an argument that is not a bool may be a `where`; only a model shows what it selects."""
     if not (callable(reset) or isinstance(reset, (str, re.Pattern, Leaves, list, tuple, set, frozenset))):
-        raise TypeError(f"reset is True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
+        raise TypeError(f"reset must be True, False or a `where` such as 'head' or '**.bias', got {describe(reset)}")
 
 
 def _changed(
@@ -147,14 +148,14 @@ def _changed(
     running, held = (_at(rule, histories, positions) for positions in (now & stays, stays - now))
     if now - stays:
         begin = take_apart(model, trained_at(parts.layout, list(now - stays)))
-        # Numbered by what stays, so that what is reset again and again has one number, and a step one program.
+        # Numbered after the histories that stay, so that repeated resets give one number, and a step one program.
         running.append(_begun(rule, begin, histories, _next_origin([*running, *held])))
     running.sort(key=lambda history: -int(np.max(history.count)))  # stable: `state.runs[0]` is the oldest
     return _state_of(parts.layout, running, held)
 
 
 def _told_apart(histories: Sequence[History]) -> list[History]:
-    """The histories, with an origin of its own for each that has taken other steps than the first of its origin."""
+    """Returns the histories, with a new origin for each that has taken other steps than the first of its origin."""
     found: list[History] = []
     together: dict[int, np.ndarray] = {}
     for history in histories:
@@ -170,14 +171,14 @@ def _next_origin(histories: Sequence[History]) -> int:
 
 
 def _begun(rule: Rule, parts: Parts[Any], histories: Sequence[History], origin: int) -> History:
-    """The history of parameters that begin, with the hyperparameters that the others have been given."""
+    """Returns the history of parameters that begin, with the hyperparameters that you have set for the others."""
     run = _with_rates(rule, rule.fresh(parts), parts.layout, histories)
     like = rule.like(parts.layout)
     return History(parts.layout, run, like.division, jnp.zeros((), jnp.int32), origin)
 
 
 def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> list[History]:
-    """The histories of the leaves at some positions; those of one origin, which took their steps together, as one."""
+    """Returns the histories of the leaves at some positions, joined if they have one origin and stepped together."""
     found: dict[int, list[History]] = {}
     for history in histories:
         if not positions.isdisjoint(index_of(history.layout).positions):
@@ -192,7 +193,7 @@ def _at(rule: Rule, histories: Sequence[History], positions: frozenset[int]) -> 
 
 
 def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History]) -> TrainableState:
-    """The state of these histories."""
+    """Returns the state of these histories."""
     both = (*running, *held)
     origins, divisions = (tuple(map(operator.attrgetter(name), both)) for name in ("origin", "division"))
     runs, waiting = (tuple([history.state for history in side]) for side in (running, held))
@@ -202,7 +203,7 @@ def _state_of(layout: Layout, running: Sequence[History], held: Sequence[History
 
 
 def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[History]) -> PyTree:
-    """A fresh state with the hyperparameters that were set since the others were made; the rest are its own."""
+    """Returns a fresh state with the hyperparameters that were set since the others were made."""
     known = [(rates_in(history.state), history) for history in histories]
     rates, history = max(known, key=lambda pair: _width(pair[0]), default=([], None))
     if history is None or not _width(rates):
@@ -224,19 +225,19 @@ def _with_rates(rule: Rule, fresh: PyTree, layout: Layout, histories: Sequence[H
 
 
 def _width(rates: Sequence[Mapping[str, Any]]) -> int:
-    """The bytes of the widest hyperparameter; 0 where there is none."""
+    """Returns the bytes of the widest hyperparameter; 0 if there is none."""
     return max((jnp.dtype(rate.dtype).itemsize for each in rates for rate in each.values()), default=0)
 
 
 def _by_rule(form: Form, state: PyTree) -> dict[Any, Any]:
-    """The nodes of `optax.inject_hyperparams` by where the rule stands; of `optim.per_leaf` those of the first leaf."""
+    """Returns the nodes of `optax.inject_hyperparams` by the place of the rule; in `optim.per_leaf` the first one."""
     site, nodes = _site_of_rule(form), dict[Any, Any]()
     map_injected(lambda path, node: nodes.setdefault(site(path), node) and node, state)
     return nodes
 
 
 def _site_of_rule(form: Form) -> Callable[[Any], Any]:
-    """From a path in a state to where the rule stands: without the leaf, for each of which `optim.per_leaf` has one."""
+    """Returns a function that maps a path in a state to the place of the rule, without the leaf in `optim.per_leaf`."""
     leaves, states, spare = set(form.keys), jtu.GetAttrKey("states"), jtu.GetAttrKey("spare")
 
     def site(path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -251,6 +252,6 @@ def _site_of_rule(form: Form) -> Callable[[Any], Any]:
 
 
 def _for_rows(rate: jax.Array, like: jax.Array) -> jax.Array:
-    """A hyperparameter for a leaf, or for each row of a stack, of that of another one."""
+    """Returns the hyperparameter of another leaf for a leaf, or for each row of a stack."""
     rate = rate if jnp.shape(rate) == like.shape else jnp.broadcast_to(jnp.ravel(rate)[0], like.shape)
     return jnp.array(rate, like.dtype)

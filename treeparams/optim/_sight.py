@@ -1,4 +1,4 @@
-"""What a rule is shown in one update, and how what it makes of that comes back."""
+"""The form that a rule sees in one update, and how its results come back."""
 
 import dataclasses
 import functools
@@ -19,19 +19,19 @@ from ._scaled import ByParameter, spread, told
 from ._state import steady
 
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
-"""From a state of the rule to what it makes of the gradients, and its next state."""
+"""From a state of the rule to its steps for the gradients, and its next state."""
 Step = tuple[list[Any], PyTree]
 """The step of each slot, and the next state of the rule."""
 
 
 def slots_of(index: Index, history: History) -> list[int]:
-    """The slots that a history is of, in a model that may train others too."""
+    """Returns the slots of a history, in a model that may train others too."""
     return [index.by_leaf[position] for position in index_of(history.layout).positions]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """An update of a rule, with all that it is given but the state."""
+    """An update of a rule, with all its arguments but the state."""
 
     tx: Any
     gradients: PyTree
@@ -40,11 +40,11 @@ class Update:
     by_parameter: ByParameter | None  # where `optim.scaled` is in the rule
 
     def __call__(self, before: PyTree) -> tuple[PyTree, PyTree]:
-        """What the rule makes of the gradients, and its next state."""
+        """Returns the rule's steps for the gradients, and its next state."""
         return self.of(self.gradients, before, self.params)
 
     def of(self, gradients: PyTree, before: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The same of other gradients and parameters."""
+        """Returns the same for other gradients and parameters."""
         if self.by_parameter is None:
             return self.tx.update(gradients, before, params, **self.extra)
         made, after = self.tx.update(gradients, told(before, self.by_parameter), params, **self.extra)
@@ -53,7 +53,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What the rule is shown in one update: the form of the parameters that have a gradient."""
+    """The form of the parameters that have a gradient, which the rule sees in one update."""
 
     parts: Parts[Any]
     layout: Layout
@@ -61,20 +61,20 @@ class Sight:
     slots: list[int]  # their numbers in the whole layout
 
     def show(self, values: Sequence[Any]) -> PyTree:
-        """The form of one value per slot of the whole layout."""
+        """Returns the form of one value per slot of the whole layout."""
         return self.form.holding([values[slot] for slot in self.slots])
 
     def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
-        """The step of each slot, and the next state, of an update from a state that is divided in this way."""
+        """Returns the step of each slot, and the next state, from a state that is divided in this way."""
         made, after = update(before)
         return self.read(made), steady(after, before)
 
     def steps_apart(
         self, update: Update, division: Division, befores: Sequence[PyTree], owner: Mapping[str, int]
     ) -> list[Step] | None:
-        """As `step`, from a state for each of several histories, at once; `owner` says of which each parameter is.
+        """Returns the results of `step` for several histories at once; `owner` gives the history of each parameter.
 
-        `None` where the parameters lie together in one array, or the program of the rule does not tell.
+        `None` if parameters lie together in one array, or the program of the rule does not tell them apart.
         """
         if any(block.length is not None for block in self.form.blocks):
             return None
@@ -92,11 +92,11 @@ class Sight:
         return [(self.read(made), steady(after, old)) for (made, after), old in zip(found, befores, strict=True)]
 
     def moves(self, history: History) -> Any:
-        """Whether any parameter of a history takes a step: a bool, or an array of one."""
+        """Returns whether any parameter of a history takes a step: a bool, or an array of one."""
         return not set(self.slots).isdisjoint(slots_of(self.parts.index, history))
 
     def read(self, shown: PyTree) -> list[Any]:
-        """One value per slot of the whole layout; `None` where the rule was shown, or left, nothing."""
+        """Returns one value per slot of the whole layout; `None` for slots that the rule did not see, or left out."""
         values: list[Any] = [None] * len(self.parts.slots)
         for slot, value in zip(self.slots, self.form.read(shown), strict=True):
             values[slot] = value
@@ -104,10 +104,10 @@ class Sight:
 
     @property
     def by_parameter(self) -> ByParameter:
-        """From `{where: number}` to what it gives each parameter, 1 by default, in arrays that broadcast."""
+        """Maps `{where: number}` to the number of each parameter, 1 by default, in arrays that broadcast."""
         return functools.partial(spread, self.parts.index, self.layout, self.form)
 
     def model(self, shown: PyTree) -> Any:
-        """The model with these parameters; what is not shown is as it was."""
+        """Returns the model with these parameters; everything else is as it was."""
         found = zip(self.read(shown), self.parts.slots, strict=True)
         return self.parts.model([own if new is None else new for new, own in found])

@@ -1,4 +1,4 @@
-"""stacked: Optax over stacks. Freezing by row: rows that are not active, or have no gradient, wait."""
+"""stacked: Optax over stacks, in which rows wait that are not active or have no gradient."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def stacked(
     trial: Mapping[str, Any] | None = None,
     frozen: Literal["zeros"] | None = None,
 ) -> ModelTransformation:
-    """The same as `optim.trainable`, over stacks: one operation for each shape, rules for matrices included.
+    """Wraps an Optax optimiser like `optim.trainable`, and runs it over stacks: one operation for each shape.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -48,20 +48,21 @@ def stacked(
     >>> updates["layers"][0]["b"], bool(jnp.all(updates["layers"][2]["b"] < 0)), updates["steps"]
     (Array([-0., -0., -0.], dtype=float32), True, None)
 
-    The model stays a model; the state rests in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx` sees
-    parameters and gradients so. An element-wise rule (Adam, SGD) and a global one (clipping by the norm of all) take
-    stacks as they are. **What looks at a leaf's shape or norm stands within `optim.per_leaf`**, as above, or is refused
-    at the first `init`: to Muon a stack of biases would be a matrix. So is what goes by names. This is read from the
-    programs of `tx`, as for `optim.flat`, over a few leaves of the ranks that the model has, vectors and matrices.
-    `optim.groups` may be in `tx`; its groups have stacks of their own.
+    You pass models as they are. The state is kept in stacks, `{"float32[2,3]": array of shape (4, 2, 3)}`, and `tx`
+    sees parameters and gradients in stacks. Element-wise optimisers (Adam, SGD) and global ones (clipping by the norm
+    of all) work on stacks directly. **Put optimisers that look at a leaf's shape or norm inside `optim.per_leaf`**, as
+    above: to Muon a stack of biases would be a matrix. Otherwise the first `init` raises a `ValueError`, also for
+    transformations that use names. It reads the programs of `tx`, as for `optim.flat`, over a few leaves of the ranks
+    that the model has, vectors and matrices. `tx` may contain `optim.groups`; each group has separate stacks.
 
-    **Freezing without a new trace.** `update(grads, state, model, active={where: flag})` takes flags that may be
-    traced: a parameter whose flag is `False` takes no step and its state waits, step count included, as if the call had
-    not been made for it. The first `where` that selects a parameter gives its flag, and a parameter that none selects
-    moves. Make this dictionary inside of `jax.jit`, which sorts the keys of a dictionary that it is given. The gradient
-    of a parameter that waits counts as zero in a norm and may be NaN. "Train another layer every hundred steps" so
-    compiles once. The same holds for a parameter without a gradient. It needs a state that is kept row by row, so what
-    holds state must be within `optim.per_leaf`; the state of `optim.clip_by_global_norm` is of the call and goes on.
+    **Freeze without a new trace**: `update(grads, state, model, active={where: flag})` accepts flags that may be
+    traced. A parameter whose flag is `False` takes no step and its state waits, including its step count, as if you had
+    not made the call for it. The first `where` that selects a parameter gives its flag; a parameter that no entry
+    selects moves. Make this dictionary inside `jax.jit`, which sorts the keys of dictionaries that you pass in. The
+    gradient of a parameter that waits counts as zero in a norm and may be NaN. So "train another layer every hundred
+    steps" compiles once. Parameters without a gradient wait in the same way. Only state that is kept row by row can
+    wait, so put transformations with state inside `optim.per_leaf`; the state of `optim.clip_by_global_norm` describes
+    the whole call and goes on.
 
     Args:
         tx: any Optax transformation; see above.
@@ -70,21 +71,22 @@ def stacked(
         frozen: as for `optim.trainable`.
 
     Returns:
-        A transformation that takes and returns what `optim.trainable` does. The updates of a parameter that waits are
-        `None` if it has no gradient, else the zero that changes no number, -0.0.
+        A transformation that accepts and returns the same as `optim.trainable`. The updates of a parameter that waits
+        are `None` if it has no gradient, else -0.0, the zero that changes no number.
 
     Raises:
-        ValueError: `init`: `tx` is not the same over stacks; it has groups within groups, or ones that divide the model
-            in different ways; otherwise as `optim.trainable`. `update`: not all rows move, and `tx` keeps state outside
-            of `optim.per_leaf`; a `where` selects nothing, or comes too late; otherwise as `optim.trainable`.
-        TypeError: a flag is no bool; otherwise as `optim.trainable`.
+        ValueError: `init`: `tx` is not the same over stacks; it has groups within groups, or several that divide the
+            model in different ways; otherwise as `optim.trainable`. `update`: some rows wait, and `tx` keeps state
+            outside of `optim.per_leaf`; a `where` selects nothing, or only parameters that earlier entries select;
+            otherwise as `optim.trainable`.
+        TypeError: a flag is not a bool; otherwise as `optim.trainable`.
     """
     rule = _StackedRule(tx, trainable, trial, frozen)
     return ModelTransformation(rule.init, rule.update)
 
 
 WITHIN = (
-    "what looks at a leaf by itself stands within optim.per_leaf: "
+    "put an optimiser that looks at single leaves inside optim.per_leaf: "
     "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.contrib.muon(1e-3)))"
 )
 
@@ -93,28 +95,28 @@ WITHIN = (
 class _Waiting(Sight):
     """Stacks in which some rows wait.
 
-    To the rule a row that waits is a parameter that is zero and has a gradient of zero and a state that is fresh, so
-    that it adds nothing to a norm, whatever is in it.
+    For a row that waits, the rule sees a parameter of zero, a gradient of zero and a fresh state, so that the row adds
+    nothing to a norm, whatever is in it.
     """
 
     flags: list[Any]  # whether each slot moves: a Python bool where that is known
     absent: frozenset[int]  # the slots without a gradient
 
     def show(self, values: Sequence[Any]) -> PyTree:
-        """The stacks of one value per slot, with zeros in rows that wait."""
+        """Returns the stacks of one value per slot, with zeros in rows that wait."""
         return self._masked(super().show(values), 1)
 
     def step(self, update: Run, division: Division, before: PyTree, init: Init) -> Step:
-        """As of `Sight`, with the state from before for rows that wait."""
+        """Returns the same as `Sight.step`, but rows that wait keep their state."""
         fresh = settled(init(self.show(self.parts.slots)))
         made, after = update(self._of_state(division, before, fresh))
-        # The number that changes none when it is added: -0.0 + 0.0 is 0.0.
+        # -0.0 changes no number when it is added; 0.0 would turn -0.0 into 0.0.
         steps = self.read(self._masked(made, -1))
         steps = [None if slot in self.absent else step for slot, step in enumerate(steps)]
         return steps, self._of_state(division, steady(after, before), before)
 
     def moves(self, history: History) -> Any:
-        """Whether any parameter of a history takes a step."""
+        """Returns whether any parameter of a history takes a step."""
         own = slots_of(self.parts.index, history)
         flags = [self.flags[slot] for slot in own]
         if all(flag is False for flag in flags) or all(flag is True for flag in flags):
@@ -123,11 +125,11 @@ class _Waiting(Sight):
         return jnp.any(self._moving(own))
 
     def model(self, shown: PyTree) -> Any:
-        """The model with these parameters in the rows that move."""
+        """Returns the model with these parameters in the rows that move."""
         return super().model(self._beside_waiting(shown, super().show(self.parts.slots)))
 
     def _of_state(self, division: Division, moving: PyTree, waiting: PyTree) -> PyTree:
-        """A state with the arrays of one for rows that move, and for what is shared, and of another for the others."""
+        """Returns a state from `moving` for rows that move and for shared arrays, and from `waiting` for the others."""
         moves, treedef = jtu.tree_flatten(moving)
         waits, slot_at = jtu.tree_leaves(waiting), {path: slot for slot, path in enumerate(self.form.paths)}
         for i, owners in enumerate(division.owners):
@@ -147,40 +149,40 @@ class _Waiting(Sight):
 
     @functools.cached_property
     def _distinct(self) -> tuple[jax.Array, np.ndarray]:
-        """The flags as an array, each once, since many slots have the same one; and the number of each slot's."""
+        """The flags as an array, each once, since many slots share a flag; and the number of each slot's flag."""
         keys = [flag if isinstance(flag, bool) else id(flag) for flag in self.flags]
         distinct = dict(zip(keys, self.flags, strict=True))
         numbers = {key: number for number, key in enumerate(distinct)}
         return jnp.stack([jnp.asarray(flag) for flag in distinct.values()]), np.array([numbers[key] for key in keys])
 
     def _moving(self, slots: Sequence[int]) -> jax.Array:
-        """Whether each of these slots moves."""
+        """Returns whether each of these slots moves."""
         flags, numbers = self._distinct
         return flags[numbers[np.array(slots)]]
 
 
 def _along(flags: jax.Array, axis: int | None, ndim: int) -> jax.Array:
-    """Flags along one axis of an array."""
+    """Returns flags along one axis of an array."""
     return jnp.expand_dims(flags, [each for each in range(ndim) if each != axis])
 
 
 def _check_shared(history: History) -> None:
-    """Refuses a state of which something would move for rows that wait; what is of the call, a clip's, may."""
+    """Refuses a state with shared arrays, which would move for rows that wait; the state of a clip may move."""
     is_clip = lambda node: isinstance(node, ClipState)
     each = iter(history.division.owners)
     for path, node in jtu.tree_flatten_with_path(history.state, is_leaf=is_clip)[0]:
         owners = [next(each) for _ in jtu.tree_leaves(node)]
         if not is_clip(node) and None in owners:
             raise ValueError(
-                "some parameters wait in this update, and the transformation keeps what is not kept row by row, "
-                f"state{jtu.keystr(path)}: put what holds state within optim.per_leaf, as in "
+                "some parameters wait in this update, but the transformation keeps state that is not kept row by row, "
+                f"state{jtu.keystr(path)}: put optimisers with state inside optim.per_leaf, as in "
                 "optax.chain(optim.clip_by_global_norm(1.0), optim.per_leaf(optax.adam(1e-3))), or give all "
                 'gradients, tp.project(model, grads, missing="zeros")'
             )
 
 
 class _StackedRule(Rule):
-    """As `Rule`, over stacks, with rows that wait; where `optim.groups` is in it, those of each group by themselves."""
+    """A `Rule` over stacks, with rows that wait; with `optim.groups` each group has separate stacks."""
 
     def __init__(
         self,
@@ -203,14 +205,14 @@ class _StackedRule(Rule):
 
     @functools.cached_property
     def _has_groups(self) -> bool | None:
-        """Whether `optim.groups` is in the rule; `None` where that does not show."""
+        """Whether the rule contains `optim.groups`; `None` if that is unknown."""
         try:
             return bool(nodes_of(GroupsState, jax.eval_shape(self.tx.init, {})))
         except Exception:  # it has a mask for other trees, or wants a leaf
             return None
 
     def _groups_of(self, layout: Layout) -> dict[str, list[int]] | None:
-        """The slots of each group of `optim.groups`; `None` where there is none in the rule."""
+        """Returns the slots of each group of `optim.groups`; `None` if the rule has none."""
         try:
             nodes = nodes_of(GroupsState, jax.eval_shape(self.tx.init, tree_of(layout).shapes()))
         except Exception:
@@ -223,14 +225,14 @@ class _StackedRule(Rule):
         divisions = [{group.name: group.paths for group in node.groups} for node in nodes]
         if any(each != divisions[0] for each in divisions) or any(list(groups_in(node.inner_states)) for node in nodes):
             raise ValueError(
-                "over stacks one optim.groups says which leaves lie together; there are several, or groups within "
-                "groups: give each group a chain of its own rules, or use optim.trainable"
+                "optim.stacked makes stacks for one optim.groups, but there are several, or groups within groups: give "
+                "each group its own chain, or use optim.trainable"
             )
         numbers = {slot.path: i for i, slot in enumerate(layout.slots)}
         return {name: [numbers[path] for path in paths] for name, paths in divisions[0].items()}
 
     def sight(self, parts: Parts[Any], gradients: Sequence[Any], extra: dict[str, Any]) -> tuple[Sight, list[Any]]:
-        """What the rule is shown, in which some rows may wait."""
+        """Returns the stacks that the rule sees, in which some rows may wait."""
         active = extra.pop("active", None)
         flags = _flags(parts.layout, gradients, {} if active is None else active)
         sight, filled = super().sight(parts, gradients, extra)
@@ -241,12 +243,12 @@ class _StackedRule(Rule):
 
 
 def _flags(layout: Layout, gradients: Sequence[Any], active: Any) -> list[Any]:
-    """Whether each slot moves: a Python bool where that is known."""
+    """Returns whether each slot moves: a Python bool if that is known."""
     if not isinstance(active, Mapping):
-        raise TypeError(f"active is a dictionary {{where: flag}}, got {describe(active)}")
+        raise TypeError(f"active must be a dictionary {{where: flag}}, got {describe(active)}")
     for where, flag in active.items():
         if not isinstance(flag, (bool, np.bool_)) and (not is_array(flag) or flag.dtype != bool or flag.shape):
-            raise TypeError(f"active[{where!r}] is a bool, or a scalar array of one, got {describe(flag)}")
+            raise TypeError(f"active[{where!r}] must be a bool, or a scalar array of one, got {describe(flag)}")
     index, flags = index_of(layout), [bool(f) if isinstance(f, (bool, np.bool_)) else f for f in active.values()]
     found = first_entries(index, list(active))
     of_slots = [flags[found[leaf]] if leaf in found else True for leaf in index.positions]

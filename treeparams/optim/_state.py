@@ -1,8 +1,8 @@
 """The state of a transformation over a model.
 
-Leaves that were trained together from the start have one *history*: one step count, one state of the rule. A leaf that
-is frozen takes its history with it; thawed later, it has taken fewer steps than the others, so it goes on with a
-history of its own. The usual case is one.
+Parameters that trained together from the start have one *history*: one step count, one state of the rule. A frozen
+parameter keeps its history; thawed later, it has taken fewer steps than the others, so it goes on with a separate
+history. The usual case is one.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from .._tree.types import PyTree
 T = TypeVar("T")
 
 ONE = (
-    "one transformation over models stands outermost, and all within it is plain Optax: write one optim.trainable, "
+    "use one transformation over models, outermost, with plain Optax inside it: write one optim.trainable, "
     "optim.trainable(optax.chain(optim.clip_by_global_norm(1.0), optax.adam(1e-3)))"
 )
 
@@ -39,7 +39,7 @@ Plain = optax.GradientTransformation | optax.MultiSteps
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Which parameters each history is of, as positions of leaves; static."""
+    """The parameters of each history, as positions of leaves; static."""
 
     layout: Layout  # of the parameters that train
     running: tuple[tuple[int, ...], ...]  # the parameters of each history that trains
@@ -62,11 +62,11 @@ class TrainableState:
       trains, 0 steps taken: a, b
 
     Attributes:
-        runs: the states of the rule, one per history that trains; in the usual case one, `state.runs[0]`, which is
-            plain Optax: pass it to functions of Optax that read or map a state (`optax.tree_utils`).
+        runs: the states of the inner optimiser, one per history that trains. Usually there is one, `state.runs[0]`. It
+            is plain Optax: pass it to functions of Optax that read or map a state (`optax.tree_utils`).
         held: the states of the histories that are frozen now and were trained before.
         counts: how many steps each history has taken, those of `runs` and then of `held`; int32.
-        roles: which parameters each history is of; static.
+        roles: the parameters of each history; static.
     """
 
     runs: Any  # tuples; of a state that was mapped over, anything
@@ -76,7 +76,7 @@ class TrainableState:
 
     @property
     def layout(self) -> Layout:
-        """The parameters that train, and their ties: you may pass it to any function that takes `trainable`."""
+        """The parameters that train, and their ties: you may pass it to any function with an argument `trainable`."""
         return self.roles.layout
 
     def __repr__(self) -> str:
@@ -101,12 +101,12 @@ jtu.register_dataclass(TrainableState, ["runs", "held", "counts"], ["roles"])
 
 
 def nodes_of(cls: type[T], tree: PyTree) -> list[T]:
-    """The nodes of a class in a tree."""
+    """Returns the nodes of a class in a tree."""
     return [node for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls)) if isinstance(node, cls)]
 
 
 def extended(tx: object) -> optax.GradientTransformationExtraArgs:
-    """A transformation that takes extra arguments."""
+    """Returns the transformation as one that accepts extra arguments."""
     if isinstance(tx, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
         return optax.GradientTransformationExtraArgs(cast(Any, tx.init), cast(Any, tx.update))
     if not isinstance(tx, optax.GradientTransformation):
@@ -117,13 +117,13 @@ def extended(tx: object) -> optax.GradientTransformationExtraArgs:
 
 
 def check_state(state: object) -> None:
-    """Checks that what a state is asked of is none of the other things that are at hand."""
+    """Checks that the argument is not a transformation in place of a state."""
     if isinstance(state, optax.GradientTransformation | optax.MultiSteps):
         raise TypeError(f"expected a state, as tx.init(model) returns it, got {describe(state)}; the state comes first")
 
 
 def in_own_buffers(state: PyTree, others: Iterable[Any] = ()) -> PyTree:
-    """The state with no array twice, and none of these others, so that it can be donated beside them."""
+    """Returns the state with no array twice, and none of these others, so that you can donate it beside them."""
     taken = {id(other) for other in others}
 
     def own(leaf: Any) -> Any:
@@ -144,7 +144,7 @@ class ModelTransformation(optax.GradientTransformationExtraArgs):
     def __new__(
         cls, init: Callable[[PyTree], TrainableState], update: Callable[..., tuple[PyTree, TrainableState]]
     ) -> "ModelTransformation":
-        """For this library's own use; users write `optim.trainable(tx)`."""
+        """For internal use; you write `optim.trainable(tx)`."""
         return super().__new__(cls, cast(Any, init), cast(Any, update))
 
     def __repr__(self) -> str:
@@ -155,18 +155,18 @@ ModelTransformation.__module__ = "treeparams.optim"
 
 
 def rule_of(tx: object) -> Any:
-    """The `Rule` whose methods a transformation over models is."""
+    """Returns the `Rule` whose methods a transformation over models consists of."""
     if isinstance(tx, ModelTransformation):
         return getattr(tx.init, "__self__")  # noqa: B009 - no attribute of the protocol
     expected = f"expected optim.trainable(...), optim.flat(...) or optim.stacked(...), got {describe(tx)}"
     if isinstance(tx, optax.GradientTransformation):
-        hint = "Put the whole chain into optim.trainable; of a wrapper around it, pass what is wrapped"
-        raise TypeError(f"{expected}, plain Optax, which knows no model. {hint}")
-    raise TypeError(f"{expected}; the transformation is first")
+        hint = "Put the whole chain into optim.trainable; if you wrapped it, pass the inner transformation"
+        raise TypeError(f"{expected}, plain Optax, which does not accept models. {hint}")
+    raise TypeError(f"{expected}; the transformation is the first argument")
 
 
 def model_state(state: PyTree) -> TrainableState:
-    """The state of the one transformation over models in it."""
+    """Returns the state of the one transformation over models in a state."""
     states = nodes_of(TrainableState, state)
     if len(states) != 1:
         raise ValueError(
@@ -176,7 +176,7 @@ def model_state(state: PyTree) -> TrainableState:
 
 
 def map_injected(f: Callable[[Any, Any], Any], state: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
-    """The state with `f(path, node)` at each node that `optax.inject_hyperparams` made, from the outside in."""
+    """Returns the state with `f(path, node)` at each node of `optax.inject_hyperparams`, from the outside in."""
     return jtu.tree_map_with_path(functools.partial(_visit_injected, f, above), state, is_leaf=_is_injected)
 
 
@@ -193,14 +193,14 @@ def _is_injected(node: object) -> bool:
 
 
 def rates_in(state: PyTree) -> list[dict[str, Any]]:
-    """The hyperparameters of each such node that no schedule sets."""
+    """Returns the hyperparameters of each such node that no schedule sets."""
     found: list[dict[str, Any]] = []
     map_injected(lambda _, node: found.append(free_rates(node)) or node, state)
     return found
 
 
 def free_rates(node: Any) -> dict[str, Any]:
-    """The hyperparameters of such a node that no schedule sets."""
+    """Returns the hyperparameters of one such node that no schedule sets."""
     scheduled = getattr(node, "hyperparams_states", {})
     return {name: value for name, value in node.hyperparams.items() if name not in scheduled}
 
@@ -209,7 +209,7 @@ def free_rates(node: Any) -> dict[str, Any]:
 
 
 def settled(state: PyTree) -> PyTree:
-    """The state as arrays of fixed dtypes: a weak type, or a Python number, becomes another after the first step."""
+    """Returns the state as arrays of fixed dtypes: weak types and Python numbers would change after the first step."""
     return jax.tree.map(_settled_leaf, state)
 
 
@@ -221,7 +221,7 @@ def _settled_leaf(leaf: Any) -> Any:
 
 
 def steady(new: PyTree, old: PyTree) -> PyTree:
-    """The new state in the dtypes of the old one, whose structure and shapes it must have."""
+    """Returns the new state in the dtypes of the old one, whose structure and shapes it must have."""
     news, new_treedef = jtu.tree_flatten(new)
     leaves, treedef = jtu.tree_flatten(old)
     if treedef != new_treedef:

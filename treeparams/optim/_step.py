@@ -22,7 +22,7 @@ from ._state import ONE, ModelTransformation, TrainableState, extended, nodes_of
 
 M = TypeVar("M")
 
-if TYPE_CHECKING:  # it refuses plain Optax, of whose type is also what stands around a transformation over models
+if TYPE_CHECKING:  # this refuses plain Optax, and also a chain around a transformation over models, of the same type
     OverModels = ModelTransformation
     State = TrainableState
 else:
@@ -30,7 +30,7 @@ else:
 
 
 def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object) -> tuple[M, State]:
-    """One step of training: `tx.update` and `optim.apply_updates` in one, with all ties that the state knows.
+    """Takes one training step, `tx.update` and `optim.apply_updates` in one, and keeps the ties that the state records.
 
     >>> import jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -47,28 +47,27 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
     [0.7 1.7] [0.7 1.7] 3
 
     Args:
-        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them,
-            which a type checker is to take for `Any`: it cannot tell it from plain Optax.
-        grads: the gradient: a tree or a vector, as `tp.project` takes it.
+        tx: `optim.trainable(...)`, `optim.flat(...)` or `optim.stacked(...)`, or a chain or wrapper around one of them.
+            A type checker cannot tell the latter from plain Optax: annotate it as `Any`.
+        grads: the gradient: a tree or a vector, as `tp.project` accepts it.
         state: from `tx.init(model)` or the last step.
         model: any pytree.
         **extra: for `tx`, such as `value` and `value_fn`.
 
     Returns:
-        The model and the next state. Each parameter keeps its dtype, and is its wide copy rounded where
-        `optim.master` keeps one; frozen leaves are the same objects. Outside of a trace one array stands at all paths
-        of a tie.
+        The model and the next state. Each parameter keeps its dtype, and is its wide copy rounded if `optim.master`
+        keeps one; frozen leaves are the same objects. Outside of a trace all paths of a tie have the same array.
 
     Raises:
         ValueError: the state is of two transformations over models; as `tx.update`.
-        TypeError: `tx` is plain Optax, the arguments stand in another order; as `tx.update`; a complex update of a real
+        TypeError: `tx` is plain Optax; the arguments are in another order; as `tx.update`; a complex update of a real
             parameter.
     """
     update: Any = extended(tx).update
     try:
         updates, after = update(grads, state, model, **extra)
     except Exception:
-        _check_arguments(tx, grads, state, model)  # plain Optax fails in many ways at a model, none names the reason
+        _check_arguments(tx, grads, state, model)  # plain Optax fails at a model in many ways that name no reason
         raise
     states = nodes_of(TrainableState, after)
     if len(states) != 1:
@@ -77,11 +76,11 @@ def step(tx: OverModels, grads: PyTree, state: State, model: M, **extra: object)
 
 
 _ORDER = "the order is model, state = optim.step(tx, grads, state, model)"
-_PLAIN = "tx is plain Optax, which knows no model: write tx = optim.trainable(tx), state = tx.init(model)"
+_PLAIN = "tx is plain Optax, which does not accept models: write tx = optim.trainable(tx), state = tx.init(model)"
 
 
 def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) -> None:
-    """Refuses the arguments of a step in another order, and a transformation that is not over one model."""
+    """Refuses arguments in another order, and a transformation that is not over one model."""
     is_ours, states = isinstance(tx, ModelTransformation), nodes_of(TrainableState, state)
     if len(states) > 1:
         raise ValueError(f"the state is of {len(states)} transformations over models; {ONE}")
@@ -97,7 +96,7 @@ def _check_arguments(tx: object, grads: PyTree, state: PyTree, model: PyTree) ->
 
 
 def _copies(state: TrainableState) -> dict[str, jax.Array]:
-    """The wide copy of each parameter that `optim.master` keeps one of."""
+    """Returns the wide copies that `optim.master` keeps, by parameter."""
     divisions = zip(state.runs, state.roles.divisions, strict=False)
     found = [pair for run, division in divisions for pair in copies_in(run, division)]
     if not found:
@@ -112,7 +111,7 @@ def _copies(state: TrainableState) -> dict[str, jax.Array]:
 
 
 def _block(owners: Owners, copy: jax.Array, shapes: list[tuple[int, ...]]) -> Block:
-    """Where the pieces of parameters of these shapes lie in a copy."""
+    """Returns where the pieces of parameters of these shapes lie in a copy."""
     if owners.axis is None:
         return Block.single(copy.shape, copy.dtype)
     if owners.has_rows:
@@ -121,7 +120,7 @@ def _block(owners: Owners, copy: jax.Array, shapes: list[tuple[int, ...]]) -> Bl
 
 
 def apply_updates(model: M, updates: PyTree) -> M:
-    """The model after the step: each parameter plus its update, in its own dtype.
+    """Adds the updates to the parameters of a model, each in its own dtype.
 
     >>> import jax.numpy as jnp
     >>> from treeparams import optim
@@ -131,20 +130,21 @@ def apply_updates(model: M, updates: PyTree) -> M:
     >>> model["a"].dtype, model["a"] is model["b"], model["n"]
     (dtype(bfloat16), True, 3)
 
-    The arrays at the paths of a tie stay equal inside `jax.jit` too, as updates stand at all of them. (So you may use
-    `eqx.apply_updates` as well; it adds as JAX promotes dtypes.) With `optim.master` use `optim.step`, which knows the
-    copies.
+    The arrays at the paths of a tie stay equal inside `jax.jit` too, since the updates are at all of them. (So you may
+    use `eqx.apply_updates` as well; it adds as JAX promotes dtypes.) With `optim.master` use `optim.step`, which sees
+    the copies.
 
     Args:
         model: any pytree.
         updates: the updates that `tx.update` returned; `None` or nothing at a path is no step.
 
     Returns:
-        The model; a leaf without an update is the same object. Outside of a trace one array stands at all paths of a
-        tie that the model has or its class declares; `optim.step` knows also the ties that you gave to a layout.
+        The model; a leaf without an update is the same object. Outside of a trace all paths of a tie have the same
+        array, if the model has the tie or its class declares it; `optim.step` also keeps ties that you gave to a
+        layout.
 
     Raises:
-        ValueError: an update at a path that the model has not, or of another shape.
+        ValueError: an update at a path that the model does not have, or of another shape.
         TypeError: a complex update of a real parameter.
     """
     # A leaf that has an update moves, also where a class declares it frozen and a layout thawed it.
@@ -153,7 +153,7 @@ def apply_updates(model: M, updates: PyTree) -> M:
 
 
 def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, jax.Array]) -> M:
-    """The model after a step; parameters of which there are wide copies are these, rounded."""
+    """Returns the model after a step; parameters with a wide copy are that copy, rounded."""
     parts = take_apart(model, layout)
     steps = per_slot(parts.index, updates, "first", exact_shapes=True)
     slots = list(map(added, layout.paths, parts.slots, steps))
@@ -165,7 +165,7 @@ def _moved(model: M, updates: PyTree, layout: Layout, copies: Mapping[str, jax.A
 
 
 def added(path: str, leaf: jax.Array | np.ndarray, step: jax.Array | np.ndarray | None) -> jax.Array | np.ndarray:
-    """A parameter after its update, in its own dtype."""
+    """Returns a parameter after its update, in its own dtype."""
     if step is None:
         return leaf
     if jnp.iscomplexobj(step) and not is_complex(leaf.dtype):

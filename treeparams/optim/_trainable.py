@@ -17,7 +17,9 @@ from ._state import ModelTransformation, Plain, nodes_of
 
 
 def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"] | None = None) -> ModelTransformation:
-    """An Optax transformation over whole models: it trains what is trained, ties once, and touches nothing else.
+    """Wraps an Optax optimiser so that it accepts a whole model.
+
+    It updates only the trainable parameters, updates a tied parameter once, and leaves everything else unchanged.
 
     >>> import equinox as eqx, jax, jax.numpy as jnp, optax, treeparams as tp
     >>> from treeparams import optim
@@ -29,51 +31,52 @@ def trainable(tx: Plain, trainable: Trainable = None, *, frozen: Literal["zeros"
     >>> trained.layers[0].weight is mlp.layers[0].weight, state.layout.paths
     (True, ('layers.1.weight', 'layers.1.bias'))
 
-    **It stands outermost**, once: all within is plain Optax over the canonical tree (model-shaped, `None` at aliases
-    and at all that is not trained), so chains, masks, `optax.MultiSteps`, line searches and `optim.groups` work as
-    their own documentation says. Around it may stand what treats trees as trees and takes all of them: no mask, no
-    `optax.partition`, no second transformation over models. What compares gradients with updates
-    (`optax.apply_if_finite`), makes zeros of the model (`optax.MultiSteps`) or asks it for a dtype
-    (`optax.inject_hyperparams` without `hyperparam_dtype`) belongs within, where all are parameters, each once.
+    **Use it once, as the outermost transformation.** Everything inside it is plain Optax over the canonical tree
+    (model-shaped, `None` at aliases and at everything that is not trained), so chains, masks, `optax.MultiSteps`, line
+    searches and `optim.groups` work as their documentation says. A transformation around it must accept any tree as a
+    whole: no mask, no `optax.partition`, no second transformation over models. Put transformations that compare
+    gradients with updates (`optax.apply_if_finite`), make zeros of the model (`optax.MultiSteps`) or ask it for a dtype
+    (`optax.inject_hyperparams` without `hyperparam_dtype`) *inside*. There they see each parameter once and nothing
+    else; outside they would see the whole model and may fail.
 
-    **What trains is what the state says**: `init` fixes it, `optim.set_trainable` changes it, and `update` knows the
-    ties from it, also inside `jax.jit`, where arrays no longer tell. Take gradients by `state.layout`. `init` sees ties
-    outside of a trace, in `tp.jit(tx.init)`, or where a `Layout` is given.
+    **The state records which parameters train**: `init` fixes them, `optim.set_trainable` changes them. It also records
+    the ties for `update`, since inside `jax.jit` arrays no longer show them. Take gradients by `state.layout`. `init`
+    sees ties outside of a trace, in `tp.jit(tx.init)`, or if you pass a `Layout`.
 
-    **`None` is not zero.** A leaf without a gradient in this call takes no step and its moments stay as they are; rules
-    that couple leaves (a global norm, a line search) run over the leaves that have one. Step counts are kept once for
-    all leaves with one history, so they go on if any leaf of it has a gradient. `optax.MultiSteps` wants all gradients
-    in each call: `tp.project(model, grads, missing="zeros")`.
+    **`None` is not zero.** A leaf without a gradient takes no step in this call and its moments stay as they are;
+    optimisers that couple leaves (a global norm, a line search) run over the leaves that have one. All leaves of one
+    history share a step count, which goes on if any of them has a gradient. `optax.MultiSteps` needs all gradients in
+    each call: `tp.project(model, grads, missing="zeros")`.
 
-    **Complex parameters descend.** JAX's gradient of a real loss is the conjugate of the direction of ascent. It is
-    conjugated here for `tx`, and nowhere else in this library.
+    **`update` conjugates complex gradients for `tx`**, and nothing else in this library does: JAX's gradient of a real
+    loss is the conjugate of the direction of ascent.
 
     Args:
-        tx: any Optax transformation or chain. What it keeps must be kept leaf by leaf if gradients are partial or
-            leaves frozen later.
-        trainable: what is trained: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
-        frozen: what the updates are where nothing moves: `None`, or with `"zeros"` zeros of the leaf's dtype, for code
-            that adds an update to every leaf, such as `optax.apply_updates` and Flax's `TrainState`. They stand at
-            integers and numbers too, but not at functions, texts and typed keys, which nothing can be added to. A zero
-            that is floating is -0.0, which changes no number. In a compiled step zeros cost nothing.
+        tx: any Optax transformation or chain. If gradients are partial or you freeze leaves later, it must keep its
+            state leaf by leaf.
+        trainable: the parameters that train: `None` (as declared), a mask, a `where` or a `Layout`; see `tp.layout`.
+        frozen: the updates of everything that does not move: `None`, or with `"zeros"` zeros of the leaf's dtype, for
+            code that adds an update to every leaf, such as `optax.apply_updates` and Flax's `TrainState`. Integers and
+            numbers get zeros too, but not functions, texts and typed keys, to which nothing can be added. A floating
+            zero is -0.0, which changes no number. In a compiled step zeros cost nothing.
 
     Returns:
         A transformation. `init(model)` returns a `TrainableState`, which shares no buffer with the model.
-        `update(grads, state, model, **extra)` takes a gradient in any form that `tp.project` takes; one that is wider
-        than its leaf keeps single precision. The updates stand at all places of a tie, through the transform of an
-        alias that has one, and are `None` where nothing moves (see `frozen`), so that `eqx.apply_updates(model,
-        updates)` is right; `optim.step` does both, and computes such an alias anew, where sums would drift by its
-        rounding. Of the extra arguments `grad` may be in any form too, functions are called with models (what `grad_fn`
-        returns may be in any form), and others are passed on.
+        `update(grads, state, model, **extra)` accepts a gradient in any form that `tp.project` accepts; one that is
+        wider than its leaf keeps single precision. A tied parameter has its update at all places, through the transform
+        of an alias that has one, and everything that does not move has `None` (see `frozen`). So
+        `eqx.apply_updates(model, updates)` is right; `optim.step` does both, and recomputes an alias that has a
+        transform, since sums would let it drift by rounding. Among the extra arguments `grad` may be in any form too,
+        functions are called with models (`grad_fn` may return a gradient in any form), and others are passed on.
 
     Warns:
         UserWarning: `init`: nothing is trained. `update`, outside of a trace: no leaf of a history has had a gradient
             since it was made; the first three steps change nothing of a bfloat16 or float16 leaf, see `optim.master`.
 
     Raises:
-        TypeError: `tx` is no transformation; `init`: as `tp.layout`; `update`: the gradients are the model itself, or
-            integers; as `tp.project`, and for a line search over complex parameters.
-        ValueError: `frozen` is another word; `tx` has a transformation over models in it; `init`: an alias has another
+        TypeError: `tx` is not a transformation; `init`: as `tp.layout`; `update`: the gradients are the model itself,
+            or integers; as `tp.project`, and for a line search over complex parameters.
+        ValueError: `frozen` is another word; `tx` contains a transformation over models; `init`: an alias has another
             value than its source gives, as `tp.layout`; `update`: there is no model, it does not fit the state, the
             gradients are updates of another transformation over models, or as `tp.project`.
     """
@@ -88,7 +91,7 @@ def flat(
     trial: Mapping[str, Any] | None = None,
     frozen: Literal["zeros"] | None = None,
 ) -> ModelTransformation:
-    """The same as `optim.trainable`, over one vector: one operation where there were thousands, and compiled as one.
+    """Wraps an Optax optimiser like `optim.trainable`, and runs it over one vector: one operation instead of thousands.
 
     >>> import jax.numpy as jnp, optax
     >>> from treeparams import optim
@@ -102,14 +105,14 @@ def flat(
     ((2,), None)
 
     **One vector has no holes**: a leaf without a gradient counts as zero here, so its moments decay and it may move.
-    It has the widest dtype of its leaves; with `optim.master` in `tx` there is a vector for each dtype.
+    The vector has the widest dtype of its leaves; with `optim.master` in `tx` there is a vector for each dtype.
 
-    For rules that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb, lars,
-    muon, clipping by block, masks by shape) are refused at the first `init`, and so are those that go by names (masks
-    by path, `optim.groups`). This is read from the programs of `tx` over a few leaves with up to three axes, of up to
-    4096 by 4096 elements, apart and joined, in 20 to 500 ms. So it does not matter what the numbers are, or whether
-    they are traced. **Kernels and callbacks show no program**: a rule that calls them is tried with numbers, for some
-    updates, and what it does otherwise in later ones, or at a rate of zero, is not found.
+    For optimisers that do not look at shapes the result is that of Optax leaf by leaf. Those that do (adafactor, lamb,
+    lars, muon, clipping by block, masks by shape) raise a `ValueError` at the first `init`, and so do those that use
+    names (masks by path, `optim.groups`). `init` reads the programs of `tx` over a few leaves with up to three axes, of
+    up to 4096 by 4096 elements, apart and joined, in 20 to 500 ms. So the numbers do not matter, nor whether they are
+    traced. **Kernels and callbacks show no program**: an optimiser that calls them is tried with numbers, for some
+    updates. You get no error if it differs only in later ones, or if its rate is zero.
 
     Args:
         tx: any Optax transformation that treats all elements alike.
@@ -118,7 +121,7 @@ def flat(
         frozen: as for `optim.trainable`.
 
     Returns:
-        A transformation that takes and returns what `optim.trainable` does.
+        A transformation that accepts and returns the same as `optim.trainable`.
 
     Raises:
         ValueError: `init`: `tx` is not the same on a vector; otherwise as `optim.trainable`.
@@ -129,7 +132,7 @@ def flat(
 
 
 class _FlatRule(Rule):
-    """As `Rule`, over one vector; where `optim.master` is in it, over one for each dtype."""
+    """A `Rule` over one vector; if it contains `optim.master`, over one for each dtype."""
 
     def __init__(self, tx: Plain, trainable: Trainable, trial: Mapping[str, Any] | None, frozen: Any) -> None:
         words = "optim.flat", "use optim.trainable"
@@ -139,12 +142,12 @@ class _FlatRule(Rule):
         return remembered(self, layout, "form", functools.partial(self._make_vector, layout))
 
     def _make_vector(self, layout: Layout) -> Form:
-        # Of several dtypes one vector has the widest, in which it does not show that a parameter is narrow.
+        # One vector of several dtypes has the widest of them, which would hide narrow parameters from `optim.master`.
         form, by_dtype = vector_of(layout), vectors_of(layout)
         return by_dtype if by_dtype != form and self._has_master(form) else form
 
     def _has_master(self, form: Form) -> bool:
-        """Whether `optim.master` is in the rule."""
+        """Returns whether the rule contains `optim.master`."""
         with contextlib.suppress(Exception):  # `init` says why
             return bool(nodes_of(MasterState, jax.eval_shape(self.tx.init, form.shapes())))
         return False
