@@ -1,4 +1,4 @@
-"""The batch of a step: its arrays, checked, and laid over the devices."""
+"""The batch of a step: checks its arrays and places them on the devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from ._specs import Axes
 
 
 def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], Any, list[NamedSharding]]:
-    """The arrays of a batch, checked, its treedef, and how each is to lie: examples along the batch, scalars whole."""
+    """Checks a batch, and returns its arrays, its treedef and their shardings: examples split, scalars whole."""
     arrays, treedef = jtu.tree_flatten_with_path(batch)
     check_batch(arrays, placement.axes, pieces)
     leaves = [array for _, array in arrays]
@@ -27,9 +27,10 @@ def taken(batch: PyTree, placement: Placement, pieces: int) -> tuple[list[Any], 
 
 
 def put_batch(batch: PyTree, placement: Placement, pieces: int) -> PyTree:
-    """A batch over the devices, wherever its arrays were. Numbers of Python, shapes and traced arrays are as they are.
+    """Places a batch on the devices. Python numbers, shapes and traced arrays are returned unchanged.
 
-    `jax.jit` would compile a program for NumPy arrays, one for arrays of one device and one for those that lie so.
+    `jax.jit` would compile one program for NumPy arrays, one for arrays on one device and one for arrays sharded like
+    this.
     """
     leaves, treedef, shardings = taken(batch, placement, pieces)
     return treedef.unflatten(list(map(_put, leaves, shardings)))
@@ -43,7 +44,7 @@ def _put(leaf: Any, to: NamedSharding) -> Any:
 
 
 def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> None:
-    """Checks that all arrays have the same number of examples, and that the devices can share them."""
+    """Checks that all arrays have the same number of examples, and that the devices can share them equally."""
     counts = [(path, jnp.shape(array)[0]) for path, array in arrays if jnp.ndim(array)]
     if not counts and pieces == 1:
         return
@@ -72,7 +73,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
-    """Refuses a key that all devices would draw the same numbers by."""
+    """Rejects a PRNG key with which all devices would draw the same numbers."""
     paths = jtu.tree_flatten_with_path(jtu.tree_unflatten(treedef, range(len(arrays))))[0]
     for (path, _), array in zip(paths, arrays, strict=True):
         if not array.ndim and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,8 @@
-"""Whether a state and a rule fit a plan: one layout, the same over its form as leaf by leaf, no parameters moved."""
+"""Checks that a state and an optimiser fit a plan.
+
+The state must have the plan's layout. The optimiser must give the same result over the plan's form as leaf by leaf, and
+must not move parameters between devices.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +24,7 @@ _SCALARS = 64  # bytes for each slot: of a rule that takes the norm of each
 
 
 def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
-    """Checks that a state is of parameters of this layout; `said`: its `StepState.layout`."""
+    """Checks that a state belongs to this layout; `said` is its `StepState.layout`."""
     digest = placement.layout.digest
     if said.keys() != {digest}:
         raise ValueError(
@@ -31,13 +35,13 @@ def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
 
 
 def check_over_form(placement: Placement, rule: Any) -> None:
-    """Checks that a rule is the same over joined leaves as leaf by leaf."""
+    """Checks that a rule gives the same result over joined leaves as leaf by leaf."""
     instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
     check_form(rule, placement.form, ("sharding.make_step", instead), {})
 
 
 def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> None:
-    """Checks that an update moves no parameters; `kept`: its state and average, as shapes with their shardings."""
+    """Checks that an update moves no parameters; `kept` is its state and average, as shapes with shardings."""
     if not placement.layout.slots:
         return
     # First by shapes alone, without shardings: so an error of the rule itself is told from one of how arrays lie.
@@ -66,19 +70,19 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
 
 
 def lowered(placement: Placement, update: Update, kept: tuple[PyTree, PyTree]) -> jax.stages.Lowered:
-    """The program of an update over the mesh."""
+    """Lowers the program of an update over the mesh."""
     params, value = placement.shapes(), _value(placement)
     run = jax.jit(automatic(update.step, (placement.params, *sharding_of(kept)), placement.axes.mesh))
     return run.lower(params, params, *kept, value)
 
 
 def _value(placement: Placement) -> jax.ShapeDtypeStruct:
-    """That of a loss."""
+    """Returns the shape of the loss."""
     return jax.ShapeDtypeStruct((), np.float32, sharding=placement.whole)
 
 
 def _why_moved(placement: Placement) -> str:
-    """Why a rule moves parameters, and a remedy."""
+    """Says why a rule moves parameters, and how to avoid it."""
     matrices = [
         f"{slot.path} ({describe(slot)}, {each.words})"
         for slot, each in placement.rows

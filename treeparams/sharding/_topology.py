@@ -1,4 +1,4 @@
-"""Devices that are not there: a mesh of those of a topology, for which programs are compiled and not run."""
+"""Devices that you do not have: a mesh over a topology, to compile programs for without running them."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from .._tree.text import describe, in_short
 
 
 def devices_of(topology: str | Any, mesh: Mesh | AbstractMesh) -> Mesh:
-    """A mesh like another, of the devices of a topology.
+    """Returns a mesh like another one, over the devices of a topology.
 
     Args:
-        topology: the name of one of TPUs, or what has `devices`.
+        topology: the name of a TPU topology, or an object with `devices`.
         mesh: the other mesh.
 
     Raises:
-        ValueError: there is no such topology, no compiler for it, or it has another number of devices.
+        ValueError: the topology does not exist, its compiler is missing, or it has another number of devices.
         TypeError: `topology` is neither.
     """
     if isinstance(topology, str):
