@@ -65,7 +65,7 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ahead:
-    """What a step needs of each device, made by `sharding.ahead`. Prints as a table.
+    """Memory, communication and arithmetic of a step on each device, made by `sharding.ahead`. Prints as a table.
 
     All sizes are bytes on one device.
 
@@ -132,15 +132,15 @@ class Ahead:
                 `flops` is not positive.
         """
         if self.flops is None or self.moved.bytes is None:
-            raise ValueError("how often a loop of this step runs depends on values, so it has no number of seconds")
+            raise ValueError("how often a loop of this step runs depends on values, so its time cannot be estimated")
         speeds = [*bandwidth.values()] if isinstance(bandwidth, Mapping) else [bandwidth]
         if wrong := [each for each in (flops, *speeds) if not each > 0]:
-            raise ValueError(f"bandwidth and flops are per second and device, more than 0, got {wrong[0]!r}")
+            raise ValueError(f"bandwidth and flops, per second and device, must be more than 0, got {wrong[0]!r}")
         if not isinstance(bandwidth, Mapping):
             return Seconds(self.moved.bytes / bandwidth, self.flops / flops)
         over = self.moved.over
         if missing := [axis for axes in over for axis in axes if axis not in bandwidth]:
-            raise ValueError(f"bandwidth has no axis {missing[0]!r}, over which is moved; it has {[*bandwidth]}")
+            raise ValueError(f"the step moves data along the axis {missing[0]!r}; bandwidth has only {[*bandwidth]}")
         moving = sum((size or 0) / min(bandwidth[axis] for axis in axes) for axes, size in over.items())
         return Seconds(moving, self.flops / flops)
 
@@ -162,7 +162,7 @@ class Ahead:
 
     def _products(self) -> str:
         if self.flops is None:
-            return "how often a loop runs depends on values, so its products have no count"
+            return "how often a loop runs depends on values, so its products are not counted"
         moved = self.moved.bytes
         ratio = f", {self.flops / moved:,.0f} for each byte moved" if moved else ""
         return f"{in_units(self.flops, 'FLOP')} of matrix products and convolutions{ratio}"
@@ -219,19 +219,20 @@ def ahead(
             `AbstractMesh` and you gave no topology.
     """
     if getattr(step, "lower", None) is None:
-        raise TypeError(f"expected a step of sharding.make_step, or what jax.jit returns, got a {type(step).__name__}")
+        raise TypeError(f"expected a step of sharding.make_step or a jax.jit function, got a {type(step).__name__}")
     arguments = (params, state, *batch)
     mesh = _mesh_of(arguments)
     if topology is not None:
         if mesh is None:
             raise ValueError(
-                "no argument says by a NamedSharding how it lies, so there is no mesh to lay over a topology"
+                "no argument has a NamedSharding, so there is no mesh to map to the topology; pass params and state as "
+                "init returned them"
             )
         mesh = devices_of(topology, mesh)
         arguments = shapes_over(arguments, mesh)
         step = step.over(mesh) if isinstance(step, Step) else step
     elif isinstance(mesh, AbstractMesh):
-        raise ValueError('the plan is over an AbstractMesh, which has no devices; say which: topology="v5e:2x4"')
+        raise ValueError('the plan is over an AbstractMesh, which has no devices; name some: topology="v5e:2x4"')
     compiled: jax.stages.Compiled = step.lower(*arguments).compile()  # type: ignore[attr-defined]
     return _found(compiled, arguments, mesh, program_of(step).gradient_bytes if isinstance(step, Step) else 0)
 
@@ -240,7 +241,7 @@ def _found(compiled: jax.stages.Compiled, arguments: tuple[Any, ...], mesh: Mesh
     """Collects everything that `Ahead` reports about a compiled step."""
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ValueError("the compiler of this device does not tell how much memory a program takes; take that of CPU")
+        raise ValueError("the compiler of this device does not report the memory that a program needs; use a CPU mesh")
     params, state, *batch = _at_rest(compiled, arguments)
     rest = (
         [each for each in state if each.name.startswith("state.rest.")] if isinstance(arguments[1], StepState) else []

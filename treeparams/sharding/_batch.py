@@ -53,9 +53,9 @@ def check_batch(arrays: Sequence[tuple[Any, Any]], axes: Axes, pieces: int) -> N
     for path, its in others:
         if its != count:
             raise ValueError(
-                f"{_named(first)} has {count} examples and {_named(path)} {its}; each array of a batch has the "
-                "examples as its leading axis, and is cut along it. What is none of examples goes into the loss "
-                "itself, as by functools.partial; keys as one for each, jax.random.split(key, count)"
+                f"{_named(first)} has {count} examples and {_named(path)} {its}; the leading axis of each array of a "
+                "batch must run over the examples. Pass other arrays to the loss itself, for example by "
+                "functools.partial, and one key for each example, jax.random.split(key, count)"
             )
     if not count:
         raise ValueError(f"{_named(first)} has no examples")
@@ -78,7 +78,7 @@ def check_keys(treedef: Any, arrays: Sequence[Any]) -> None:
     for (path, _), array in zip(paths, arrays, strict=True):
         if not array.ndim and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"{_named(path)} is one key, by which each device would draw the same numbers for its "
-                "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs=, and "
-                "return one number: such a loss sees the whole batch"
+                f"{_named(path)} is one key, with which each device would draw the same numbers for its "
+                "examples; give each example a key, jax.random.split(key, n), or leave out loss_is= and outputs= and "
+                "return one number, so that the loss sees the whole batch"
             )

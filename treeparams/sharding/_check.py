@@ -28,15 +28,15 @@ def check_layout(placement: Placement, said: Mapping[str, Any]) -> None:
     digest = placement.layout.digest
     if said.keys() != {digest}:
         raise ValueError(
-            f"the state is of another layout: the digest in it is {quoted([*said]) or 'none'}, that of the plan "
-            f"{digest!r}. They differ in paths, shapes, dtypes, trained parameters or ties, so numbers would "
-            "come to other parameters. Make the plan of the model that the state is of, or start with init(model)"
+            f"the state belongs to another layout: its digest is {quoted([*said]) or 'missing'}, the plan's is "
+            f"{digest!r}. The layouts differ in paths, shapes, dtypes, trained parameters or ties, so values would go "
+            "to the wrong parameters. Make the plan from the model of the state, or start with init(model)"
         )
 
 
 def check_over_form(placement: Placement, rule: Any) -> None:
     """Checks that a rule gives the same result over joined leaves as leaf by leaf."""
-    instead = WITHIN if any(placement.stacked) else 'take form="stacks" with optim.per_leaf, or form="tree"'
+    instead = WITHIN if any(placement.stacked) else 'use form="stacks" with optim.per_leaf, or form="tree"'
     check_form(rule, placement.form, ("sharding.make_step", instead), {})
 
 
@@ -52,8 +52,8 @@ def check_moves(placement: Placement, update: Update, kept: tuple[PyTree, PyTree
         jax.eval_shape(update.step, *bare)
     except Exception as error:
         raise ValueError(
-            f"the update of the rule fails ({in_short(error)}). sharding.make_step gives it gradients, parameters and, "
-            "of extra arguments, value= alone; a rule that calls the loss itself (a line search) goes with optim.flat"
+            f"the update of the rule fails ({in_short(error)}). sharding.make_step passes it gradients, parameters and "
+            "only one extra argument, value=; for a rule that calls the loss itself (a line search), use optim.flat"
         ) from error
     if placement.axes.devices == 1 or isinstance(placement.axes.mesh, jax.sharding.AbstractMesh):
         return
@@ -90,19 +90,20 @@ def _why_moved(placement: Placement) -> str:
     ]
     if matrices:
         reason = (
-            f"the rule looks at whole leaves, and has parts of {quoted(matrices)}. If it treats each leaf for itself "
-            "(Muon, Adafactor), let devices own whole rows, sharding.plan(model, mesh, "
-            '{"**": "owned"}, form="stacks") with optim.per_leaf(tx), or write "whole" for these. What treats all '
-            'elements alike (optax.adam) takes any plan, and norms and sums over all leaves form="vector"'
+            f"the rule needs whole leaves, but devices have parts of {quoted(matrices)}. If it treats each leaf "
+            "separately (Muon, Adafactor), let devices own whole rows, sharding.plan(model, mesh, "
+            '{"**": "owned"}, form="stacks") with optim.per_leaf(tx), or write "whole" for these leaves. A rule that '
+            "treats all elements alike (optax.adam) works with any plan, and one with norms and sums over all leaves "
+            'with form="vector"'
         )
     else:
         reason = (
-            f"rows run one after another that lie on different devices. In optim.per_leaf leave at_once out, or let as "
-            f"many run together as own them, at_once={placement.axes.devices}"
+            "the rule runs on one row after another, but the rows lie on different devices. In optim.per_leaf leave "
+            f"out at_once, or run as many rows together as devices own them, at_once={placement.axes.devices}"
         )
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):  # as in JAX 0.6, if nothing else is said
         reason += (
-            ". XLA's older partitioner, which is in use, also moves what it need not where leaves of one shape lie in "
-            'different ways: jax.config.update("jax_use_shardy_partitioner", True)'
+            ". You are using XLA's older partitioner, which moves data needlessly if leaves of one shape are sharded "
+            'differently; write jax.config.update("jax_use_shardy_partitioner", True)'
         )
     return reason

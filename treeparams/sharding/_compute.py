@@ -41,7 +41,7 @@ class Compute:
             if block.length is not None and not block.rank and len(own) > 1:
                 words = quoted([str(each or "its own") for each in sorted(own, key=str)])
                 raise ValueError(
-                    f"a vector is moved in one dtype, and compute_dtype says {words} of its parameters; take "
+                    f"a vector is moved in one dtype, but compute_dtype gives its parameters {words}; use "
                     'form="stacks" or form="tree", or one dtype for all'
                 )
         return cls(found, of_path, reduce_dtype)

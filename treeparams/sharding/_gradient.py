@@ -90,10 +90,10 @@ def _found(call: Call, leaves: list[Any]) -> Found:
     is_sum = loss.is_mean or looked.weight is not None
     if pieces > 1 and not is_sum:
         raise ValueError(
-            f"microbatches={pieces} takes a loss that can be added up over pieces of a batch, and one that returns a "
+            f"microbatches={pieces} needs a loss that can be summed over pieces of a batch, but one that returns a "
             "single number may be any function of all examples. Return (sum, weight), which is divided once for all "
-            'pieces and devices; or say loss_is="mean" of a mean over examples; or give the part that is computed for '
-            "each example by itself as outputs="
+            'pieces and devices; or pass loss_is="mean" if it is a mean over examples; or pass the part that is '
+            "computed for each example separately as outputs="
         )
     is_by_hand = is_sum and not loss.has_state
     parts = pieces * axes.devices_along(axes.batch) if is_by_hand else pieces

@@ -57,7 +57,7 @@ class Loss:
             expected = 'with loss_is="mean" the loss must return one real number, the mean over its examples'
         else:
             expected = "the loss must return one real number, or (sum, weight), two real numbers"
-        remedy = "; where the rest of it is auxiliary, write has_aux=True" if isinstance(result, tuple) else ""
+        remedy = "; if the rest of it is auxiliary, pass has_aux=True" if isinstance(result, tuple) else ""
         raise TypeError(f"{expected}, got {_in_words(result)}{remedy}")
 
 
@@ -82,7 +82,7 @@ def _is_real_number(value: Any) -> bool:
 def _two(result: Any, option: str, expected: str) -> tuple[Any, Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise TypeError(f"with {option} the loss is to return {expected}, got {_in_words(result)}")
+    raise TypeError(f"with {option} the loss must return {expected}, got {_in_words(result)}")
 
 
 def _in_words(result: Any) -> str:
@@ -115,16 +115,16 @@ def check_weights(looked: Looked, is_divided: bool) -> None:
     wrong = [name for name, i in _weights(looked.result).items() if of_parameters[i]]
     if is_divided and _OF_LOSS in wrong:
         raise ValueError(
-            "the loss returns two numbers, which are taken for (sum, weight), but the second depends on the "
-            "parameters. A weight is of the batch alone, such as the sum of a mask; return one number for a loss "
-            "that divides by something of the parameters, and write has_aux=True if it is a result beside the loss"
+            "the loss returns two numbers, which are read as (sum, weight), but the second depends on the "
+            "parameters. A weight must depend on the batch alone, such as the sum of a mask. If the loss divides by "
+            "something that depends on the parameters, return one number; if the second number is an auxiliary "
+            "result, pass has_aux=True"
         )
     for name in wrong:
         if name != _OF_LOSS:
             raise ValueError(
-                f"{name} depends on the parameters. A tuple of two numbers is (sum, weight), and is divided; write two "
-                "results as a list or a dictionary, each as a pair of its own, (number, len(x)), where it is a sum "
-                "over the examples"
+                f"{name} depends on the parameters. A tuple of two numbers is read as (sum, weight) and divided; for "
+                "two results return a list or a dictionary, and for a sum over the examples a pair, (number, len(x))"
             )
 
 
@@ -136,7 +136,7 @@ def check_model_state(before: PyTree, after: PyTree) -> None:
     wrong = next((path for path in [*ours, *its] if ours.get(path) != its.get(path)), None)
     if wrong is not None:
         raise ValueError(
-            f"the loss returned another state of the model than it was given: state{wrong} was "
+            f"the loss returned a different state of the model than it was given: state{wrong} was "
             f"{ours.get(wrong, 'nothing')} and is {its.get(wrong, 'nothing')}; return one with the same tree, shapes "
             "and dtypes"
         )
@@ -159,7 +159,7 @@ def check_sums(whole: Looked, look_at_part: Callable[[], Looked], parts: int) ->
             raise ValueError(
                 f"{name} does not depend on the examples: it is the same for all {whole.examples} of the batch as for "
                 f"the {part.examples} of each of its {parts} parts, over which it is summed. Return len(x), the sum of "
-                "a mask, or the like; divide by any other number within the loss"
+                "a mask, or the like; divide by other numbers inside the loss"
             )
 
 
@@ -281,9 +281,9 @@ def check_aux_rows(aux: Aux, of_piece: PyTree, arrays: Sequence[Any]) -> None:
     for kind, each in zip(aux.kinds, aux.treedef.flatten_up_to(of_piece), strict=True):
         if kind == "examples" and each.shape[0] != examples:
             raise ValueError(
-                f"aux: {describe(each)} has as many rows as the batch has examples, but is no array with one row for "
-                f"each: of {examples} examples it has {each.shape[0]} rows, too. Give it another axis first, or sums "
-                "of it as pairs (sum, weight)"
+                f"aux: {describe(each)} has as many rows as the batch has examples, but not one row for each example: "
+                f"for {examples} examples it also has {each.shape[0]} rows. Add a leading axis over the examples, or "
+                "return sums of it as pairs (sum, weight)"
             )
 
 
@@ -294,6 +294,6 @@ def check_rows(outputs: PyTree, arrays: Sequence[Any]) -> None:
         if not is_array(each) or each.shape[:1] != (examples,):
             raise ValueError(
                 f"outputs{jtu.keystr(path)}: expected an array with one row for each of the {examples} examples that "
-                f"it was given, since a device has these alone, got {describe(each)}; what is of all examples goes "
-                "into the loss"
+                f"it was given, since a device has only these, got {describe(each)}; compute results of all examples "
+                "in the loss"
             )

@@ -83,8 +83,8 @@ def _ask(
         for n, (path, array) in enumerate(arrays):
             if path not in grown or grown[path].ndim != array.ndim:
                 raise ValueError(
-                    f"the rule keeps a state of another structure for longer parameters, at {jtu.keystr(path)}: it "
-                    "looks at the shapes of leaves, and would have parts of them. Let devices own whole rows, "
+                    f"the state of the rule has another structure for longer parameters, at {jtu.keystr(path)}: the "
+                    "rule looks at the shapes of leaves, but would get parts of them. Let devices own whole rows, "
                     '"owned" with form="stacks" and optim.per_leaf(tx), or write "whole"'
                 )
             sizes = zip(array.shape, grown[path].shape, strict=True)

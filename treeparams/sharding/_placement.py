@@ -162,8 +162,8 @@ class Placement:
         if expected != got:
             wrong = next((pair for pair in got if pair not in expected), None) or "nothing more"
             raise ValueError(
-                f"expected parameters as of init or plan.ravel, a {self.name} with {len(expected)} arrays, the first "
-                f"{expected[0] if expected else None}; got {len(got)}, and among them {wrong}"
+                f"expected parameters that init or plan.ravel returned, a {self.name} of {len(expected)} arrays, the "
+                f"first {expected[0] if expected else None}; got {len(got)} arrays, including {wrong}"
             )
 
     # -- The rest of a model

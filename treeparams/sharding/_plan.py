@@ -150,8 +150,8 @@ class Plan:
             rest = released(rest)
         if rest is None or any(isinstance(array, jax.ShapeDtypeStruct) for array in kept_arrays(rest).values()):
             raise ValueError(
-                "the plan was made of shapes, so it has no frozen arrays and no functions; give the state of the step, "
-                "which has them: plan.model(params, state)"
+                "the plan was made from shapes, so it has no frozen arrays and no functions; pass the state of the "
+                "step, which has them: plan.model(params, state)"
             )
         self._placement.check(params)
         slots = self._slots[whole](params)
@@ -275,7 +275,7 @@ def plan(
     return Plan(placement, rest, (_OF_SHAPES,) * is_of_shapes)
 
 
-_OF_SHAPES = "made of shapes, which do not tell which arrays are one: name ties, tp.layout(shapes, ties={alias: path})"
+_OF_SHAPES = "made from shapes, which do not show ties; name them, tp.layout(shapes, ties={alias: path})"
 
 
 def _this_device() -> Mesh:

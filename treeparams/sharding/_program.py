@@ -142,11 +142,11 @@ class Program:
         has_state = self.setup.loss.has_state
         if has_state and model_state is None:
             raise ValueError(
-                "with has_state=True the loss takes the state of the model; give it to init(model, model_state), as "
-                "eqx.nn.make_with_state returns it"
+                "with has_state=True the loss needs the state of the model; pass the one that eqx.nn.make_with_state "
+                "returns to init(model, model_state)"
             )
         if model_state is not None and not has_state:
-            raise ValueError("init was given the state of a model, of which the loss knows nothing: say has_state=True")
+            raise ValueError("init got the state of a model, but its loss takes none; give make_step has_state=True")
 
     def check_state(self, state: object) -> None:
         """Checks that a state belongs to this step."""
@@ -157,8 +157,8 @@ class Program:
         is_alike = described(kept, jnp.shape) == described(self.kept, jnp.shape) and isinstance(state.rest, rest)
         if not is_alike or (state.model_state is not None) != self.setup.loss.has_state:
             raise ValueError(
-                "the state is of another step: its rule, its average, its form or what its loss takes is another; "
-                "start with init(model)"
+                "the state belongs to another step: its rule, its average, its form or the arguments of its loss "
+                "differ; start with init(model)"
             )
 
     def in_words(self) -> str:

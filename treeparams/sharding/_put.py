@@ -18,8 +18,8 @@ def put_leaf(leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, sharding: Name
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         raise ValueError(
-            "a plan over an AbstractMesh is to look at: nothing can lie there; make it with jax.make_mesh, or give "
-            "jax.ShapeDtypeStructs, as of jax.eval_shape, for sharding.ahead"
+            "an AbstractMesh has no devices, so you can only look at a plan over it; make the mesh with jax.make_mesh, "
+            "or pass jax.ShapeDtypeStructs, as jax.eval_shape returns them, for sharding.ahead"
         )
     if isinstance(leaf, Tracer):
         return lay(leaf, sharding)

@@ -78,7 +78,7 @@ class DeviceShare:
     def refuse(self, *_: object) -> Any:
         """Raises an error that says how to get at the parameters."""
         raise TypeError(
-            "parameters are split, and a device has a part of each; take them by the restructure: "
+            "parameters are split, and a device has a part of each; read them through the restructure: "
             'restructure.scan(layer, x, params, "layers.*"), restructure.part(params, "head"), restructure(params)'
         )
 

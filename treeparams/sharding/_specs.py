@@ -63,7 +63,7 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     given = {"axis": axis, "batch_axis": batch_axis}
     for name, value in given.items():
         if not (value is None or isinstance(value, str) or all(isinstance(each, str) for each in _sequence(value))):
-            raise TypeError(f"{name} is the name of an axis of the mesh, or a tuple of names, got {value!r}")
+            raise TypeError(f"{name} must be the name of an axis of the mesh, or a tuple of names, got {value!r}")
     found = {name: names_in(value) for name, value in given.items()}
     for name, names in found.items():
         unknown = [each for each in names if each not in mesh.axis_names]
@@ -73,16 +73,16 @@ def axes_of(mesh: Mesh | AbstractMesh, axis: AxisNames, batch_axis: AxisNames) -
     if not split and not batch:
         if len(mesh.axis_names) > 1:
             raise ValueError(
-                f"the mesh has the axes {quoted(mesh.axis_names)}: say with axis= over which of them parameters are "
-                "split, and with batch_axis= along which the batch lies, if that is not the same"
+                f"the mesh has the axes {quoted(mesh.axis_names)}: name with axis= those to split parameters over, and "
+                "with batch_axis= those to split the batch over, if they differ"
             )
         split = tuple(mesh.axis_names)
     split, batch = split or batch, batch or split
     if not set(split) <= set(batch):
         raise ValueError(
-            f"axis={axis!r}, and the batch lies along {batch_axis!r}: devices along an axis without examples of their "
-            "own would all compute the same. Let batch_axis name it too; for tensor parallelism write a PartitionSpec "
-            "as the rule, which XLA sees to"
+            f"axis={axis!r}, but the batch is split over {batch_axis!r}: devices along an axis that does not split the "
+            "batch would all compute the same. Name it in batch_axis too; for tensor parallelism, which XLA does, "
+            "write a PartitionSpec as the rule"
         )
     _check_types(mesh, batch)
     return Axes(mesh, split, batch)
@@ -97,14 +97,14 @@ def _check_types(mesh: Mesh | AbstractMesh, batch: Sequence[str]) -> None:
     manual = [name for name, its in types.items() if its == AxisType.Manual]
     if manual:
         raise ValueError(
-            f"the axes {quoted(manual)} of the mesh are manual, as inside of jax.shard_map; a plan is made outside of "
-            f"it: {_ONE_TYPE}"
+            f"the axes {quoted(manual)} of the mesh are manual, as inside jax.shard_map; make the plan outside of it: "
+            f"{_ONE_TYPE}"
         )
     automatic = [name for name in batch if types[name] == AxisType.Auto]
     if automatic and AxisType.Explicit in types.values():
         raise ValueError(
             f"the mesh has explicit axes, and {quoted(automatic)}, over which parameters or the batch are split, is "
-            f"automatic; JAX lays no array over both: {_ONE_TYPE}"
+            f"automatic; JAX splits no array over both: {_ONE_TYPE}"
         )
 
 
@@ -125,10 +125,10 @@ def names_of(spec: PartitionSpec) -> tuple[str, ...]:
 def check_rules(rules: Rules, axes: Axes) -> None:
     """Checks rules without regard to the parameters that they select."""
     if not isinstance(rules, Mapping):
-        raise TypeError(f'rules is a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
+        raise TypeError(f'rules must be a dictionary {{where: rule}}, such as {{"**": "split"}}, got {describe(rules)}')
     for where, rule in rules.items():
         if rule not in _WORDS if isinstance(rule, str) else not isinstance(rule, PartitionSpec):
-            raise ValueError(f'{name_of(where)}: a rule is "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
+            raise ValueError(f'{name_of(where)}: expected "split", "owned", "whole" or a PartitionSpec, got {rule!r}')
         if isinstance(rule, PartitionSpec) and (problem := next(_problems(rule, axes), "")):
             raise ValueError(f"{name_of(where)}, {as_text(rule)}: {problem}")
 
@@ -136,7 +136,7 @@ def check_rules(rules: Rules, axes: Axes) -> None:
 def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
     """Yields the problems of a spec over these axes, whichever arrays it is for."""
     if any(not isinstance(name, str) for entry in spec if entry is not None for name in _sequence(entry)):
-        yield "its entries are None, the name of an axis of the mesh, or a tuple of names"
+        yield "its entries must be None, the name of an axis of the mesh, or a tuple of names"
         return
     used = names_of(spec)
     unknown = [name for name in used if name not in axes.mesh.axis_names]
@@ -147,7 +147,7 @@ def _problems(spec: PartitionSpec, axes: Axes) -> Iterator[str]:
         name = next(name for name, its in types.items() if its == AxisType.Auto)
         yield f"the mesh has explicit axes, and {name!r} is automatic; {_ONE_TYPE}"
     if len(set(used)) < len(used):
-        yield "an axis of the mesh stands in the spec twice"
+        yield "the spec names an axis of the mesh twice"
     for dim, entry in enumerate(spec):
         if len({name in axes.batch for name in names_in(entry)}) > 1:
             yield f"axis {dim} is split along the batch and along another axis of the mesh at once"
@@ -172,8 +172,8 @@ def matches(index: Index, rules: Rules, frozen: frozenset[int]) -> dict[int, Mat
     missing = [repr(paths[leaf]) for leaf in index.positions if leaf not in found]
     if missing:
         raise ValueError(
-            f"no rule matches\n{first_lines(missing)}\nadd one for what is left, as the last: "
-            '{..., "**": "split"}, or "whole" for what is small'
+            f"no rule matches\n{first_lines(missing)}\nadd a last rule for all other parameters: "
+            '{..., "**": "split"}, or "whole" if they are small'
         )
     return {leaf: items[number] for leaf, number in found.items()}
 
@@ -216,7 +216,7 @@ def misfit_in_words(slot: Slot, where: Where, problem: str, who: str | None = No
 def refuse(wrong: Sequence[str]) -> None:
     """Raises an error with these lines about parameters that their rules do not fit, if there are any."""
     if wrong:
-        raise ValueError(f"not everything can lie as the rules say:\n{first_lines(dict.fromkeys(wrong))}")
+        raise ValueError(f"some parameters do not fit their rules:\n{first_lines(dict.fromkeys(wrong))}")
 
 
 def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
@@ -225,8 +225,8 @@ def _one_rule(members: Sequence[tuple[str, Rule]]) -> Rule:
     other = next((each for each in members if group_of(each[1]) != group_of(rule)), None)
     if other is not None:
         raise ValueError(
-            f"one vector lies in one way, but {members[0][0]!r} is {rule!r} and {other[0]!r} is {other[1]!r}; give "
-            'all of it one rule, or take form="stacks"'
+            f"all parts of a vector need the same rule, but {members[0][0]!r} has {rule!r} and {other[0]!r} has "
+            f'{other[1]!r}; give all of them one rule, or use form="stacks"'
         )
     return rule
 
@@ -260,7 +260,7 @@ def first_divided(shape: tuple[int, ...], axes: Axes) -> PartitionSpec | None:
 def _not_owned(rows: int | None, devices: int, can_split: bool, name: str) -> str:
     """Returns why devices cannot own rows; an empty text if they can."""
     if rows is None:
-        return f'"owned" is of rows of stacks; write form="stacks", or "split" in a {name}'
+        return f'"owned" is for rows of stacks; write form="stacks", or "split" in a {name}'
     if rows % devices == 0:
         return ""
     instead = '"split", which divides each row, or "whole"' if can_split else '"whole"'

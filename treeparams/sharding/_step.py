@@ -152,18 +152,18 @@ def _loss_of(loss: Any, loss_is: object, outputs: object, loss_takes: str, has_a
     """Checks the options about the loss, and returns them as a `Loss`."""
     if loss_is not in (None, "mean"):
         raise ValueError(
-            f'loss_is must be "mean", or None for any function of the whole batch, got {loss_is!r}; of a sum over '
+            f'loss_is must be "mean", or None for any function of the whole batch, got {loss_is!r}; for a sum over '
             "examples return (sum, weight)"
         )
     for name, value in {"has_aux": has_aux, "has_state": has_state}.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {describe(value)}")
     if outputs is not None and not callable(outputs):
-        raise TypeError(f"outputs is a function of the model and a batch, got {describe(outputs)}")
+        raise TypeError(f"outputs must be a function of the model and a batch, got {describe(outputs)}")
     if outputs is not None and (loss_is or has_state):
         raise ValueError(
-            "outputs= goes with neither loss_is= (the loss is of the outputs of all examples) nor has_state=True (a "
-            "device would change the state by its examples alone)"
+            "outputs= cannot be combined with loss_is= (the loss sees the outputs of all examples) or has_state=True "
+            "(each device would change the state by its own examples alone)"
         )
     return Loss(loss, outputs, loss_is == "mean", loss_takes == "form", bool(has_aux), bool(has_state))
 
@@ -179,8 +179,9 @@ def _check_options(plan: Plan, split: str, loss_takes: str) -> None:
     is_scanned = loss_takes == "form" and placement.has_restructure and all(placement.stacked)
     if split == "parameters" and not is_scanned:
         raise ValueError(
-            'parameters stay split where the loss takes them layer by layer: form="stacks" and loss_takes="form", with '
-            'restructure.scan(layer, x, stacks, "layers.*") in the loss; or write split="gradients"'
+            'split="parameters" needs a loss that reads the parameters layer by layer: use form="stacks" and '
+            'loss_takes="form", with restructure.scan(layer, x, stacks, "layers.*") in the loss; or write '
+            'split="gradients"'
         )
 
 
@@ -199,8 +200,8 @@ class Step:
         # JAX, when run over several devices of a CPU, ends the process without a word.
         if isinstance(first, jax.Array) and not isinstance(first, Tracer) and first.is_deleted():
             raise ValueError(
-                "params were given to an earlier step, which donates params and state; go on with those that it "
-                "returned: params, state, value = step(params, state, *batch)"
+                "params were given to an earlier step, which donates params and state; use those that it returned: "
+                "params, state, value = step(params, state, *batch)"
             )
         return self._watched(params, state, *self._program.put(batch))
 

@@ -39,8 +39,8 @@ class Update:
         """Makes the update from an Optax optimiser, a form of a model, and the user's option for the average."""
         if isinstance(tx, ModelTransformation):
             raise ValueError(
-                "expected plain Optax, got a transformation over models; the plan's layout says what trains, and its "
-                "form how it rests: pass what is within it, such as optax.adam(1e-3)"
+                "expected an Optax optimiser, got a transformation over whole models; the plan's layout already says "
+                "which parameters train: pass the optimiser inside it, such as optax.adam(1e-3)"
             )
         by_parameter = functools.partial(spread, index_of(layout), layout, form)
         return cls(extended(tx), form, by_parameter, None if average is None else ema_maker(average))
@@ -83,7 +83,7 @@ def ema_maker(average: Average) -> Callable[[PyTree], Ema[Any]]:
         return made
 
     expected = (
-        "average is a decay, such as 0.999, or makes a tp.Ema of parameters, such as "
+        "average must be a decay, such as 0.999, or a function that makes a tp.Ema of parameters, such as "
         "functools.partial(tp.Ema, decay=0.999, warmup=True)"
     )
     is_decay = isinstance(average, (int, float, np.floating)) and not isinstance(average, bool)

@@ -69,7 +69,7 @@ class Collectives:
         found: dict[tuple[str, ...], int | None] = {}
         for row in self.rows:
             if row.axes is None:
-                raise ValueError("which axes it is depends on the mesh: sharding.collectives(compiled, mesh=mesh)")
+                raise ValueError("the axes depend on the mesh; pass it: sharding.collectives(compiled, mesh=mesh)")
             found[row.axes] = total([(found.get(row.axes, 0), 1), (row.total, 1)])
         return dict(sorted(found.items(), key=lambda item: (item[1] is not None, -(item[1] or 0))))
 

@@ -2,7 +2,7 @@
 
 XLA numbers the devices in the order of the mesh, row by row. It writes groups of these numbers in four ways:
 
-    replica_groups={{0,1},{2,3}}                       each group by itself
+    replica_groups={{0,1},{2,3}}                       each group listed
     replica_groups=[2,2]<=[2,2]T(1,0)                  2 groups of 2: 0, ..., 3 as 2 x 2, transposed, cut into rows
     replica_groups=mesh['a'=2,'b'=2] {'b'}             along an axis of a mesh, whose names are not those of the user
     source_target_pairs={{0,1},{1,0}}                  of a permute: who sends to whom

@@ -56,7 +56,7 @@ class Text(NamedTuple):
                 current[name] = Operation(kind, result, tuple(_operands(rest[:end])), rest[end:], bool(root))
         if entry is None:
             raise ValueError(
-                "expected the text of a compiled program, as of compiled.as_text(); it has no ENTRY computation"
+                "expected the text of a compiled program, such as compiled.as_text(); it has no ENTRY computation"
             )
         return cls(computations, entry)
 

@@ -11,7 +11,7 @@ from .loops import trips_of
 
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
 
-UNKNOWN = "how often a loop runs depends on values, so what is {} within it has no count"
+UNKNOWN = "how often a loop runs depends on values, so the bytes {} within it are not counted"
 BRANCH = "of a conditional, the branch that {} most is counted"
 
 Counts = Mapping[Any, int | None]

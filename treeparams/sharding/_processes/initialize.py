@@ -69,8 +69,8 @@ def initialize(
     if not beat.keys() <= inspect.signature(jax.distributed.initialize).parameters.keys():
         beat.clear()
         warnings.warn(
-            f"JAX {jax.__version__} takes no heartbeat: a process that stands still is found after 100 seconds, not "
-            f"after {heartbeat}, and one that is killed at the next collective. A newer JAX takes it.",
+            f"JAX {jax.__version__} does not accept a heartbeat: a suspended process is noticed after 100 seconds, not "
+            f"after {heartbeat}, and a killed one at the next collective. Upgrade JAX to use heartbeat=.",
             stacklevel=2,
         )
     if jax.config.values["jax_cpu_collectives_implementation"] != "mpi":
@@ -81,7 +81,7 @@ def initialize(
         jax.distributed.initialize(coordinator_address, num_processes, process_id, **beat, **options)
     except ValueError as error:
         raise ValueError(
-            f"{error} JAX does not find by itself how many processes there are and where: write "
+            f"{error} JAX cannot find the number and the addresses of the processes here: write "
             "sharding.initialize('10.0.0.1:1234', num_processes=4, process_id=0)"
         ) from error
     _leave_after_exceptions(heartbeat)
@@ -126,7 +126,7 @@ def _leave_after_exceptions(seconds: int) -> None:
     def show_and_leave(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
         show(kind, value, trace)
         if jax.distributed.is_initialized():
-            sys.stderr.write(f"This process ends by {kind.__name__}, in {seconds} s if the others do not end too.\n")
+            sys.stderr.write(f"This process ends with {kind.__name__}, in {seconds} s if the others do not end too.\n")
             sys.stderr.flush()
             # A timer that needs neither the interpreter nor its lock, which the exit of JAX may hold.
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)

@@ -60,7 +60,7 @@ def _await() -> None:
     """Installs a handler for the next SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
-            "sharding.interrupted: Python handles signals in the main thread alone; make the first call there"
+            "sharding.interrupted: Python handles signals only in the main thread; make the first call there"
         )
 
     def note(number: int, frame: Any) -> None:

@@ -154,9 +154,10 @@ class Watch:
         sys.stderr.write(
             f"Process {jax.process_index()} of {jax.process_count()} ends: for {waited:.0f} s it has waited in "
             f"{call.program.name} {call.number} (the slowest before took {usual:.1f} s) for others that are alive. One "
-            "has left its loop (sys.exit, fewer batches than the others), skips a step, or runs something over all "
-            "devices alone, such as plan.model. All must make the same calls in the same order. If one may be that "
-            f"late, give it more time: sharding.initialize(patience={2 * self.patience:g}); None waits forever.\n"
+            "has left its loop (sys.exit, fewer batches than the others), skipped a step, or is the only one to run "
+            "something over all devices, such as plan.model. All must make the same calls in the same order. If one "
+            f"may be that late, give it more time: sharding.initialize(patience={2 * self.patience:g}); None waits "
+            "forever.\n"
         )
         sys.stderr.flush()
         os._exit(1)  # what waits in a collective takes no exception
