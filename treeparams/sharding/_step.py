@@ -83,9 +83,9 @@ def make_step(
             and each piece passes the state on to the next. Pass the first state to `init`; the current one is
             `state.model_state`.
         loss_takes: `"form"` if the loss is `loss(params, restructure, *batch)`, where `params` are the vector or the
-            stacks and `restructure` is their `Restructure`. Inside it you can call `restructure.scan(layer, x, params,
-            "layers.*")` and `restructure.part(params, "head")`. For a plan with `form="tree"`, the two arguments are
-            the canonical tree and the `Rest`, for `tp.combine`.
+            stacks and `restructure` is their `Restructure`. Inside it you can call
+            `restructure.scan(layer, x, params, "layers.*")` and `restructure.part(params, "head")`. For a plan with
+            `form="tree"`, the two arguments are the canonical tree and the `Rest`, for `tp.combine`.
         split: which arrays are never whole on a device while a step runs (ZeRO 1, 2 and 3, arXiv 1910.02054). Between
             steps the parameters lie as the plan says, whichever you choose.
 
@@ -101,9 +101,10 @@ def make_step(
             pieces, piece k has the examples whose number is k modulo n. Gradients are reduced once for all pieces; with
             split parameters or a state, once for each piece.
         compute_dtype: the dtype that parameters have within the loss, frozen ones included, such as `jnp.bfloat16`. Or
-            a dictionary `{where: dtype}`, in which the first entry that selects a parameter counts: `{"**.norm":
-            jnp.float32, "**": jnp.bfloat16}`. Parameters are kept and updated in their own dtype. They are cast before
-            they are gathered, so fewer bytes are moved. Complex parameters and the batch are not cast. `None`: no cast.
+            a dictionary `{where: dtype}`, in which the first entry that selects a parameter counts:
+            `{"**.norm": jnp.float32, "**": jnp.bfloat16}`. Parameters are kept and updated in their own dtype. They are
+            cast before they are gathered, so fewer bytes are moved. Complex parameters and the batch are not cast.
+            `None`: no cast.
         reduce_dtype: the dtype in which gradients are summed over devices. `None`: at least float32. If the loss sees
             the whole batch, XLA sums gradients in the dtype that it computes in.
         average: the decay of a `tp.Ema` of the parameters, or a function that makes one, such as
