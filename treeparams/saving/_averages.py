@@ -1,4 +1,4 @@
-"""Averages of the model before, as those of the model after."""
+"""Carries averages of the old model over to the new one."""
 
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ M = TypeVar("M")
 
 
 def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
-    """An average as one of the model after; see `Plan.average`."""
+    """Carries an average over to the new model; see `Plan.average`."""
     if not isinstance(like, Ema):
         raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
     if not {"count", "weight"} <= source.specs.keys():
@@ -39,7 +39,7 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
 
 
 def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) -> Array:
-    """The average for a path of the model after; where nothing comes, the fresh one."""
+    """Returns the average for a path of the new model; the fresh one if nothing comes there."""
     if not movers.sources(path):
         return like
     is_plain = movers.is_plain(path)
@@ -59,7 +59,7 @@ def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) ->
 
 
 def _average_of(source: Names, name: str) -> Any:
-    """The average of a parameter before, or another array of its model."""
+    """Returns the average of an old parameter, or another array of its model."""
     # An average has the trained parameters as a canonical tree, and all other arrays in its `rest`, by path. Which of
     # the two a name is in may have changed since: a parameter that trained may be frozen now.
     shadow = f"shadow.{name}" if name else "shadow"

@@ -268,7 +268,7 @@ def plan(
         source: arrays by name. This can be a dictionary, whose values may be `jax.ShapeDtypeStruct`s; the path of a
             safetensors file, of which only the header is read, or a list of several; the result of `np.load` for an
             `.npz` file; the result of `saving.names`; Orbax's metadata of a checkpoint, `checkpointer.metadata(path)`;
-            another model or a `Layout`, whose names are its paths; or another plan, which stands for the model that it
+            another model or a `Layout`, whose names are its paths; or another plan, which counts as the model that it
             makes.
         model: the model to fill, ties once. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`). The
             keys of a flat dictionary, such as `layers.0.weight`, are names too.

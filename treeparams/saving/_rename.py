@@ -1,4 +1,4 @@
-"""From names to names by globs: which arrays go where - one to one, split, merged, stacked, unstacked, dropped."""
+"""Maps names to names by globs: arrays go one to one, or are split, merged, stacked, unstacked or dropped."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, function_name, in_short
 
 Rename = Mapping[Any, Any] | Callable[[str], str | None]
-"""`{left: right}`, a side a glob or a tuple of them and the right one also `None`; or a function of a name."""
+"""`{left: right}`, where a side is a glob or a tuple of globs, and the right may be `None`; or a function of a name."""
 Transforms = Mapping[Any, Callable[..., Any]]
 Stars = tuple[Star, ...]
 
@@ -26,10 +26,10 @@ _AT_ONCE = 32  # operands of one program
 
 
 def stack(*arrays: Array) -> jax.Array | np.ndarray:
-    """One array of several, as of layers.
+    """Stacks several arrays, such as those of layers, into one.
 
-    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So it gets some at a
-    time, and NumPy's arrays are left to NumPy, where both make the same dtype of them.
+    JAX compiles a program for each number of operands, which takes seconds for thousands of them. So JAX stacks only
+    some at a time, and NumPy stacks NumPy arrays if both give the same dtype.
     """
     if all(isinstance(array, np.ndarray) for array in arrays) and len({array.dtype for array in arrays}) == 1:
         return np.stack(arrays)
@@ -44,13 +44,13 @@ def _in_parts(arrays: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def unstack(array: jax.Array | np.ndarray) -> list[Any]:
-    """The rows of an array; each an array of its own kind, also where it is a number."""
+    """Returns the rows of an array, each as an array of the same kind, even if it is a single number."""
     return [array[row, ...] for row in range(len(array))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Arrays that go somewhere together: the names that they come from and those that they go to."""
+    """Arrays that go somewhere together: the names that they come from, and the names that they go to."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -58,14 +58,14 @@ class Route:
 
     @property
     def how(self) -> str:
-        """How the arrays are changed, in words; empty where they are not."""
+        """The name of the function that changes the arrays; empty if nothing does."""
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
         return "" if function is None else function_name(function)
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """One array for each target, from one for each source."""
+        """Returns one array for each target, from one for each source."""
         if self.function is None:
             return list(arrays)
         # A function of `jax.numpy` cuts 64 bits to 32 without a word. NumPy's stacks and rows keep them.
@@ -88,7 +88,7 @@ class Route:
 
 
 class Routes(NamedTuple):
-    """The words of `rename` and `transform`, as routes of arrays by name."""
+    """The content of `rename` and `transform`, as routes of arrays by name."""
 
     found: list[Route]
     dropped: set[str]  # names, on purpose
@@ -100,7 +100,7 @@ def routes(
 ) -> Routes:
     """Reads `rename` and `transform`.
 
-    The targets say into how many an array is unstacked; where there are none, its leading axis does.
+    The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
     """
     if not (transform is None or isinstance(transform, Mapping)):
         raise TypeError(f"transform is a dictionary {{left: function}}, got {function_name(transform)}")
@@ -135,7 +135,7 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
 
 
 def _match(glob: Glob, name: str) -> Stars | None:
-    """The stars, if a glob matches a name. A name is also matched by its own text, whatever stands in it: `w[0]`."""
+    """Returns the text of the stars if a glob matches a name. A name also matches its own text, such as `w[0]`."""
     entries = split_name(name)
     stars = glob.match(entries)
     if stars is None and len(entries) == 1 and "." in name:  # a key of a flat dictionary that was saved as a tree
@@ -144,7 +144,7 @@ def _match(glob: Glob, name: str) -> Stars | None:
 
 
 def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hint: str = "") -> list[str]:
-    """The names that a glob of `rename` or `transform` matches; an error if there are none."""
+    """Returns the names that a glob of `rename` or `transform` matches; raises an error if there are none."""
     found = [name for name in names if _match(glob, name) is not None]
     if found:
         return found
@@ -155,7 +155,7 @@ def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hi
 
 
 def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Route]:
-    """The routes with the functions of globs over their sources."""
+    """Returns the routes with the functions for globs over their sources."""
     for key, function in functions.items():
         if not isinstance(key, str):
             raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
@@ -177,7 +177,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
 
 
 class _Entry:
-    """An entry of `rename`, and the names that it takes: by which of its globs, and what the stars stand for."""
+    """An entry of `rename`, and the names that it takes, each with the number of its glob and the stars' text."""
 
     def __init__(self, left: object, right: object) -> None:
         self.left = left
@@ -187,7 +187,7 @@ class _Entry:
         self._surplus = self._stars_more(right) if self.rights else 0
 
     def _stars_more(self, right: object) -> int:
-        """The number of stars that the left side has more than the right one: 1 stacks, and -1 unstacks."""
+        """Returns how many more stars the left side has than the right one: 1 stacks, and -1 unstacks."""
         counts = [{len(glob.stars) for glob in side} for side in (self.lefts, self.rights)]
         if max(map(len, counts)) > 1:
             raise ValueError(f"rename, {self.left!r}: the globs of one side have the same number of stars")
@@ -204,7 +204,7 @@ class _Entry:
         return surplus
 
     def takes(self, name: str) -> Glob | None:
-        """The glob by which the entry takes a name."""
+        """Returns the glob by which the entry takes a name."""
         for number, glob in enumerate(self.lefts):
             stars = _match(glob, name)
             if stars is not None:
@@ -215,7 +215,7 @@ class _Entry:
     def routes(
         self, specs: Mapping[str, Spec], function: Callable[..., Any] | None, targets: Collection[str] | None
     ) -> Iterator[Route]:
-        """The routes of the names that the entry has taken; of globs that go together, where all are there."""
+        """Yields the routes of the names that the entry has taken; of globs that go together, only complete sets."""
         if not self.rights:
             return
         if len(self.lefts) + len(self.rights) > 2 and function is None:
@@ -247,14 +247,14 @@ class _Entry:
                 yield Route(sources, made, function)
 
     def _star_of_rows(self) -> int:
-        """The last star that stands for numbers alone."""
+        """Returns the position of the last star that matches only numbers."""
         for at in reversed(range(len(self.lefts[0].stars))):
             if all(_number(stars[at]) >= 0 for _, stars in self.taken.values()):
                 return at
         raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
 
     def _rows(self, stars: Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
-        """The names of an array's rows: those among the targets, in numeric order, or else this many."""
+        """Returns the names of an array's rows: those among the targets, in numeric order, or else `count` new ones."""
         right = self.rights[0]
         if targets is None:
             if right.stars.count("*") > 1:
@@ -274,12 +274,12 @@ class _Entry:
 
 
 def _number(star: Star) -> int:
-    """The number that a star stands for, or -1."""
+    """Returns the number that a star matched, or -1."""
     return int(star) if isinstance(star, str) and star.isdecimal() else -1
 
 
 def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
-    """Gives each name to the first entry that matches it, and returns those that none does."""
+    """Gives each name to the first entry that matches it, and returns the names that no entry matches."""
     takers = {name: next(filter(None, (entry.takes(name) for entry in entries)), None) for name in names}
     for entry in entries:
         for number, glob in enumerate(entry.lefts):

@@ -1,4 +1,4 @@
-"""A plan in words: its rows, its table, and all that is wrong."""
+"""A plan in words: its rows, its table, and its problems."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
-    """The arrays of a model, ties once."""
+    """Returns the arrays of a model, ties once."""
     rows = []
     for leaf in contents.stored.values():
         spec, move = contents.spec(leaf), found.comes.get(leaf)
@@ -39,7 +39,7 @@ def rows_of(contents: Contents, found: Fit) -> tuple[Row, ...]:
 
 
 def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | str]:
-    """The table of a plan, and how many arrays come."""
+    """Returns the table of a plan, and a line with the number of arrays that come from the source."""
     why = dict.fromkeys(found.missing, "missing") | dict.fromkeys(found.kept, "stays")
     cells = [
         [
@@ -55,7 +55,7 @@ def blocks(contents: Contents, found: Fit, rows: Sequence[Row]) -> list[Table | 
 
 
 def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
-    """All that is wrong, one line each."""
+    """Returns all problems, one line each."""
     heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
     if heads:
         call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"

@@ -1,4 +1,4 @@
-"""How a tree differs from a file, in words: arrays, ties, histories, and the parameters in joined arrays."""
+"""Describes how a tree differs from a file: its arrays, ties, histories, and the parameters in joined arrays."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _ARRAYS_ALONE = "; saving.plan(path, tree)(path) takes the arrays of the file al
 
 
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which arrays, numbers and texts are in one only, or are others."""
+    """Yields a sentence for each array, number or text that is missing in the tree or the file, or differs."""
     said = values_in(file.words)
     there = dict.fromkeys([*file.specs, *file.words["ties"], *said])
     has_values = "values" in file.words  # a file of an older `save` says nothing of numbers
@@ -54,7 +54,7 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
 
 
 def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | None:
-    """How a leaf of the tree differs from what the file has at its name."""
+    """Describes how a leaf of the tree differs from the file's entry of the same name; `None` if it does not."""
     leaf, said = contents.leaves[i], values_in(file.words).get(name)
     stored, transforms = file.words["ties"].get(name, (name, ""))
     if said is not None:
@@ -75,7 +75,7 @@ def _unlike_leaf(contents: Contents, i: int, name: str, file: File) -> str | Non
 
 
 def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
-    """Whether a leaf stands for such a NumPy scalar, as `eqx.filter_eval_shape` has it: without its value."""
+    """Returns whether a leaf represents this NumPy scalar without its value, as in `eqx.filter_eval_shape`."""
     value = from_words(said)
     if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(value, (np.number, np.bool_)):
         return False
@@ -83,7 +83,7 @@ def _is_scalar_of_numpy(leaf: object, said: Sequence[str]) -> bool:
 
 
 def _leaf_in_words(contents: Contents, i: int) -> str:
-    """A leaf for which the file has something else: an array by its spec, a number by its type."""
+    """Describes a leaf that differs from the file: an array by its spec, a number by its type."""
     if i in contents.names:
         return f"an array {describe(contents.spec(i))}"
     said = contents.values.get(i)
@@ -91,7 +91,7 @@ def _leaf_in_words(contents: Contents, i: int) -> str:
 
 
 def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
-    """Says which paths are one array in the tree or in the file only."""
+    """Yields a sentence for each tie that only the tree or only the file has."""
     aliases, first = contents.aliases, contents.structure.first
     names = {i: name for name, i in leaves.items()}
     roots = {i: aliases[i].source if i in aliases else i for i in names}
@@ -117,7 +117,7 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
 
 
 def unlike_states(contents: Contents, file: File) -> Iterator[str]:
-    """Says which states have other histories, and how to make one that fits."""
+    """Yields a sentence for each state with other histories, with the calls that make one that fits."""
     for path, state in contents.states.items():
         here, there = state_in_words(state), file.words["states"].get(path)
         if there is None:
@@ -144,7 +144,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
 
 
 def _form_of(words: Mapping[str, Any]) -> str:
-    """Which function of `optim` makes a state: of separate arrays, of a vector, of stacks."""
+    """Returns the name of the function of `optim` that makes a state: of separate arrays, a vector or stacks."""
     blocks = [block for each in words["divisions"] for block in each["blocks"]]
     if any(has_rows for _, _, has_rows in blocks):
         return "stacked"
@@ -152,7 +152,7 @@ def _form_of(words: Mapping[str, Any]) -> str:
 
 
 def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[str]:
-    """Says that a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
+    """Yields a sentence if a file has a state of plain Optax at a path: arrays of the parameters, below other names."""
     start = f"{path}." if path else ""
     names = [name[len(start) :] for name in file.specs if name.startswith(start)]
     is_ours = file.words["states"] if not path else any(name.startswith(("runs.", "held.")) for name in names)
@@ -165,7 +165,10 @@ def _unlike_optax(path: str, words: Mapping[str, Any], file: File) -> Iterator[s
 
 
 def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
-    """Says which arrays hold other parameters, or in another order, than in the file: joined, they may be as long."""
+    """Yields a sentence if joined arrays hold other parameters than in the file, or in another order.
+
+    Their lengths may still be equal.
+    """
     for path, restructure in contents.ways_back.items():
         here, there = places_in_words(restructure), file.words["restructures"].get(path)
         for name in here if there is None else here | there:
@@ -189,7 +192,7 @@ def _location(locations: Mapping[str, Any], name: str) -> str:
 
 
 def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[str]]:
-    """The parameters in each array of a state, in order, by history and name."""
+    """Returns the parameters in each array of a state, in order, by history and name."""
     if words is None:
         return {}
     pieces = [f"{path!r} of shape {tuple(shape)}" for path, _, shape, _ in words["slots"]]
@@ -201,7 +204,7 @@ def _pieces_in(words: Mapping[str, Any] | None) -> dict[tuple[str, ...], list[st
 
 
 def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple[str, ...], frozenset[str]]]:
-    """The parameters of a state, and its histories in whatever order, each with those that it comes from one with."""
+    """Returns the parameters of a state; and for each history, the parameters of all histories with its origin."""
     histories, origins = histories_in(words), words["origins"]
     together = _by_origin(origins, [history.parameters for history in histories])
     # The numbers of origins mean nothing: two states agree if the same histories have one origin.
@@ -210,7 +213,7 @@ def _histories_in(words: Mapping[str, Any]) -> tuple[dict[str, Spec], dict[tuple
 
 
 def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int, list[str]]:
-    """The parameters of all histories that come from one."""
+    """Returns the parameters of all histories with the same origin, by origin."""
     together: dict[int, list[str]] = {}
     for origin, paths in zip(origins, several, strict=True):
         together.setdefault(origin, []).extend(paths)
@@ -218,13 +221,13 @@ def _by_origin(origins: Sequence[int], several: Sequence[list[str]]) -> dict[int
 
 
 def _counts_in(words: Mapping[str, Any]) -> str:
-    """How many parameters each history has."""
+    """Describes how many parameters each history has."""
     running, held = (", ".join(str(len(each)) for each in words[side]) for side in ("running", "held"))
     return f"of {running or 'no'} parameters" + (f" and {held} that wait" if held else "")
 
 
 def _calls_for(words: Mapping[str, Any]) -> str:
-    """The calls that make a state of these histories."""
+    """Returns the calls that make a state with these histories."""
     whole = {path: [path, *aliases] for path, aliases, *_ in words["slots"]}  # a tie is named whole
     running, held = ([[at for p in paths for at in whole[p]] for paths in words[side]] for side in ("running", "held"))
     # Histories come about where parameters begin to train later than others. So each origin is thawed by a call of its
