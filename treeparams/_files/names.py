@@ -74,7 +74,7 @@ class Names(Mapping[str, Any]):
         numbers: the numbers and texts beside the arrays, by path; `None` if the source does not record them.
         computed: the further names of arrays that a transform makes from others, such as a transposed tied weight. A
             source need not have these arrays.
-        is_file: whether each array is read into a buffer of its own.
+        is_file: whether each array is read into a new buffer.
     """
 
     def __init__(
