@@ -41,8 +41,8 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
             raise ValueError(f"{path!r} is {describe(leaf)} without values, so it cannot be saved")
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"{path!r} lies over several processes, and a file holds whole arrays; save it with Orbax, which "
-                "takes params, stacks and states as they are"
+                f"{path!r} lies over several processes, but a file holds whole arrays; save it with Orbax, which "
+                "accepts params, stacks and states"
             )
     stored = _stored_as(leaf.dtype, tuple(leaf.shape))
     if stored is not None:
@@ -50,7 +50,7 @@ def kind_of(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Kind:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         if not isinstance(impl, str):
-            raise ValueError(f"the key at {path!r} is of {impl}, which has no name; save jax.random.key_data of it")
+            raise ValueError(f"the key at {path!r} uses {impl}, which has no name; save its jax.random.key_data")
         return Kind("U32", (*leaf.shape, *key_kind(impl)[1]), 4, {"key": impl})
     raise ValueError(f"{path!r} is of the dtype {leaf.dtype}, which the format cannot hold")
 
@@ -119,7 +119,7 @@ def decode(stored: Stored, mark: Mapping[str, str] | None, data: np.ndarray) -> 
     if mark and "key" in mark:
         return jax.random.wrap_key_data(jnp.asarray(data.view(np.uint32).reshape(stored[1])), impl=mark["key"])
     if isinstance(dtype, Packed):
-        raise ValueError(f"it is {dtype}, of which NumPy and JAX have no arrays; a plan drops it, rename={{...: None}}")
+        raise ValueError(f"it is {dtype}, which NumPy and JAX do not support; drop it in a plan, rename={{...: None}}")
     return data.view(dtype).reshape(shape)
 
 
@@ -152,7 +152,7 @@ def decoded_kind(stored: Stored, mark: Mapping[str, str] | None) -> tuple[tuple[
     if "key" in mark:
         dtype, words = key_kind(mark["key"])
         if its != "U32" or shape[len(shape) - len(words) :] != words:
-            raise ValueError(f"keys of {mark['key']} are no {its} of shape {shape}")
+            raise ValueError(f"keys of {mark['key']} are not stored as {its} of shape {shape}")
         return shape[: len(shape) - len(words)], dtype
     dtype = np.dtype(mark["dtype"])
     marked = shape[:-1] if dtype.kind == "c" else shape

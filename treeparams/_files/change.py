@@ -56,7 +56,7 @@ def decode(rows: np.ndarray, array: np.ndarray, itemsize: int) -> None:
     """Changes the bytes of an array by the rows that `encode` returned."""
     kind = _row(itemsize)
     if rows.size % kind.itemsize:
-        raise ValueError(f"a change has {rows.size:,} bytes, which are no rows of {kind.itemsize}")
+        raise ValueError(f"a change has {rows.size:,} bytes, which is no multiple of {kind.itemsize}")
     these, elements, last = rows.reshape(-1).view(kind), array.view(f"u{itemsize}"), -1
     for start in range(0, these.size, _AT_ONCE):
         some = these[start : start + _AT_ONCE]

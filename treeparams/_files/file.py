@@ -64,7 +64,7 @@ class File:
         try:
             return specs_of(self._arrays, self._marks)
         except Exception as error:
-            raise self.source.wrong(f"an array is marked as what it cannot be: {error}") from None
+            raise self.source.wrong(f"an array does not fit its mark: {error}") from None
 
     @functools.cached_property
     def _sums(self) -> Mapping[str, str]:
@@ -150,19 +150,19 @@ def _refuse_other(source: OnDisk) -> None:
     start, name = source.read(0, min(4, source.size))[0].tobytes(), source.name
     if start == b"\x93NUM":
         raise ValueError(
-            f"{name} is written by NumPy, as by eqx.tree_serialise_leaves; read it as it was written, "
-            "eqx.tree_deserialise_leaves(path, like), and save that"
+            f"{name} was written by NumPy, as by eqx.tree_serialise_leaves; read it with "
+            "eqx.tree_deserialise_leaves(path, like), and save the result"
         ) from None
     if _is_of_savez(source.path):
         raise ValueError(
-            f"{name} is written by np.savez; np.load(path) is a source: saving.plan(np.load(path), model)"
+            f"{name} was written by np.savez; use np.load(path) as source: saving.plan(np.load(path), model)"
         ) from None
     # The length of a header may begin with the same two bytes, but a zero follows, which no pickle has there.
     is_pickle = start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" and start[2:3] != b"\0"
     if is_pickle or start[:4] == b"PK\3\4":
         raise ValueError(
-            f"{name} is a pickle, as PyTorch writes, which may run any code when it is read, and is not "
-            "read here. Where you trust it, convert it once with PyTorch: arrays = torch.load(path, "
+            f"{name} is a pickle, as PyTorch writes, which can run any code when it is read, so treeparams "
+            "does not read it. If you trust it, convert it once with PyTorch: arrays = torch.load(path, "
             'map_location="cpu", weights_only=True), safetensors.torch.save_file({name: array.contiguous().clone() '
             'for name, array in arrays.items()}, "model.safetensors")'
         ) from None
@@ -191,14 +191,14 @@ def _words(source: Source, header: Header) -> dict[str, Any]:
             and len(header.metadata[_CHECKSUMS]) == len(_BLANK) * len(header.arrays)
         )
     except Exception as error:  # whatever comes of JSON of another kind
-        raise source.wrong(f"what it says of its arrays cannot be read: {in_short(error)}") from None
+        raise source.wrong(f"its description of its arrays cannot be read: {in_short(error)}") from None
     if version != _VERSION:
         raise ValueError(
-            f"{source.name} is of version {version!r} of the format of treeparams.saving, and this library reads "
+            f"{source.name} has version {version!r} of the format of treeparams.saving, but this library reads "
             f"{_VERSION}; install a newer treeparams"
         )
     if not is_right:
-        raise source.wrong("what it says of its arrays is not of these arrays")
+        raise source.wrong("its description of its arrays does not fit them")
     return words
 
 

@@ -118,7 +118,7 @@ def _parsed(text: str) -> tuple[dict[str, Stored], dict[str, str]]:
     rest = "{" + rest[1:].rstrip(" ")
     arrays, again = _remembered(rest) if len(rest) < _SHORT else _entries(rest)
     if again is not _MISSING:
-        raise ValueError("a name stands twice in one object of its header")
+        raise ValueError("a name occurs twice in one object of its header")
     return arrays, _as_metadata(said)
 
 
@@ -147,7 +147,7 @@ _remembered = functools.lru_cache(maxsize=8)(_entries)
 
 def _as_metadata(said: object) -> dict[str, str]:
     if type(said) is not _Object or not all(isinstance(value, str) for _, value in said.pairs):
-        raise ValueError("its metadata are not text by text")
+        raise ValueError("its metadata are not a dictionary of texts")
     return _distinct(said.pairs)
 
 
@@ -184,7 +184,7 @@ def in_order(names: Iterable[str], arrays: Mapping[str, Stored]) -> list[str]:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a name stands twice in one object of its header")
+        raise ValueError("a name occurs twice in one object of its header")
     return found
 
 
@@ -198,7 +198,7 @@ def _stored(name: str, pairs: list[tuple[str, Any]]) -> Stored:
     its = dict(pairs)
     if len(its) < len(pairs) or its.keys() != _ENTRY:
         _distinct(pairs)
-        raise ValueError(f"its entry {name!r} is not of a dtype, a shape and two offsets")
+        raise ValueError(f"its entry {name!r} is not a dtype, a shape and two offsets")
     dtype, shape, offsets = its["dtype"], its["shape"], its["data_offsets"]
     if type(dtype) is not str or dtype not in _BITS:
         raise ValueError(f"{name!r} is of the dtype {dtype!r}, which is none of {', '.join(_BITS)}")

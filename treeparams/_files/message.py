@@ -25,7 +25,7 @@ def as_version(version: object) -> Version | None:
         run, number = map(operator.index, version)
         return run, number
     except (TypeError, ValueError):
-        raise TypeError(f"a version is a number, or (run, number), got {version!r}") from None
+        raise TypeError(f"a version must be a number, or (run, number), got {version!r}") from None
 
 
 class Message(File):
@@ -96,14 +96,13 @@ class Change(Message):
         lacking = [name for name in names if name not in have]
         if lacking:
             raise ValueError(
-                f"the message changes {first_few(lacking)}, of which there is none in what you have"
-                f"{nearest(lacking[0], have)}"
+                f"the message changes {first_few(lacking)}, which you do not have{nearest(lacking[0], have)}"
             )
         if checksum_of(kinds, {name: have[name] for name in names}) != since["checksum"]:
             raise ValueError(
-                "the message is a change of other numbers than you have, or of other dtypes: of another sender, or of "
-                "one that was started anew and counts from the same number. Ask for all arrays, saving.dumps without "
-                "`since`"
+                "the message is a change of other numbers than you have, or of other dtypes: it comes from another "
+                "sender, or from one that was restarted and counts from the same number. Ask for all arrays, "
+                "saving.dumps without `since`"
             )
         self._kinds, self._have, data, first = kinds, have, np.asarray(self.bytes), self._first
         self._rows = {name: data[first + start : first + stop] for name, (_, _, start, stop) in self._arrays.items()}

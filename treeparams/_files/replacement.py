@@ -31,7 +31,7 @@ def refuse_irregular(path: str, mode: int) -> None:
     """Rejects a path that is not a regular file, by its mode; the system rejects a folder."""
     kind = _IRREGULAR.get(stat.S_IFMT(mode))
     if kind is not None:
-        raise ValueError(f"{path!r} is {kind}, and arrays are read from and written to regular files alone")
+        raise ValueError(f"{path!r} is {kind}, but arrays are read from and written to regular files only")
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def in_words(leaf: Value) -> list[str]:
     kind = type(leaf)
     name = kind_in_words(kind)
     if name is None:
-        raise TypeError(f"a {kind.__name__} is no number and no text")
+        raise TypeError(f"a {kind.__name__} is neither a number nor a text")
     # Of a NumPy scalar the bytes are written, which tell one NaN from another.
     return [name, _TO_TEXT[kind](leaf) if kind in _TO_TEXT else np.asarray(leaf).tobytes().hex()]
 

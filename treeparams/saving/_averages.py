@@ -25,7 +25,7 @@ def carried_average(movers: Movers, source: Names, like: Ema[M]) -> Ema[M]:
         raise TypeError(f"expected a fresh average of the new model, like=tp.Ema(model, ...), got {describe(like)}")
     if not {"count", "weight"} <= source.specs.keys():
         raise ValueError(
-            'expected a tp.Ema, or the names of one, as saving.names(path, "average") of a file; got names such as '
+            'expected a tp.Ema, or the names of one, such as saving.names(path, "average"); got names such as '
             f"{first_few(list(source)[:3])}"
         )
     shadows, treedef = jtu.tree_flatten(like.shadow)
@@ -48,13 +48,13 @@ def _moved(movers: Movers, source: Names, path: str, like: Array, done: Done) ->
         array, want = _average_of(source, movers.roots.get(name, name)), movers.specs[name]
         if not is_plain and array.shape != want.shape:
             raise ValueError(
-                f"the average of {name!r} is {describe(array)}, and the plan's source has {describe(want)}"
+                f"the average of {name!r} is {describe(array)}, but the plan's source has {describe(want)}"
             )
         return array
 
     new = movers.move(path, read, done)
     if new.shape != like.shape:
-        raise ValueError(f"the average of {path!r} is {describe(new)}, and of the model's shape {describe(like)}")
+        raise ValueError(f"the average of {path!r} is {describe(new)}, but like has {describe(like)} there")
     return placed(path, in_dtype(new, like.dtype), like)
 
 
@@ -67,4 +67,4 @@ def _average_of(source: Names, name: str) -> Any:
     for known in (shadow, f"rest.{quote(name)}", f"shadow.{quote(name)}", f"rest.{quote(quote(name))}"):
         if known in source.specs:
             return source[known]
-    raise ValueError(f"the average has nothing of {name!r}{nearest(shadow, source.specs)}")
+    raise ValueError(f"the average has no array for {name!r}{nearest(shadow, source.specs)}")

@@ -30,7 +30,7 @@ from ..optim._plain import known_history
 from ._contents import division_in
 from ._movers import Movers
 
-_TRACED = "plan.state is called between steps, outside of jax.jit: what it makes goes by their number"
+_TRACED = "call plan.state between steps, outside of jax.jit: its result depends on the number of steps"
 
 
 def unlabelled(entries: Entries) -> Entries:
@@ -78,7 +78,7 @@ class Arrays(Mapping[Entries, Any]):
         if isinstance(array, Tracer):
             raise ValueError(_TRACED)
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the state is needed at {name!r}, and has no values there: expected arrays")
+            raise ValueError(f"the state has no values at {name!r}, where they are needed: expected arrays")
         return as_in_jax(name, array)
 
 
@@ -142,14 +142,14 @@ def histories_before(movers: Movers, source: Names, tx: object) -> Source:
             names = [name for name in (name_of(path), path, key_of(path)) if name in movers.specs]
             if not names:
                 raise ValueError(
-                    f"the state is of {path!r}, and the plan's source has no such name{nearest(path, movers.specs)}; "
-                    "make the plan from the model that the state is of"
+                    f"the state has {path!r}, but the plan's source has no such name{nearest(path, movers.specs)}; "
+                    "make the plan from the model that the state belongs to"
                 )
             spec = movers.specs[names[0]]
             if spec.shape != tuple(shape):
                 raise ValueError(
-                    f"the state is of an array of shape {tuple(shape)} at {path!r}, and the plan's source has "
-                    f"{describe(spec)} there; make the plan from the model that the state is of"
+                    f"the state has a parameter of shape {tuple(shape)} at {path!r}, but the plan's source has "
+                    f"{describe(spec)} there; make the plan from the model that the state belongs to"
                 )
             found[names[0]] = path, history
             also |= dict.fromkeys(aliases.get(path, ()), (path, history))
@@ -191,14 +191,14 @@ def _check_plain(movers: Movers, source: Names, tx: object) -> None:
     """Rejects the names of a model, and a state of plain Optax without its rule."""
     names = list(source)
     expected = (
-        'expected a state of optim.trainable, flat or stacked, or the names of one, as saving.names(path, "optimiser") '
-        f"of a file; got {f'names such as {first_few(names[:3])}' if names else 'no arrays'}"
+        "expected a state of optim.trainable, flat or stacked, or the names of one, such as "
+        f'saving.names(path, "optimiser"); got {f"names such as {first_few(names[:3])}" if names else "no arrays"}'
     )
     if names and all(name in movers.specs for name in names):
         raise ValueError(f"{expected}, which are those of the model")
     if tx is None:
         raise TypeError(
-            f"{expected}. Of a state of plain Optax pass the rule that made it, too: plan.state(state, like=..., "
+            f"{expected}. For a state of plain Optax also pass the rule that made it: plan.state(state, like=..., "
             "tx=optax.adam(...))"
         )
 

@@ -32,15 +32,17 @@ def compared(given: Names, planned: Names, found: Fit, strict: bool) -> Names:
             heads = heads_of(found.used, given.specs)
             hint = f"; there are such names below {quoted(heads)}: saving.names(arrays, {heads[-1]!r})" if heads else ""
             hint = hint or nearest(name, [other for other in given.specs if other not in planned.specs])
-            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got nothing{hint}")
+            raise ValueError(f"expected {describe(want)} at {name!r}, from which the plan was made, got nothing{hint}")
         if got != want:
-            raise ValueError(f"expected {describe(want)} at {name!r}, of which the plan was made, got {describe(got)}")
+            raise ValueError(
+                f"expected {describe(want)} at {name!r}, from which the plan was made, got {describe(got)}"
+            )
     known = {given.aliases.get(name, name) for name in given.specs if name in planned.specs}
     unknown = [name for name in given if name not in known]
     if unknown and strict:
         raise ValueError(
-            f"the plan does not know {quoted(unknown)}, so what is there would be lost; make the plan of these arrays, "
-            "saving.plan(arrays, model, ...), in which rename={...: None} drops some, or pass strict=False to it"
+            f"the plan does not know {quoted(unknown)}, which would be lost; make the plan from these arrays, "
+            "saving.plan(arrays, model, ...), and drop some by rename={...: None}, or pass strict=False to it"
         )
     for name, other in found.same.items():
         if name in given.specs:
@@ -55,8 +57,8 @@ def _check_tie(given: Names, name: str, other: str) -> None:
     is_same = given.specs[name] == given.specs[other]
     if not is_same or not _are_equal(given[name], given[other]):
         raise ValueError(
-            f"{name!r} and {other!r} are two arrays that differ, and were one when the plan was made, which takes "
-            f"{other!r} alone; make the plan of these arrays, or drop one, rename={{{name!r}: None}}"
+            f"{name!r} and {other!r} differ, but were the same array when the plan was made, which uses only "
+            f"{other!r}; make the plan from these arrays, or drop one, rename={{{name!r}: None}}"
         )
 
 
@@ -66,8 +68,8 @@ def filled(contents: Contents, found: Fit, given: Names) -> list[Any]:
     empty = sorted(contents.abstract - found.comes.keys() - contents.aliases.keys())
     if empty:
         raise ValueError(
-            f"nothing comes to {shown([names[i] for i in empty])}, which has no value in the model either; make the "
-            "model"
+            f"nothing comes to {shown([names[i] for i in empty])}, and the model has no value there either; pass a "
+            "model with values"
         )
     values, besides, taken = dict[int, Any](), list[tuple[Move, Any]](), set[int]()
     for move, array in _moved(found, given):
@@ -137,7 +139,7 @@ def _check_same(move: Move, value: Array, have: Array, contents: Contents) -> No
         is_same = _are_equal(value, have)
     if not is_same:
         raise ValueError(
-            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is one array with "
-            f"{names[alias.source if alias else move.leaf]!r}, and another one goes there; drop one of them, "
+            f"{move.route.sources[0]!r} goes to {names[move.leaf]!r}, which is tied to "
+            f"{names[alias.source if alias else move.leaf]!r}, but another array goes there; drop one of them, "
             f"rename={{{move.route.sources[0]!r}: None}}, or tp.untie the model"
         )

@@ -62,7 +62,7 @@ def fit(contents: Contents, source: Names, rename: Rename | None, transform: Tra
     for leaf, name in offers.goes_to.items():
         if _stored_leaf(contents, leaf) in stay:
             at = stay[_stored_leaf(contents, leaf)]
-            raise ValueError(f"rename, None: nothing is to come to {at!r}, and {name!r} does")
+            raise ValueError(f"rename, None: {at!r} should stay as it is, but {name!r} goes there")
     missing = tuple(i for i in contents.stored.values() if i not in comes and i not in offers.refused | stay.keys())
     return Fit(
         comes,
@@ -136,12 +136,12 @@ class _Offers:
         made = [] if unknown else _results(route, self._specs)
         if unknown:
             spec = self._specs[unknown[0]]
-            none = "JAX has no arrays" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX have no arrays"
-            what = f"{unknown[0]!r} is {describe(spec)}, of which {none}"
+            none = "JAX does" if isinstance(spec.dtype, np.dtype) else "NumPy and JAX do"
+            what = f"{unknown[0]!r} is {describe(spec)}, which {none} not support"
             self._refuse(route, f"{what}; drop it, rename={{{unknown[0]!r}: None}}")
         elif len(made) != len(route.targets):
             self._refuse(
-                route, f"{given}: {route.how} gives {len(made)} arrays, and the paths are {shown(route.targets)}"
+                route, f"{given}: {route.how} gives {len(made)} arrays, but the paths are {shown(route.targets)}"
             )
             return
         for number, target in enumerate(route.targets):
@@ -159,7 +159,7 @@ class _Offers:
         # others are compared with it. An alias with a transform is never filled: it is computed.
         root = leaf if alias is None or alias.transforms else alias.source
         if leaf in self.goes_to:
-            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one by None")
+            raise ValueError(f"{self.goes_to[leaf]!r} and {route.sources[0]!r} both go to {name!r}; drop one with None")
         self.goes_to[leaf] = route.sources[0]
         if made == want:
             self.fits.setdefault(root, []).append(move)
@@ -200,11 +200,11 @@ def _results(route: Route, specs: Mapping[str, Spec]) -> list[Spec]:
 def _disagreement(name: str, want: Spec, got: Spec, route: Route) -> str:
     hint = ""
     if want.shape == got.shape and isinstance(want.dtype, np.dtype) and isinstance(got.dtype, np.dtype):
-        hint = f"; a cast is a transform, lambda array: array.astype({str(want.dtype)!r})"
+        hint = f"; to cast it, write a transform, lambda array: array.astype({str(want.dtype)!r})"
     elif want.shape == got.shape[::-1] != got.shape:
-        hint = "; transform={...: jnp.transpose} turns it"
+        hint = "; to transpose it, write transform={...: jnp.transpose}"
     by = f" by {route.how}" if route.how else ""
-    return f"{name!r} is {describe(want)}, and {describe(got)} comes from {shown(route.sources)}{by}{hint}"
+    return f"{name!r} is {describe(want)}, but {describe(got)} comes from {shown(route.sources)}{by}{hint}"
 
 
 def _is_again(one: Route, other: Route, aliases: Mapping[str, str]) -> bool:

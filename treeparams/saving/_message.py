@@ -98,7 +98,7 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
     >>> saving.loads(message, have, version=version)
     Traceback (most recent call last):
         ...
-    ValueError: the message is of version (1, 7), and you have (1, 7): it is old, or came twice. Keep what you have
+    ValueError: the message has version (1, 7), and you have (1, 7): it is old, or came twice. Keep your arrays
 
     Args:
         message: bytes, or an object that shares its memory as bytes: a `memoryview`, a NumPy array of `uint8`.
@@ -120,10 +120,10 @@ def loads(message: object, have: M, restructure: object = None, *, version: obje
     """
     received = Message(message)
     if not received.is_ours:
-        raise ValueError("the message was not made by saving.dumps: it says no digest and no checksums")
+        raise ValueError("the message was not made by saving.dumps: it has no digest and no checksums")
     if received.is_tree != (restructure is None):
         sent, call = ("a tree", "message, tree") if received.is_tree else ("parameters", "message, vector, restructure")
-        raise ValueError(f"the message is of {sent}; write saving.loads({call})")
+        raise ValueError(f"the message contains {sent}; write saving.loads({call})")
     _check_version(received, as_version(version))
     got = _tree_of(received, have) if restructure is None else _form_of(received, have, restructure)
     return got, received.version
@@ -152,7 +152,7 @@ def _before(
     if differ or said["layout"] != words["layout"]:
         where = f"; they differ at {first_few(sorted(differ))}" if differ else ""
         raise ValueError(
-            f"since=(version, before): expected `before` to be of the layout {words['layout']}, as the model is, got "
+            f"since=(version, before): expected `before` to have the layout {words['layout']}, as the model has, got "
             f"{said['layout']}{where}"
         )
     return parts
@@ -161,12 +161,12 @@ def _before(
 def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
     """Returns the version before a change and its model, after checking that the version is older."""
     if not isinstance(since, tuple) or len(since) != 2:
-        raise TypeError(f"expected since=(version, before), a version and what was sent for it, got {since!r}")
+        raise TypeError(f"expected since=(version, before), a version and the model sent for it, got {since!r}")
     last = as_version(since[0])
     if version is None or last is None:
-        raise TypeError("a change says two versions: saving.dumps(model, version=4, since=(3, before))")
+        raise TypeError("a change needs two versions: saving.dumps(model, version=4, since=(3, before))")
     if not _is_newer(version, last):
-        raise ValueError(f"since={last} is not older than version={version}; versions of one sender grow")
+        raise ValueError(f"since={last} is not older than version={version}; the versions of a sender must grow")
     return last, since[1]
 
 
@@ -176,7 +176,7 @@ def _as_since(since: object, version: Version | None) -> tuple[Version, Any]:
 def _is_newer(one: Version, other: Version) -> bool:
     """Returns whether a version is newer than another one."""
     if isinstance(one, tuple) != isinstance(other, tuple):
-        raise ValueError(f"versions are numbers, or (run, number), of one kind: {one} and {other} cannot be compared")
+        raise ValueError(f"versions must all be numbers, or all (run, number): cannot compare {one} and {other}")
     return one > other  # type: ignore[operator]
 
 
@@ -185,16 +185,16 @@ def _check_version(received: Message, have: Version | None) -> None:
     if have is None:
         return
     if received.version is None:
-        raise ValueError(f"the message says no version, and you have {have}; write saving.dumps(model, version=...)")
+        raise ValueError(f"the message has no version, and you have {have}; write saving.dumps(model, version=...)")
     if not _is_newer(received.version, have):
         raise ValueError(
-            f"the message is of version {received.version}, and you have {have}: it is old, or came twice. Keep what "
-            "you have"
+            f"the message has version {received.version}, and you have {have}: it is old, or came twice. Keep your "
+            "arrays"
         )
     if received.since is not None and received.since["version"] != have:
         raise ValueError(
-            f"the message says what changed from version {received.since['version']} to {received.version}, and you "
-            f"have {have}: one between is missing. Ask for all arrays, saving.dumps without `since`"
+            f"the message has the changes from version {received.since['version']} to {received.version}, and you "
+            f"have {have}: a message between is missing. Ask for all arrays, saving.dumps without `since`"
         )
 
 
@@ -204,7 +204,7 @@ def _tree_of(received: Message, have: Any) -> Any:
     known, said = contents.aliases, received.words["layout"]
     if received.since is not None:
         if contents.abstract:
-            raise ValueError("the message changes what you have, and that has no values: expected arrays in `have`")
+            raise ValueError("the message changes arrays, but `have` has no values: expected arrays")
         if contents.digest(known) != said:
             raise _of_another_layout(said, contents.digest(known), [])
         stored = {name: contents.leaves[i] for name, i in leaves_in(contents, received).items() if i in contents.names}
@@ -231,5 +231,5 @@ def _form_of(received: Message, have: Any, restructure: object) -> Any:
 
 def _of_another_layout(sent: str, have: str, differ: list[str]) -> ValueError:
     """Makes the error for a message of another layout; `differ` lists the differences that its arrays show."""
-    why = differ or ["its arrays fit; trained parameters or ties differ, which tp.layout(model) of both shows"]
-    return ValueError(f"the message is of the layout {sent}, and you have {have}:\n{first_lines(why, 20)}")
+    why = differ or ["its arrays fit; trained parameters or ties differ, so compare tp.layout(model) of both"]
+    return ValueError(f"the message has the layout {sent}, and you have {have}:\n{first_lines(why, 20)}")

@@ -42,8 +42,8 @@ class Movers:
                 got = "has none" if spec is None else f"has {describe(spec)}"
                 hint = nearest(path, self._model) if spec is None else ""
                 raise ValueError(
-                    f"like has {describe(array)} at {path!r}, and the plan's model {got} there{hint}: it is of another "
-                    f"model; write like={write} of the model that the plan makes"
+                    f"like has {describe(array)} at {path!r}, but the plan's model {got} there{hint}: it belongs to "
+                    f"another model; write like={write} with the model that the plan makes"
                 )
 
     def sources(self, path: str) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def _checked(name: str, array: Any) -> Any:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name!r} is a masked array, whose mask would be lost; pass array.filled(...)")
     if type(array).__module__.partition(".")[0] == "torch":
-        raise TypeError(f"{name!r} is an array of PyTorch; pass NumPy's, {{name: tensor.numpy() for ...}}")
+        raise TypeError(f"{name!r} is a PyTorch tensor; pass NumPy arrays, {{name: tensor.numpy() for ...}}")
     return array
 
 
@@ -77,7 +77,7 @@ def _read(array: Any) -> Any:
 def _of_npz(file: np.lib.npyio.NpzFile) -> Names:
     """Returns the names in a file that `np.load` opened; only headers are read."""
     if file.zip is None:
-        raise ValueError("np.load's file is closed, so nothing can be read of it; use it within its `with`")
+        raise ValueError("np.load's file is closed, so nothing can be read from it; use it inside its `with` block")
     specs = {}
     for name, member in zip(file.files, file.zip.namelist(), strict=True):
         with file.zip.open(member) as header:
@@ -164,7 +164,7 @@ def names(
     if len(used) < len(known):
         lost = [name for name in known if name not in used]
         raise ValueError(
-            f"rename merges {first_few(lost)} with arrays that are not there; drop them: rename={{...: None}}"
+            f"rename merges {first_few(lost)} with arrays that are missing; drop them: rename={{...: None}}"
         )
     made: dict[str, Any] = {}
     for route in found:
@@ -172,7 +172,7 @@ def names(
         is_abstract = any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays)
         arrays = jax.eval_shape(route, *arrays) if is_abstract else route(*arrays)
         if len(arrays) != len(route.targets):
-            raise ValueError(f"{route.how} gives {len(arrays)} arrays, and the names are {', '.join(route.targets)}")
+            raise ValueError(f"{route.how} gives {len(arrays)} arrays, but the names are {', '.join(route.targets)}")
         for name, array in zip(route.targets, arrays, strict=True):
             if name in made:
                 raise ValueError(f"{route.sources[0]!r} and another array both get the name {name!r}")

@@ -25,8 +25,8 @@ def numbered(
     starts = starts_of(shapes)
     if starts[-1] > np.iinfo(np.int32).max:
         raise ValueError(
-            f"where {starts[-1]:,} elements go cannot be told by numbers of 32 bits; write the function with slices, "
-            "transposes, reshapes and concatenations, and with each array used once, which needs no numbers"
+            f"numbers of 32 bits cannot follow {starts[-1]:,} elements; write the function with slices, transposes, "
+            "reshapes and concatenations, and use each array once, which needs no numbers"
         )
     numbers = np.split(np.arange(starts[-1], dtype=np.int32), starts[1:-1])
     arrays = [own.reshape(shape) for own, shape in zip(numbers, shapes, strict=True)]

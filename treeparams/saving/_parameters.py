@@ -24,7 +24,7 @@ def layout_and_form(restructure: object) -> tuple[Layout, Form]:
     """Returns the layout of a `Restructure`, and the form that it opens."""
     if not isinstance(restructure, Restructure):
         raise TypeError(
-            f"expected the restructure that tp.ravel or tp.stack gives with the vector or the stacks, got "
+            f"expected the restructure that tp.ravel or tp.stack returns with the vector or the stacks, got "
             f"{describe(restructure)}"
         )
     return restructure.layout, halves_of(restructure)[2]

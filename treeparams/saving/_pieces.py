@@ -74,9 +74,9 @@ class Moving:
             array = arrays[0]
         else:
             raise ValueError(
-                f"{path!r} is made of {list(names)} by {self.movers.how(path)}, and of these the state has arrays of "
-                f"{[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which are not of the "
-                "parameters' shapes, and not all alike: there such a parameter can be renamed, and nothing else; begin "
+                f"{path!r} is made of {list(names)} by {self.movers.how(path)}, but for these the state has arrays of "
+                f"shapes {[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which do not "
+                "have the parameters' shapes, and are not all alike: a plan can only rename such a parameter; begin "
                 "with a fresh state"
             )
         return Piece(array, Owners((path,), place, None, (), False), 0)
@@ -121,8 +121,8 @@ class Moving:
         for history, other in others:
             if other != its and not np.array_equal(array, history.copies.shared(other), equal_nan=True):
                 raise ValueError(
-                    f"the state has {join_path(its)!r} and {join_path(other)!r}, which differ, and parameters of both "
-                    f"groups are in one now, at {join_path(entries)!r}; begin with a fresh state"
+                    f"the state has {join_path(its)!r} and {join_path(other)!r}, which differ, but parameters of both "
+                    f"groups are now in one, at {join_path(entries)!r}; begin with a fresh state"
                 )
         return array
 
@@ -180,5 +180,5 @@ def _shape_alone(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _with_values(array: Any, name: str) -> Any:
     """Returns a fresh array; raises an error if it has no values."""
     if isinstance(array, jax.ShapeDtypeStruct):
-        raise ValueError(f"like is needed at {name!r}, and has no values there: expected arrays, like=tx.init(model)")
+        raise ValueError(f"like has no values at {name!r}, where they are needed: expected arrays, like=tx.init(model)")
     return array

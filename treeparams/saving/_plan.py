@@ -149,9 +149,7 @@ class Plan(Generic[M]):
         names = names_of(source)
         heads = set(map(head_of, names))
         if like is None and {"shadow", "count", "weight"} <= heads <= {"shadow", "rest", "count", "weight"}:
-            raise TypeError(
-                "the source is a tp.Ema, so it needs a fresh one of the model after: like=tp.Ema(model, ...)"
-            )
+            raise TypeError("the source is a tp.Ema, so pass a fresh one of the new model too: like=tp.Ema(model, ...)")
         return self(names) if like is None else carried_average(self._movers, names, like)
 
     @functools.cached_property
@@ -300,5 +298,5 @@ def plan(
     made = Plan(contents, known, fit(contents, known, rename, transform), strict)
     problems = made.problems()
     if strict and problems:
-        raise ValueError("the source does not fit the model; strict=False takes what fits:\n" + "\n".join(problems))
+        raise ValueError("the source does not fit the model; strict=False loads the rest:\n" + "\n".join(problems))
     return made

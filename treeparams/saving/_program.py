@@ -35,9 +35,9 @@ class Program:
                     self._numbers = numbered(self._results, self._arguments, self._shapes)
         except NotMovedError:
             raise ValueError(
-                f"moments and averages go where elements are moved, dropped or joined, each at most once and as it is, "
-                f"and {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; the "
-                "parameters alone go through it, plan(arrays), and what is kept beside them begins anew: "
+                f"moments and averages can follow a function that moves, drops or joins elements, each at most once, "
+                f"but {route.how}, from {list(route.sources)} to {list(route.targets)}, changes or repeats them; use "
+                "the plan for the parameters alone, plan(arrays), and begin with a fresh state and average: "
                 "tx.init(model), tp.Ema(model, ...)"
             ) from None
         number = {id(argument): i for i, argument in enumerate(self._arguments)}

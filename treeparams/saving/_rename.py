@@ -78,7 +78,7 @@ class Route:
             made = [np.asarray(each) if isinstance(each, np.generic) else each for each in made]
             reason = next((f"it returned {describe(each)}" for each in made if not hasattr(each, "dtype")), None)
         except jax.errors.TracerArrayConversionError:
-            made, reason = [], "it is written with NumPy, and has to be with jax.numpy"
+            made, reason = [], "it is written with NumPy; write it with jax.numpy"
         except Exception as error:
             made, reason = [], in_short(error)
         if reason is not None:
@@ -103,16 +103,16 @@ def routes(
     The targets determine into how many rows an array is unstacked; without targets, its leading axis does.
     """
     if not (transform is None or isinstance(transform, Mapping)):
-        raise TypeError(f"transform is a dictionary {{left: function}}, got {function_name(transform)}")
+        raise TypeError(f"transform must be a dictionary {{left: function}}, got {function_name(transform)}")
     functions = dict(transform or {})
     for key in (key for key, function in functions.items() if not callable(function)):
-        raise TypeError(f"transform[{key!r}] is a function of arrays, got {describe(functions[key])}")
+        raise TypeError(f"transform[{key!r}] must be a function of arrays, got {describe(functions[key])}")
     if not (rename is None or isinstance(rename, Mapping) or callable(rename)):
-        raise TypeError(f"rename is a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
+        raise TypeError(f"rename must be a dictionary {{left: right}} or a function of a name, got {describe(rename)}")
     renamed = {name: rename(name) if callable(rename) else name for name in specs}
     for name, new in renamed.items():
         if not (new is None or isinstance(new, str)):
-            raise TypeError(f"rename({name!r}) is to return a name, or None to drop it, got {describe(new)}")
+            raise TypeError(f"rename({name!r}) must return a name, or None to drop it, got {describe(new)}")
     sides = {} if rename is None or callable(rename) else dict(rename)
     stays = _side(sides.pop(None), "right") if None in sides else ()
     kept = {name for glob in stays for name in _matched(glob, targets or (), "rename, None", "path")}
@@ -130,7 +130,7 @@ def _side(side: object, which: str) -> tuple[Glob, ...]:
     texts = (side,) if isinstance(side, str) else side
     if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
         also = ", or None" if which == "right" else ""
-        raise TypeError(f"a {which} side of rename is a name, a glob or a tuple of these{also}, got {side!r}")
+        raise TypeError(f"a {which} side of rename must be a name, a glob or a tuple of these{also}, got {side!r}")
     return tuple(map(Glob, texts))
 
 
@@ -150,7 +150,7 @@ def _matched(glob: Glob, names: Collection[str], of: str, kind: str = "name", hi
         return found
     below = next((name for name in names if glob.selects(split_name(name))), None)
     if below:
-        hint = f"; {glob.text}.** takes what is below it, as {below!r}"
+        hint = f"; {glob.text}.** matches the names below it, such as {below!r}"
     raise ValueError(f"{of}: {glob.text!r} matches no {kind}{hint or nearest(glob.text, names)}")
 
 
@@ -158,10 +158,10 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
     """Returns the routes with the functions for globs over their sources."""
     for key, function in functions.items():
         if not isinstance(key, str):
-            raise ValueError(f"transform has {key!r}, which is no left side of rename; write it as it is written there")
+            raise ValueError(f"transform has {key!r}, which is no left side of rename; write it exactly as in rename")
         glob = Glob(key)
         goes = [route.sources[0] for route in found if any(_match(glob, name) is not None for name in route.targets)]
-        hint = f"; it is where {goes[0]!r} goes, so write that" if goes else ""
+        hint = f"; {goes[0]!r} goes there, so write that name" if goes else ""
         names = _matched(glob, [name for route in found for name in route.sources], "transform", hint=hint)
         for i, route in enumerate(found):
             if set(route.sources).isdisjoint(names):
@@ -169,7 +169,7 @@ def _with_functions(found: list[Route], functions: Mapping[Any, Any]) -> list[Ro
             if route.function in (stack, unstack) or len(route.sources) + len(route.targets) > 2:
                 raise ValueError(
                     f"transform has {key!r}, which matches {route.sources[0]!r}, but that goes with others to "
-                    f"{next(iter(route.targets), '')!r}; give the transform under the left side of rename that says so"
+                    f"{next(iter(route.targets), '')!r}; write the transform under their left side of rename"
                 )
             if route.function is None:
                 found[i] = dataclasses.replace(route, function=function)
@@ -190,17 +190,17 @@ class _Entry:
         """Returns how many more stars the left side has than the right one: 1 stacks, and -1 unstacks."""
         counts = [{len(glob.stars) for glob in side} for side in (self.lefts, self.rights)]
         if max(map(len, counts)) > 1:
-            raise ValueError(f"rename, {self.left!r}: the globs of one side have the same number of stars")
+            raise ValueError(f"rename, {self.left!r}: the globs of one side must have the same number of stars")
         surplus = counts[0].pop() - counts[1].pop()
         if abs(surplus) > 1 or (surplus and len(self.lefts) + len(self.rights) > 2):
             raise ValueError(
-                f"rename, {self.left!r}: the stars of the left side stand for those of the right one in order, and "
-                f"{right!r} has {-surplus:+} of them; one more on the left stacks the arrays of one glob, one more on "
-                "the right unstacks one array"
+                f"rename, {self.left!r}: the stars of the left side fill those of the right one in order, but "
+                f"{right!r} has another number ({-surplus:+}); one more on the left stacks the arrays of one glob, one "
+                "more on the right unstacks one array"
             )
         # A star more on one side tells rows of a stack apart; so there is one glob on each side.
         if surplus and "*" not in (self.lefts if surplus > 0 else self.rights)[0].stars:
-            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks is a '*', and not '**'")
+            raise ValueError(f"rename, {self.left!r}: the star that stacks or unstacks must be a '*', not '**'")
         return surplus
 
     def takes(self, name: str) -> Glob | None:
@@ -221,8 +221,8 @@ class _Entry:
         if len(self.lefts) + len(self.rights) > 2 and function is None:
             verb, example = ("merges", "jnp.concatenate") if len(self.lefts) > 1 else ("splits", "jnp.split")
             raise ValueError(
-                f"rename, {self.left!r}: it {verb} arrays, and transform is to say how, from one array for each source "
-                f"to one for each target, such as by {example}: transform={{{self.left!r}: ...}}"
+                f"rename, {self.left!r}: it {verb} arrays, so transform must say how, from one array for each source "
+                f"to one for each target, for example with {example}: transform={{{self.left!r}: ...}}"
             )
         row = self._star_of_rows() if self._surplus > 0 else None
         together: dict[Stars, dict[int, str]] = {}
@@ -232,8 +232,8 @@ class _Entry:
             other = together.setdefault(stars, {}).setdefault(number, name)
             if other != name:
                 raise ValueError(
-                    f"rename, {self.left!r}: it takes {other!r} and {name!r}, which would go to one place; "
-                    "write a '*' for what tells them apart"
+                    f"rename, {self.left!r}: it matches {other!r} and {name!r}, which would go to one place; "
+                    "write a '*' where they differ"
                 )
         function = function or {1: stack, 0: None, -1: unstack}[self._surplus]
         for stars, its in together.items():
@@ -251,14 +251,14 @@ class _Entry:
         for at in reversed(range(len(self.lefts[0].stars))):
             if all(_number(stars[at]) >= 0 for _, stars in self.taken.values()):
                 return at
-        raise ValueError(f"rename, {self.left!r}: no '*' of it stands for numbers alone, so nothing can be stacked")
+        raise ValueError(f"rename, {self.left!r}: none of its '*' matches numbers alone, so nothing can be stacked")
 
     def _rows(self, stars: Stars, count: int, targets: Collection[str] | None) -> tuple[str, ...]:
         """Returns the names of an array's rows: those among the targets, in numeric order, or else `count` new ones."""
         right = self.rights[0]
         if targets is None:
             if right.stars.count("*") > 1:
-                raise ValueError(f"rename, {self.left!r}: write in {right.text!r} one '*' alone, that of the rows")
+                raise ValueError(f"rename, {self.left!r}: write only one '*' in {right.text!r}, for the rows")
             at = right.stars.index("*")
             return tuple(right.filled((*stars[:at], str(row), *stars[at:])) for row in range(count))
         matched = [(target, found) for target in targets if (found := _match(right, target)) is not None]
@@ -291,6 +291,6 @@ def _left_by(entries: Sequence[_Entry], names: Collection[str]) -> list[str]:
                 earlier = dict.fromkeys(repr(taker.text) for name in matched if (taker := takers[name]))
                 raise ValueError(
                     f"rename: {glob.text!r} comes too late: {', '.join(earlier)} before it took all that it matches; "
-                    "the first that matches a name has it"
+                    "a name follows the first entry that matches it"
                 )
     return [name for name, taker in takers.items() if taker is None]

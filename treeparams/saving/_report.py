@@ -59,7 +59,7 @@ def problems(contents: Contents, source: Names, found: Fit) -> list[str]:
     heads = heads_of([contents.names[leaf] for leaf in found.missing], source.specs)
     if heads:
         call = f"names = saving.names(path, {heads[-1]!r}), saving.plan(names, model)(names)"
-        return [f"the source holds such a model below {quoted(heads)}; take one alone: {call}"]
+        return [f"the source has such a model below {quoted(heads)}; to load one, write {call}"]
     paths = [contents.short_names[leaf] for leaf in found.missing]
     few = len(paths) * len(found.unused) < 1000  # the nearest of many takes long to find
     unused, missing = (found.unused, paths) if few else ((), ())

@@ -72,10 +72,10 @@ def save(path: FilePath, model: PyTree, *, metadata: Mapping[str, str] | None = 
     """
     said = dict(metadata) if isinstance(metadata, Mapping) else metadata or {}
     if not isinstance(said, dict) or not all(isinstance(each, str) for pair in said.items() for each in pair):
-        raise TypeError(f"metadata is text by text, {{str: str}}, got {said!r}")
+        raise TypeError(f"metadata must be a dictionary of texts, {{str: str}}, got {said!r}")
     for name in said:
         if name.startswith(PREFIX):
-            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are this library's own")
+            raise ValueError(f"metadata {name!r}: names that start with {PREFIX!r} are reserved")
     as_text(path)
     leaves, words = stored_in(model, "the path comes first: saving.save(path, model)")
     _check_unicode([*said, *said.values()], "in a file")
@@ -213,8 +213,8 @@ def load(path: FilePath, like: M, *, checksum: bool = True) -> M:
     file = file_at(path)
     if not file.is_ours:
         raise ValueError(
-            f"{file.source.name} was not written by saving.save, so it does not say what is tied; write "
-            "saving.plan(path, model)(path), which says what goes where"
+            f"{file.source.name} was not written by saving.save, so it does not record ties; write "
+            "saving.plan(path, model)(path), which maps arrays by name"
         )
     contents = Contents(like)
     leaves = fitted(contents, file)

@@ -149,10 +149,10 @@ def _check_lost(moving: Moving) -> None:
             if is_lost:
                 lost.append(join_path((*history.at, *entries)))
     if lost:
-        why = "it was made by another transformation, or a parameter is now in a group with another one"
+        why = "it was made by another transformation, or a parameter is now in another group"
         if changed:
             how = moving.movers.how(changed[0])
-            why = f"{changed[0]!r} is made by {how}, and of its shape the rule keeps others; begin with a fresh state"
+            why = f"{changed[0]!r} is made by {how}, and the rule keeps other arrays for it; begin with a fresh state"
         raise ValueError(f"the state has {first_few(lost)}, for which the fresh one has no place: {why}")
 
 
@@ -175,8 +175,8 @@ def _as(like: Array | jax.ShapeDtypeStruct, array: Array, name: str, shape: tupl
     """Casts an array to the dtype of the fresh one, and places it alike if it has the same shape."""
     if array.shape != shape:
         raise ValueError(
-            f"the state has {describe(array)} at {name!r}, and the fresh one {describe(like)}: it was made by another "
-            "transformation"
+            f"the state has {describe(array)} at {name!r}, but the fresh one has {describe(like)}: it was made by "
+            "another transformation"
         )
     array = in_dtype(array, like.dtype)
     return placed(name, array, like) if shape == like.shape else jnp.asarray(array)

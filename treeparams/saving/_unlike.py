@@ -18,7 +18,7 @@ from .._tree.structure import Spec
 from .._tree.text import describe, quoted
 from ._contents import Contents, places_in_words, state_in_words
 
-_ARRAYS_ALONE = "; saving.plan(path, tree)(path) takes the arrays of the file alone, no numbers"
+_ARRAYS_ALONE = "; saving.plan(path, tree)(path) loads only the arrays of the file, no numbers"
 
 
 def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> Iterator[str]:
@@ -31,8 +31,8 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
-            f"the {file.noun} holds such a tree below {quoted(heads)}: load into a dictionary of all that is in it, or "
-            f"take one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
+            f"the {file.noun} has such a tree below {quoted(heads)}: load it into a dictionary of all its trees, or "
+            f"load one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in here if name not in there]:
@@ -47,9 +47,9 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
         else:
             others[head_of(name)] = None
     part = "names = saving.names(path, 'model'), saving.plan(names, model)(names)"
-    hint = f"; to take a part of a file, as 'model', write {part}" if file.noun == "file" else ""
+    hint = f"; to load a part of a file, such as 'model', write {part}" if file.noun == "file" else ""
     for other in others:
-        yield f"the {file.noun} also holds {other!r}, which the tree has not{hint}"
+        yield f"the {file.noun} also has {other!r}, which the tree lacks{hint}"
     yield from filter(None, [_unlike_leaf(contents, leaves[name], name, file) for name in there if name in leaves])
 
 
@@ -104,7 +104,7 @@ def unlike_ties(contents: Contents, leaves: Mapping[str, int], file: File) -> It
         if transforms:
             if here not in aliases or (roots[here], str(aliases[here])) != (roots[there], transforms):
                 yield (
-                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, and the tree declares no such tie:"
+                    f"{alias!r} is {transforms} of {source!r} in the {file.noun}, but the tree declares no such tie:"
                     f" declare it, tp.field(tied_to=..., transform={transforms})"
                 )
         elif roots[here] != roots[there] and not {here, there} & contents.abstract:
@@ -128,7 +128,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
             names = f"saving.names(path, {path!r})" if path else "saving.names(path)"
             yield (
                 f"the state at {path!r} is of optim.{other} in the {file.noun}, of optim.{form} in the tree. A plan "
-                f"makes one of the other:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
+                f"converts it:\nstate = saving.plan(model, model).state({names}, like=tx.init(model))"
             )
             continue
         if _histories_in(here) == _histories_in(there):
@@ -139,7 +139,7 @@ def unlike_states(contents: Contents, file: File) -> Iterator[str]:
             continue
         yield (
             f"the state at {path!r} has other histories than the tree's: {_counts_in(there)} in the {file.noun}, "
-            f"{_counts_in(here)} in the tree. A state like the saved one is made by\n{_calls_for(there)}"
+            f"{_counts_in(here)} in the tree. These calls make a state like the saved one:\n{_calls_for(there)}"
         )
 
 
@@ -174,7 +174,7 @@ def unlike_joined(contents: Contents, file: File) -> Iterator[str]:
         for name in here if there is None else here | there:
             ours, theirs = (_location(each, name) for each in (here, there or here))
             if ours != theirs:
-                yield f"of what {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
+                yield f"in the form that {path!r} opens, {name!r} is {ours} in the tree, {theirs} in the {file.noun}"
                 break
     for path, state in contents.states.items():
         here, there = (_pieces_in(words) for words in (state_in_words(state), file.words["states"].get(path)))
