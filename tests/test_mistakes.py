@@ -245,7 +245,7 @@ MODULES: list[Row] = [
         "step over models",
         lambda t: sharding.make_step(loss, t.tx, t.plan),
         ValueError,
-        "pass what is within it, such as op",
+        "pass the optimiser inside it, such as op",
     ),
     (
         "step(tx, loss)",

@@ -309,7 +309,7 @@ def test_a_newer_version_is_named(path, like, good):
     assert "has version 2 of the format of treeparams.saving" in refused(path, lambda: saving.load(path, like))
     # Whatever else it says: a newer version may say it otherwise.
     lying(path, good, lambda words: json.dumps({"version": 3, "other": 1}))
-    assert "is of version 3" in refused(path, lambda: saving.load(path, like))
+    assert "has version 3" in refused(path, lambda: saving.load(path, like))
 
 
 _JSON = st.recursive(

@@ -231,5 +231,5 @@ def test_a_part_of_a_file(path):
         ValueError, match="the source has such a model below 'average', 'model'; to load one, write names"
     ):
         saving.plan(path, {"w": ramp(2)})
-    with pytest.raises(TypeError, match="'' is a mapping, not a pytree, so none of its arrays would be saved"):
+    with pytest.raises(TypeError, match="'' is a mapping and not a pytree, so none of its arrays would be saved"):
         saving.save(path, saving.names(path))

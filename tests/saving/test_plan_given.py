@@ -168,7 +168,7 @@ def test_a_flat_dictionary_in_words():
     plan = saving.plan(wrong, shapes(_FLAT), rename={"b": None}, strict=False)
     assert plan.problems() == [
         "'b' is missing: nothing comes to it",
-        "'layers.0.w' is float32[2], and float32[3] comes from layers.0.w",
+        "'layers.0.w' is float32[2], but float32[3] comes from layers.0.w",
     ]
     with pytest.raises(ValueError, match=r"nothing comes to b, layers\.0\.w, and the model has no value"):
         plan(wrong)
@@ -345,7 +345,7 @@ def test_all_rows_can_be_printed():
     assert list(map(str, plan.rows)) == ["k: float32[1], from nothing", f"l.w: float32[100,2], from {names} by stack"]
     key, other = jax.random.key(0), jax.random.key(0, impl="rbg")
     keys = saving.plan({"k": key}, {"k": other}, strict=False)
-    assert keys.disagrees == ("'k' is key<rbg>[], and key<fry>[] comes from k",)
+    assert keys.disagrees == ("'k' is key<rbg>[], but key<fry>[] comes from k",)
 
 
 def _doubled(array):

@@ -87,7 +87,7 @@ def test_functions_that_do_more_than_move():
     plan = saving.plan(MODEL, MODEL, transform={"c": lambda c: 2 * c})
     np.testing.assert_array_equal(plan(MODEL)["c"], 2 * MODEL["c"])
     with pytest.raises(
-        ValueError, match=r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; the parameters"
+        ValueError, match=r"lambda at .*:\d+, from \['c'\] to \['c'\], changes or repeats them; use the plan"
     ):
         plan.state(_state(), _state())
 

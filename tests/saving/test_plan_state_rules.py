@@ -257,7 +257,7 @@ REFUSED = {
         None,
         {"0": jnp.transpose},
         [ramp(3, 2)],
-        r"arrays of \[\(2,\)\] at '0\.v_row\.\*'",
+        r"shapes \[\(2,\)\] at '0\.v_row\.\*'",
     ),
     "accumulators": (
         optax.sm3(0.1),

@@ -197,7 +197,7 @@ MODULE = r"make Buffer an eqx.Module, or jax.tree_util.register_dataclass\(Buffe
 HIDDEN = {
     "a dataclass": (
         lambda w: Buffer(w),
-        r"'x' is a Buffer, not a pytree, .* array \.items \(float32\[2\]\).*; " + MODULE,
+        r"'x' is a Buffer and not a pytree, .* array \.items \(float32\[2\]\).*; " + MODULE,
     ),
     "deep in one": (
         lambda w: Buffer(collections.deque([{"a": (1, Buffer(eqx.nn.Lambda(w)))}])),
@@ -216,7 +216,7 @@ HIDDEN = {
     "a proxy": (lambda w: Buffer(types.MappingProxyType({"a": w})), r"its array \.items\['a'\] "),
     "a mapping": (
         lambda w: types.MappingProxyType({"a": w}),
-        r"'x' is a mapping, not a pytree.*; write dict\(\.\.\.\), or leave",
+        r"'x' is a mapping and not a pytree.*; write dict\(\.\.\.\), or leave",
     ),
     "an array of texts": (
         lambda w: np.array(["a"]),

@@ -40,14 +40,14 @@ def _why_lost(leaf: object, seen: dict[int, object]) -> str | None:
     if isinstance(leaf, np.ma.MaskedArray):
         return "masked array, whose mask would not be saved"
     if isinstance(leaf, Mapping):
-        return "mapping, not a pytree, so none of its arrays would be saved"
+        return "mapping and not a pytree, so none of its arrays would be saved"
     if _is_foreign(leaf):
         return f"{kind.__qualname__}, which is not a JAX array, so it would not be saved"
     found = _array_in(leaf, seen)
     if found is None:
         return None
     where, array = found
-    return f"{kind.__qualname__}, not a pytree, so its array {where} ({describe(array)}) would not be saved"
+    return f"{kind.__qualname__} and not a pytree, so its array {where} ({describe(array)}) would not be saved"
 
 
 def _instead(leaf: object) -> str:

@@ -75,8 +75,8 @@ class Moving:
         else:
             raise ValueError(
                 f"{path!r} is made of {list(names)} by {self.movers.how(path)}, but for these the state has arrays of "
-                f"shapes {[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which do not "
-                "have the parameters' shapes, and are not all alike: a plan can only rename such a parameter; begin "
+                f"shapes {[it.shape for it in arrays]} at {join_path((*place[0], '*', *place[1]))!r}, which "
+                "are not the parameters' shapes, and not all alike: a plan can only rename such a parameter; begin "
                 "with a fresh state"
             )
         return Piece(array, Owners((path,), place, None, (), False), 0)

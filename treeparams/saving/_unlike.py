@@ -31,8 +31,8 @@ def unlike_leaves(contents: Contents, leaves: Mapping[str, int], file: File) -> 
     heads = heads_of(here, there) if here.keys() != there.keys() else []
     if heads:
         yield (
-            f"the {file.noun} has such a tree below {quoted(heads)}: load it into a dictionary of all its trees, or "
-            f"load one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
+            f"the {file.noun} has such a tree below {quoted(heads)}: load into a dictionary of all its trees, or load "
+            f"one alone, names = saving.names(path, {heads[-1]!r}), saving.plan(names, tree)(names)"
         )
         return
     for name in [name for name in here if name not in there]:
